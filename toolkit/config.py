@@ -1,0 +1,356 @@
+"""What a run is: frozen dataclasses, one per concern, and how they are read from YAML and flags.
+
+Owns every default (in its field, with its sentence below it), the parsing, and the checks that need
+no file and no model. Knows neither torch nor the files a run will read.
+"""
+
+import dataclasses
+import difflib
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
+
+from toolkit.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how its parameters are stored."""
+
+    name_or_path: str
+    """Folder of a Hugging Face causal LM checkpoint, or its id on the Hub."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` reads the weights of the checkpoint; `random` draws new ones and needs only its
+    config.json."""
+    dtype: Dtype | Literal["auto"] = "float32"
+    """Storage dtype of the parameters (the master weights that the optimizer updates); `auto` is the
+    checkpoint's own."""
+    tokenizer_name_or_path: str | None = None
+    """Folder or Hub id of the tokenizer, where it is not the model's."""
+    train_tokenizer: bool = False
+    """Where no tokenizer is found, train a byte-level BPE of the model's vocabulary size on the
+    training text before the run."""
+    resize_embeddings: bool = False
+    """Grow or shrink the embedding and the head to the tokenizer's length."""
+    attn_implementation: str | None = None
+    """Attention kernel as transformers names it (`sdpa`, `eager`, `flash_attention_2`, ...); empty:
+    transformers' choice."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """How parameters are laid out over the devices, and in which dtype they compute."""
+
+    param_dtype: Dtype = "bfloat16"
+    """Dtype of the gathered parameters and of the computation."""
+    reduce_dtype: Dtype = "float32"
+    """Dtype of the gradient reduction between ranks."""
+    reshard_after_forward: bool | int | Literal["auto"] = "auto"
+    """Free a unit's gathered parameters after its forward (`true`: least memory; `false`: one
+    all-gather less; an integer: reshard to that many ranks). `auto` frees every unit but the root."""
+    dp_replicate: int = 1
+    """Number of replicas of the sharded model (HSDP); the processes are dp_replicate x dp_shard."""
+    dp_shard: int = -1
+    """Number of ranks that share one copy of the model; -1: all that dp_replicate leaves."""
+    cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory."""
+    activation_checkpointing: bool | Literal["none", "full"] = "none"
+    """`full` (or true) recomputes each decoder layer's activations in the backward pass."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it becomes samples."""
+
+    train_files: str | list[str] = field(default_factory=list)
+    """Files or globs (.txt .md .py and other text, .jsonl .json .parquet .arrow); empty, and no
+    dataset_name: the source of Python's own standard library."""
+    eval_files: str | list[str] = field(default_factory=list)
+    """Files or globs to evaluate on; empty: the eval_split of the training text."""
+    dataset_name: str | None = None
+    """A data set on the Hub (or a local data set folder) instead of train_files."""
+    dataset_config_name: str | None = None
+    """Configuration of dataset_name."""
+    dataset_split: str = "train"
+    """Split of dataset_name to train on."""
+    text_column: str = "text"
+    """Column that holds the text; a column `input_ids` is taken as already tokenised instead."""
+    sequence_length: int = 1024
+    """Tokens per sample."""
+    append_eos: bool = True
+    """Put the tokenizer's end-of-sequence token after each document."""
+    eval_split: float = 0.01
+    """Share of the samples held out for evaluation where there are no eval_files; 0: none."""
+    max_eval_samples: int | None = None
+    """Evaluate on at most this many samples."""
+    num_workers: int = 0
+    """Worker processes of each rank's DataLoader."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    learning_rate: float = 5e-5
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the denominator."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"
+    ] = "linear"
+    """Schedule after the warm-up, as transformers names it."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises from 0."""
+    min_lr_rate: float = 0.1
+    """Last learning rate of `cosine_with_min_lr`, as a share of the peak."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0: not clipped (the norm is still logged)."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, and with which batches."""
+
+    max_steps: int = -1
+    """Optimizer steps; -1: as many as num_train_epochs needs."""
+    num_train_epochs: float = 1.0
+    """Passes over the training samples where max_steps is -1."""
+    per_device_train_batch_size: int = 8
+    """Samples of one micro-batch on one process."""
+    per_device_eval_batch_size: int | None = None
+    """Samples of one evaluation forward on one process; empty: as in training."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches of one optimizer step on one process."""
+    logging_steps: int = 10
+    """A metrics line every so many steps (and at the first and the last)."""
+    eval_steps: int | None = None
+    """Evaluate every so many steps and at the end; empty: at the end only, where there is eval data."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    save_steps: int = 500
+    """A checkpoint every so many steps, and at the end."""
+    save_total_limit: int | None = 2
+    """Keep the newest so many (at least 2, so that one is whole while another is written); empty: all."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What is shown while training."""
+
+    disable_tqdm: bool = False
+    """Print a line per logged step instead of a progress bar, also in a terminal."""
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """A pretraining run."""
+
+    model: ModelConfig
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    output_dir: str = "runs/pretrain"
+    """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
+    seed: int = 42
+    """Seeds the random weights, the sample order and dropout."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------
+
+
+def parse(cls: type, args: Sequence[str] | None = None, default_file: Path | None = None) -> Any:
+    """Read a `cls` from `--config FILE` and `--section.field value` flags, later ones winning.
+
+    Args:
+        cls: a config dataclass such as `PretrainConfig`.
+        args: the command line without the program's name; `sys.argv[1:]` where None.
+        default_file: the config used when `args` name no `--config`.
+
+    Raises:
+        ConfigError: an unknown key (the known ones are listed), a wrong type, or settings that
+            contradict each other.
+        SystemExit: after `--help` and `--print_config`.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    parser = _parser(cls)
+    if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
+        args = ["--config", str(default_file), *args]
+    for file in _config_files(args):
+        _check_keys(cls, _read_yaml(file), str(file))
+    for arg in args:
+        flag = arg.split("=")[0]
+        if flag.startswith("--") and flag not in ("--config", "--help", "--print_config"):
+            _check_path(cls, flag.removeprefix("--").removesuffix("+"), "command line")
+    try:
+        sections = parser.instantiate(parser.parse_args(args))
+    except ArgumentError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    cfg = cls(**{f.name: sections[f.name] for f in dataclasses.fields(cls)})
+    check(cfg)
+    return cfg
+
+
+def load(cls: type, file: str | Path) -> Any:
+    """Read a `cls` from a YAML file such as a run's `config.yaml`."""
+    return parse(cls, ["--config", str(file)])
+
+
+def dump(cfg: Any) -> str:
+    """Return the resolved config as YAML; `load` reads it back to an equal value."""
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)
+
+
+def check(cfg: Any) -> None:
+    """Raise `ConfigError` where fields of `cfg` contradict each other or are out of range."""
+    train, optim, data, saving = cfg.train, cfg.optim, cfg.data, cfg.checkpoint
+    positive = {
+        "train.per_device_train_batch_size": train.per_device_train_batch_size,
+        "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "train.logging_steps": train.logging_steps,
+        "checkpoint.save_steps": saving.save_steps,
+        "sharding.dp_replicate": cfg.sharding.dp_replicate,
+        "train.eval_steps": train.eval_steps,
+        "train.per_device_eval_batch_size": train.per_device_eval_batch_size,
+        "data.max_eval_samples": data.max_eval_samples,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if data.sequence_length < 2:
+        raise ConfigError(
+            f"data.sequence_length must be at least 2 (a token and the one it predicts), "
+            f"got {data.sequence_length}"
+        )
+    if train.max_steps != -1 and train.max_steps < 1:
+        raise ConfigError(f"train.max_steps must be at least 1, or -1 for whole epochs, got {train.max_steps}")
+    if train.max_steps == -1 and not train.num_train_epochs > 0:
+        raise ConfigError(f"train.num_train_epochs must be above 0, got {train.num_train_epochs}")
+    if saving.save_total_limit is not None and saving.save_total_limit < 2:
+        raise ConfigError(
+            f"checkpoint.save_total_limit must be at least 2, got {saving.save_total_limit}: the last "
+            "good checkpoint stays until the next one is whole"
+        )
+    if not 0 <= data.eval_split < 1:
+        raise ConfigError(f"data.eval_split is a share from 0 to below 1, got {data.eval_split}")
+    if data.dataset_name and data.train_files:
+        raise ConfigError("data.dataset_name and data.train_files are both set; give one of them")
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
+        if not getattr(optim, name) >= 0:
+            raise ConfigError(f"optim.{name} must not be negative, got {getattr(optim, name)}")
+    shards = cfg.sharding.dp_shard
+    if shards != -1 and shards < 1:
+        raise ConfigError(f"sharding.dp_shard must be at least 1, or -1 for all ranks, got {shards}")
+
+
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
+    before, after = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+    return {n: (before.get(n), after.get(n)) for n in names}
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+# --------------------------------------------------------------------------------------------------
+
+
+def _parser(cls: type) -> ArgumentParser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        description=cls.__doc__, exit_on_error=False, allow_abbrev=False, formatter_class=_Help
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_class_arguments(cls)
+    return parser
+
+
+class _Help(DefaultHelpFormatter):
+    """jsonargparse's help on a fixed width, so that it reads the same under every launcher."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=110, max_help_position=44)
+
+
+def _config_files(args: Sequence[str]) -> list[Path]:
+    files = [a.split("=", 1)[1] for a in args if a.startswith("--config=")]
+    files += [b for a, b in zip(args, args[1:], strict=False) if a == "--config"]
+    for file in files:
+        if not Path(file).is_file():
+            raise ConfigError(f"config file {file} does not exist (current folder: {Path.cwd()})")
+    return [Path(f) for f in files]
+
+
+def _read_yaml(file: Path) -> dict:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a mapping of settings, got {type(content).__name__}")
+    return content
+
+
+def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
+    """Refuse the first key of a YAML mapping that `cls` does not know, with the keys it knows."""
+    for key, value in content.items():
+        known = _check_path(cls, f"{prefix}{key}", where)
+        if dataclasses.is_dataclass(known) and not isinstance(value, dict):
+            raise ConfigError(f"{prefix}{key} ({where}) is a section of settings, got {value!r}")
+        if isinstance(value, dict):
+            _check_keys(cls, value, where, f"{prefix}{key}.")
+
+
+def _check_path(cls: type, path: str, where: str) -> Any:
+    """Return the type of a dotted setting; refuse one that does not exist."""
+    here, walked = cls, ""
+    for part in path.split("."):
+        hints = typing.get_type_hints(here) if dataclasses.is_dataclass(here) else {}
+        if part not in hints:
+            guess = difflib.get_close_matches(part, hints, n=1)
+            section = walked.removesuffix(".") or "the top level"
+            raise ConfigError(
+                f"unknown setting {path!r} ({where})"
+                + (f"; did you mean {walked}{guess[0]}?" if guess else "")
+                + (f" Known in {section}: {', '.join(hints)}" if hints else f" {section} is not a section")
+            )
+        here, walked = hints[part], f"{walked}{part}."
+    return here
+
+
+def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
+    return out

@@ -1,0 +1,100 @@
+"""Agreement between the processes of a run: what one decides all learn, where one fails all raise.
+
+A rank that raises alone leaves the others waiting in a collective until a timeout. Everything that
+can fail on one rank only (reading files, checking data) goes through the functions here.
+
+Owns the small object exchanges between ranks. Knows nothing of models, devices or launchers. Without
+an initialised process group every function is the plain call.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from toolkit.errors import ToolkitError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Return this process's rank, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def broadcast(value: T) -> T:
+    """Return rank 0's `value` on every rank. Collective; pickles a small object."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Return the `value` of every rank, in rank order, on every rank. Collective."""
+    if world_size() == 1:
+        return [value]
+    values: list = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def together(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `fn` on every rank; when it fails on any of them, raise on all of them.
+
+    The rank that failed raises its own exception. The others raise a `ToolkitError` of the same
+    class where it was one, with the first failing rank's message. Collective, one small exchange.
+    """
+    failure: BaseException | None = None
+    result: T | None = None
+    try:
+        result = fn()
+    except Exception as error:
+        failure = error
+    _raise_together(failure, group)
+    return result  # type: ignore[return-value]
+
+
+def on_main(fn: Callable[[], T]) -> T:
+    """Run `fn` on rank 0 alone and return its result on every rank; its failure is everyone's."""
+    result = together(fn if rank() == 0 else lambda: None)
+    return broadcast(result)  # type: ignore[return-value]
+
+
+def main_first(fn: Callable[[], T]) -> T:
+    """Run `fn` on rank 0, then on the others: rank 0 fills a cache that the others read."""
+    result = together(fn if rank() == 0 else lambda: None)
+    if world_size() == 1:
+        return result  # type: ignore[return-value]
+    others = together((lambda: result) if rank() == 0 else fn)
+    return others  # type: ignore[return-value]
+
+
+def _raise_together(failure: BaseException | None, group: dist.ProcessGroup | None) -> None:
+    if world_size() == 1:
+        if failure is not None:
+            raise failure
+        return
+    said: list = [None] * dist.get_world_size(group)
+    mine = None
+    if failure is not None:
+        kind = type(failure) if isinstance(failure, ToolkitError) else ToolkitError
+        text = str(failure) if kind is not ToolkitError else f"{type(failure).__name__}: {failure}"
+        if type(failure) is ToolkitError:
+            text = str(failure)
+        mine = (kind, text)
+    dist.all_gather_object(said, mine, group=group)
+    if failure is not None:
+        raise failure
+    for where, what in enumerate(said):
+        if what is not None:
+            kind, text = what
+            error = kind(f"{text} (on rank {where})")
+            error.already_said = True  # the rank that failed prints it
+            raise error
