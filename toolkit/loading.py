@@ -1,0 +1,552 @@
+"""Bytes into shards: a checkpoint streamed in, each rank its slices, or random weights drawn.
+
+Owns materialisation: after it nothing is on meta, buffers hold what the architecture computes, tied
+parameters are one tensor. Drives transformers' own loader, which owns key renames, fused-expert
+conversion and buffers; its private names are called here only. Knows nothing of the training loop.
+"""
+
+import contextlib
+import copy
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from toolkit import ranks
+from toolkit.errors import LoadingError
+from toolkit.hf_format import TensorEntry, local_folder, read_weights, split_mapping, weight_files
+
+# A block of rows is drawn from one seed: small enough to stream, the same for every world size.
+_BLOCK_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank read."""
+
+    tensors: int
+    """Tensors in the checkpoint."""
+    file_bytes: int
+    """Bytes of those tensors."""
+    bytes_requested: int
+    """Bytes of the slices that this rank asked for."""
+    seconds: float
+
+
+def load_pretrained(model: PreTrainedModel, path: str | Path, device: torch.device | str) -> LoadReport:
+    """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
+
+    Every rank reads only its slices of each tensor, cast to the parameter's storage dtype; memory
+    beyond the shards stays below the largest tensor. Nothing keeps pointing into the files.
+
+    Args:
+        model: from `build_on_meta`, sharded or not.
+        path: folder or Hub id of the checkpoint (safetensors).
+
+    Raises:
+        LoadingError: on every rank, with the tensors named: missing or unexpected keys, other
+            shapes, a damaged file, a parameter left on meta.
+    """
+    begun = time.perf_counter()
+    report = ranks.together(lambda: _load(model, path, torch.device(device), begun))
+    ranks.together(lambda: check_materialised(model))
+    return report
+
+
+def init_weights(model: PreTrainedModel, device: torch.device | str, seed: int) -> None:
+    """Materialise `model` on `device` with random weights. Every rank draws only its rows.
+
+    The distribution is the architecture's own (`_init_weights`); the values depend on `seed` and the
+    parameter's name alone: not on the number of ranks, the device or the other parameters. DTensor's
+    own random operators repeat themselves on a CPU mesh, so the initialisation is recorded on meta and
+    replayed row block by row block. Costs one draw of this rank's shard on the CPU.
+
+    Raises:
+        LoadingError: the architecture computes a parameter in a way that cannot be replayed.
+    """
+    target = torch.device(device)
+    ranks.together(lambda: _draw(model, target, seed))
+    ranks.together(lambda: check_materialised(model))
+
+
+def check_materialised(model: nn.Module) -> None:
+    """Raise `LoadingError` naming what is still on meta, or a tie that came apart."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    meta = [n for n, t in tensors if _local(t).is_meta]
+    if meta:
+        raise LoadingError(f"{len(meta)} tensor(s) are still on meta: {', '.join(meta[:5])}")
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    assets = getattr(model, "hf_assets", None)
+    for alias, owner in (assets.tied if assets else {}).items():
+        if by_name.get(alias) is not by_name.get(owner):
+            raise LoadingError(f"{alias} is no longer tied to {owner}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Streaming a checkpoint
+# --------------------------------------------------------------------------------------------------
+
+
+class _Source:
+    """A tensor in a file, read slice by slice into memory of its own.
+
+    Quacks like safetensors' slice, which transformers' loader expects. Its result never aliases the
+    mapped file: where the loader would not cast, the slice is copied.
+    """
+
+    requested = 0
+    _lock = threading.Lock()
+
+    def __init__(self, inner: Any, entry: TensorEntry, dtypes: set[torch.dtype], rows: int | None = None):
+        self._inner, self._entry = inner, entry
+        self._copy = entry.dtype in dtypes
+        self._rows = entry.shape[0] if rows is None else rows
+
+    def get_shape(self) -> list[int]:
+        return [self._rows, *self._entry.shape[1:]] if self._entry.shape else []
+
+    def get_dtype(self) -> str:
+        return self._inner.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._entry.shape and self._rows != self._entry.shape[0]:
+            piece = self._resized(index)
+        else:
+            piece = self._inner[index]
+            piece = piece.clone() if self._copy else piece
+        with _Source._lock:
+            _Source.requested += piece.numel() * self._entry.dtype.itemsize
+        return piece
+
+    def _resized(self, index: Any) -> torch.Tensor:
+        """Rows of an embedding whose number of rows changed: new ones are the mean of the old."""
+        index = (index,) if not isinstance(index, tuple) else index
+        rows = index[0] if isinstance(index[0], slice) else slice(None)
+        begin, end, _ = rows.indices(self._rows)
+        old = self._entry.shape[0]
+        kept = self._inner[(slice(min(begin, old), min(end, old)), *index[1:])].clone()
+        fresh = end - max(begin, old)
+        if fresh <= 0:
+            return kept
+        total = torch.zeros(self._entry.shape[1:], dtype=torch.float64)
+        for start in range(0, old, 4096):
+            total += self._inner[start : min(start + 4096, old)].double().sum(0)
+        mean = (total / old).to(self._entry.dtype)
+        return torch.cat([kept, mean.expand(fresh, *mean.shape)[(slice(None), *index[1:])]])
+
+
+def _load(model: PreTrainedModel, path: str | Path, device: torch.device, begun: float) -> LoadReport:
+    folder = local_folder(str(path))
+    entries = read_weights(weight_files(folder, str(path)))
+    _check_shapes(model, entries)
+    home = getattr(model, "parameter_device", None) or device
+    dtypes = {p.dtype for p in model.parameters()} if home.type == "cpu" else set()
+    _Source.requested = 0
+    handles = {f: safe_open(f, framework="pt") for f in {e.file for e in entries.values()}}
+    sources = {}
+    for name, entry in entries.items():
+        rows = _resized_rows(model, name, entry)
+        sources[name] = _Source(handles[entry.file].get_slice(name), entry, dtypes, rows)
+    whole = _unsliceable(model, sources)
+    with _as_library_code(model):
+        info = _drive_loader(model, {k: s for k, s in sources.items() if k not in whole}, home)
+        if whole:
+            _convert_then_slice(model, {k: sources[k] for k in whole}, home, info)
+        _finalize(model, home, info)
+    _settle_buffers(model, device)
+    problems = {
+        "missing in the checkpoint": sorted(info.missing_keys),
+        "not known to the model": sorted(info.unexpected_keys),
+        "of another shape": sorted(f"{n} ({tuple(a)}, expected {tuple(b)})" for n, a, b in info.mismatched_keys),
+        "not convertible": sorted(info.conversion_errors),
+    }
+    said = [f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items() if v]
+    if said:
+        raise LoadingError(f"{folder} does not fit {_plain_name(model)}: {'; '.join(said)}")
+    return LoadReport(
+        len(entries),
+        sum(e.nbytes for e in entries.values()),
+        _Source.requested,
+        time.perf_counter() - begun,
+    )
+
+
+def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> None:
+    """Refuse other shapes from the headers, before a byte is read; all ranks see the same."""
+    state = model.state_dict()
+    for name, entry in entries.items():
+        expected = state.get(name)
+        if expected is None or tuple(expected.shape) == entry.shape:
+            continue
+        if _resized_rows(model, name, entry) is None:
+            raise LoadingError(
+                f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
+                f"{list(expected.shape)}; config.json and weights do not belong together"
+            )
+
+
+def _resized_rows(model: PreTrainedModel, name: str, entry: TensorEntry) -> int | None:
+    """Return the new number of rows of an embedding or head that `resize_embeddings` changed."""
+    if not getattr(model.hf_assets, "resized", False):
+        return None
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for leaf, parameter in () if module is None else module.named_parameters():
+            same = tuple(parameter.shape[1:]) == entry.shape[1:] and name.endswith("." + leaf)
+            owner = any(p is parameter and n.split(".")[-2] == name.split(".")[-2] for n, p in _named(model))
+            if same and owner and entry.shape[0] != parameter.shape[0]:
+                return parameter.shape[0]
+    return None
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _drive_loader(model: PreTrainedModel, sources: dict[str, Any], home: torch.device) -> Any:
+    """Call transformers' loader on `sources`; return its account of keys."""
+    try:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+    except ImportError as error:
+        raise _gone(error) from error
+    config = LoadStateDictConfig(
+        device_map={"": home},
+        dtype=next(model.parameters()).dtype,
+        weight_mapping=copy.deepcopy(model.hf_assets.conversions),
+    )
+    info, _ = convert_and_load_state_dict_in_model(
+        model=model, state_dict=sources, load_config=config, disk_offload_index=None
+    )
+    return info
+
+
+def _finalize(model: PreTrainedModel, home: torch.device, info: Any) -> None:
+    """Let transformers tie, initialise buffers and settle which missing keys matter."""
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    if not hasattr(model, "_finalize_model_loading"):
+        raise _gone(AttributeError("PreTrainedModel._finalize_model_loading"))
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # its table of keys; ours is the error below
+    try:
+        model._finalize_model_loading(model, LoadStateDictConfig(device_map={"": home}), info)
+    finally:
+        logging.set_verbosity(level)
+    info.missing_keys -= set(model.hf_assets.tied)
+
+
+def _unsliceable(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
+    """Return the source keys whose conversion does not commute with taking rows of the result.
+
+    Stacking experts (`MergeModulelist(0)`) and joining or cutting along another dim than 0 do; every
+    other conversion is done on the whole tensors. So is stacking where some rank would get no expert.
+    """
+    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, rename_source_key
+
+    renamings, converters = split_mapping(copy.deepcopy(model.hf_assets.conversions))
+    if not converters or not any(isinstance(p, DTensor) for p in model.parameters()):
+        return set()
+    state = model.state_dict()
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    whole = set()
+    for key in sources:
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if pattern is None or target not in state:
+            continue
+        safe = all(
+            (isinstance(op, MergeModulelist) and op.dim == 0)
+            or (isinstance(op, Chunk | Concatenate) and op.dim >= 1)
+            for op in by_pattern[pattern].operations
+        )
+        if not safe or _some_rank_is_empty(state[target]):
+            whole.add(key)
+    return whole
+
+
+def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
+    """Whether sharding dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2, 0)."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    shards = math.prod(n for n, placement in sizes if placement.is_shard())
+    rows = -(-tensor.shape[0] // shards)
+    return rows * (shards - 1) >= tensor.shape[0]
+
+
+def _convert_then_slice(
+    model: PreTrainedModel, sources: dict[str, Any], home: torch.device, info: Any
+) -> None:
+    """Convert whole groups of tensors on an unsharded twin, then keep this rank's slices.
+
+    One group (the tensors that make one set of parameters) is in memory at a time.
+    """
+    from transformers.core_model_loading import rename_source_key
+
+    with torch.device("meta"):
+        twin = model.hf_assets.model_class._from_config(
+            copy.deepcopy(model.config), dtype=next(model.parameters()).dtype
+        )
+    twin.hf_assets = model.hf_assets
+    renamings, converters = split_mapping(copy.deepcopy(model.hf_assets.conversions))
+    state = model.state_dict()
+    groups: dict[str, dict[str, Any]] = {}
+    for key, source in sources.items():
+        target, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        groups.setdefault(target, {})[key] = source
+    for members in groups.values():
+        found = _drive_loader(twin, members, torch.device("cpu"))
+        info.conversion_errors.update(found.conversion_errors)
+        info.unexpected_keys |= found.unexpected_keys
+        info.mismatched_keys |= found.mismatched_keys
+        for name, tensor in list(twin.state_dict().items()):
+            if tensor.is_meta:
+                continue
+            reference = state[name]
+            part = tensor[local_slices(reference)] if isinstance(reference, DTensor) else tensor
+            _place(model, name, part.to(home, copy=True), reference)
+            info.missing_keys.discard(name)
+            _replace(twin, name, torch.empty_like(tensor, device="meta"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Random weights
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One in-place operation on a parameter, or on a view of it."""
+
+    op: Any
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+class _Recorder(TorchDispatchMode):
+    """Records what an initialisation writes into the tracked meta tensors."""
+
+    def __init__(self, tracked: dict[str, torch.Tensor]):
+        super().__init__()
+        self._names = {t.untyped_storage()._cdata: n for n, t in tracked.items()}
+        self.writes: dict[str, list[_Write]] = {n: [] for n in tracked}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        name = self._names.get(target.untyped_storage()._cdata) if target is not None else None
+        if name is not None and func._schema.is_mutable:
+            others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.Tensor)]
+            if any(a.is_meta for a in others):
+                raise LoadingError(
+                    f"the random start of {name} depends on another parameter ({func}), which cannot be "
+                    "drawn shard by shard; save a random start with transformers and load that"
+                )
+            self.writes[name].append(
+                _Write(func, tuple(target.shape), target.stride(), target.storage_offset(), args[1:], kwargs)
+            )
+            return target
+        # What an initialisation makes beside the parameters (ranges, draws) gets real values.
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        if device is not None and device.type == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        elif name is not None and any(a.name == "device" for a in func._schema.arguments):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+def _draw(model: PreTrainedModel, device: torch.device, seed: int) -> None:
+    home = getattr(model, "parameter_device", None) or device
+    originals = dict(model.named_parameters())
+    aliases = _aliases(model)
+    plain = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in originals.items()}
+    for name, tensor in plain.items():
+        for alias in aliases[name]:
+            _replace(model, alias, nn.Parameter(tensor, requires_grad=originals[name].requires_grad))
+    for name, buffer in list(model.named_buffers()):
+        _replace(model, name, torch.empty_like(buffer, device="cpu"))
+    with _as_library_code(model), torch.random.fork_rng(devices=[]), _Recorder(plain) as recorder:
+        torch.manual_seed(seed)  # for what an architecture computes outside its parameters
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):  # torch's own, where `_init_weights` adds nothing
+                module.reset_parameters()
+        model.initialize_weights()
+    never = [n for n, writes in recorder.writes.items() if not writes]
+    if never:
+        raise LoadingError(
+            f"{_plain_name(model)} has no initialisation for {', '.join(never[:5])}; save a random start "
+            "with transformers and load that"
+        )
+    for name, reference in originals.items():
+        writes = _effective(recorder.writes[name], tuple(reference.shape))
+        part = _replay(writes, name, reference, seed)
+        for alias in aliases[name]:
+            _place(model, alias, part.to(home), reference)
+    model.tie_weights()
+    _settle_buffers(model, device)
+
+
+def _replay(writes: list[_Write], name: str, reference: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return this rank's slice of the parameter that `writes` describe."""
+    shape = tuple(reference.shape)
+    slices = local_slices(reference) if isinstance(reference, DTensor) else tuple(slice(0, n) for n in shape)
+    if not shape:
+        return _replay_block(writes, shape, 0, 1, name, seed, reference.dtype)
+    first, last, _ = slices[0].indices(shape[0])
+    per_row = max(1, reference.numel() // max(1, shape[0]))
+    step = max(1, _BLOCK_ELEMENTS // per_row) if _row_by_row(writes, shape) else max(1, shape[0])
+    out = torch.empty((max(0, last - first), *shape[1:]), dtype=reference.dtype)
+    for begin in range(first - first % step, last, step):
+        end = min(begin + step, shape[0])
+        block = _replay_block(writes, shape, begin, end, name, seed, reference.dtype)
+        low, high = max(begin, first), min(end, last)
+        out[low - first : high - first] = block[low - begin : high - begin]
+    return out[(slice(None), *slices[1:])].contiguous()
+
+
+def _replay_block(
+    writes: list[_Write], shape: tuple[int, ...], begin: int, end: int, name: str, seed: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Replay `writes` on rows `begin` to `end`, from a seed of their own."""
+    key = hashlib.sha256(f"{seed}/{name}/{begin}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    whole = not shape or (begin, end) == (0, shape[0])
+    block = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=torch.float32 if dtype.is_floating_point else dtype)
+    for write in writes:
+        target = block.as_strided(write.size, write.stride, write.offset) if whole else block
+        args = write.args
+        if not whole and args and isinstance(args[0], torch.Tensor) and args[0].dim() == len(shape):
+            args = (args[0][begin:end], *args[1:])
+        kwargs = dict(write.kwargs)
+        if any(a.name == "generator" for a in write.op._schema.arguments):
+            kwargs["generator"] = generator
+        write.op(target, *args, **kwargs)
+    return block.to(dtype)
+
+
+def _effective(writes: list[_Write], shape: tuple[int, ...]) -> list[_Write]:
+    """Drop what a later write of the whole tensor makes void."""
+    fresh = {"normal_", "uniform_", "zero_", "fill_", "copy_"}
+    starts = [
+        i
+        for i, w in enumerate(writes)
+        if w.size == shape and w.op._schema.name.removeprefix("aten::") in fresh
+    ]
+    return writes[starts[-1] :] if starts else writes
+
+
+def _row_by_row(writes: list[_Write], shape: tuple[int, ...]) -> bool:
+    """Whether rows can be drawn apart: every write covers the whole tensor, element by element."""
+    elementwise = {"normal_", "uniform_", "zero_", "fill_", "erfinv_", "mul_", "add_", "clamp_", "copy_"}
+    return all(
+        w.size == shape
+        and w.offset == 0
+        and w.op._schema.name.removeprefix("aten::") in elementwise
+        and all(a.dim() == 0 or tuple(a.shape) == shape for a in w.args if isinstance(a, torch.Tensor))
+        for w in writes
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Both ways
+# --------------------------------------------------------------------------------------------------
+
+
+def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Return which part of the global tensor this rank holds, a slice a dim."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    except ImportError as error:
+        raise LoadingError(
+            f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use 2.11 to 2.13"
+        ) from error
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def _place(model: nn.Module, name: str, part: torch.Tensor, reference: torch.Tensor) -> None:
+    """Put this rank's `part` under `name`, laid out as `reference` is."""
+    value: torch.Tensor = part.to(reference.dtype)
+    if isinstance(reference, DTensor):
+        value = DTensor.from_local(
+            value.contiguous(),
+            reference.device_mesh,
+            reference.placements,
+            run_check=False,
+            shape=reference.shape,
+            stride=reference.stride(),
+        )
+    if isinstance(reference, nn.Parameter) or name in dict(_named(model)):
+        value = nn.Parameter(value, requires_grad=reference.requires_grad)
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+    _replace(model, name, value)
+
+
+def _replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    table = module._parameters if leaf in module._parameters else module._buffers
+    table[leaf] = value
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Return every parameter's first name -> all its names."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in _named(model):
+        names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return names
+
+
+def _settle_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move buffers to the compute device (offload keeps only parameters in host memory)."""
+    for name, buffer in list(model.named_buffers()):
+        if not buffer.is_meta and buffer.device != device:
+            _replace(model, name, buffer.to(device))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def _as_library_code(model: PreTrainedModel) -> Iterator[None]:
+    """Let transformers treat the sharded class as its own.
+
+    `fully_shard` changes the class of the model, which then counts as custom code: modules without
+    tensors of their own would be left uninitialised (falcon_h1's buffers, for one).
+    """
+    plain = model.hf_assets.model_class
+    model.is_custom_code = plain.is_custom_code if plain is not None else model.is_custom_code
+    try:
+        yield
+    finally:
+        del model.is_custom_code
+
+
+def _plain_name(model: PreTrainedModel) -> str:
+    plain = model.hf_assets.model_class
+    return (plain or type(model)).__name__
+
+
+def _gone(error: Exception) -> LoadingError:
+    import transformers
+
+    return LoadingError(
+        f"transformers {transformers.__version__} has no {error}; the loader needs 5.17 to 5.23"
+    )

@@ -1,0 +1,256 @@
+"""A Hugging Face causal LM on the meta device: its shapes, its layers, its ties, its assets.
+
+Owns the way from a checkpoint folder or Hub id to a model without bytes. Knows nothing of sharding.
+"""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from toolkit.config import ModelConfig
+from toolkit.errors import ModelError
+from toolkit.hf_format import (
+    HFAssets,
+    asset_files,
+    conversion_mapping,
+    local_folder,
+    read_config,
+    source_dtypes,
+)
+
+
+def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
+    """Build the model of `cfg` on the meta device: every shape, no bytes, ties in place.
+
+    Parameters have the storage dtype `cfg.dtype`; those that transformers keeps in fp32 for half
+    precision stay fp32. `model.hf_assets` holds what an export needs. Costs milliseconds a layer and
+    no memory; the folder needs a config.json but no weights.
+
+    Raises:
+        ModelError: no such folder, no usable config, or not a causal LM.
+    """
+    folder = local_folder(cfg.name_or_path, cfg.revision)
+    config = load_config(cfg)
+    model_class = causal_lm_class(config, cfg)
+    dtype = storage_dtype(cfg, config, folder)
+    if cfg.attn_implementation is not None:
+        config._attn_implementation = cfg.attn_implementation
+    pristine = read_config(folder)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
+    except (ImportError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{cfg.name_or_path}: {model_class.__name__} cannot be built: {error}") from error
+    for section in (model.config, model.config.get_text_config()):
+        section.use_cache = False  # training has no use for it; the export keeps the pristine config
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        for name, parameter in model.named_parameters():
+            if pattern in name:
+                parameter.data = torch.empty_like(parameter, dtype=kept)
+    tokenizer_folder = folder
+    if cfg.tokenizer_name_or_path is not None:
+        tokenizer_folder = _tokenizer_folder(cfg.tokenizer_name_or_path, cfg.revision)
+    resized = False
+    if cfg.resize_embeddings:
+        resized = _resize(model, pristine, tokenizer_folder, cfg.trust_remote_code)
+    model.tie_weights()
+    files = asset_files(tokenizer_folder)
+    if tokenizer_folder != folder:
+        files.pop("generation_config.json", None)
+        own = asset_files(folder)
+        if "generation_config.json" in own:
+            files["generation_config.json"] = own["generation_config.json"]
+    model.hf_assets = HFAssets(
+        config=pristine,
+        files=files,
+        source=source_dtypes(folder) if cfg.init == "pretrained" else None,
+        tied=tied_names(model),
+        conversions=conversion_mapping(model),
+        model_class=model_class,
+        resized=resized,
+    )
+    return model
+
+
+def load_config(cfg: ModelConfig) -> PreTrainedConfig:
+    """Return transformers' config of the model.
+
+    Raises:
+        ModelError: it cannot be read, or its model type is unknown to the installed transformers.
+    """
+    folder = local_folder(cfg.name_or_path, cfg.revision)
+    read_config(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())[:300]}") from error
+
+
+def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrainedModel]:
+    """Return the causal LM class for `config`.
+
+    Raises:
+        ModelError: the checkpoint is of another kind (encoder, classifier, translation model, ...).
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    if cfg.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        reference = config.auto_map["AutoModelForCausalLM"]
+        return get_class_from_dynamic_module(reference, str(local_folder(cfg.name_or_path, cfg.revision)))
+    known: set[str] = set()
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        known.update([names] if isinstance(names, str) else names)
+    said = (getattr(config, "architectures", None) or [None])[0]
+    if said in known:
+        return getattr(transformers, said)
+    mapped = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
+    if mapped is None or (said is not None and not said.endswith("Model")):
+        raise ModelError(
+            f"{cfg.name_or_path} is {said or config.model_type}, not a causal language model; expected "
+            f"an architecture such as {_example(mapped)} (config.json: model_type {config.model_type})"
+        )
+    return mapped[0] if isinstance(mapped, tuple) else mapped
+
+
+def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
+    """Return the dtype in which parameters are stored; `auto` is the checkpoint's, else bfloat16."""
+    if cfg.dtype != "auto":
+        return getattr(torch, cfg.dtype)
+    said = getattr(config, "dtype", None)
+    if said is None:
+        source = source_dtypes(folder) or {}
+        return torch.float32 if set(source.values()) == {"F32"} else torch.bfloat16
+    return getattr(torch, said) if isinstance(said, str) else said
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the decoder layers of `model`, name -> module, in the order of definition.
+
+    They are the modules of the classes in `_no_split_modules`, and the elements of the largest
+    outermost `ModuleList` where those leave it uncovered; outermost only, and never one that holds a
+    tied embedding.
+    """
+    from transformers import PreTrainedModel as Base
+
+    classes: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, Base):
+            classes.update(getattr(module, "_no_split_modules", None) or [])
+    tied = _tied_parameters(model)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if name and type(module).__name__.removeprefix("FSDP") in classes and _splits(module, tied):
+            found[name] = module
+    stack = _largest_stack(model)
+    for name, module in stack.items():
+        inside = any(f == name or f.startswith(name + ".") or name.startswith(f + ".") for f in found)
+        if not inside and _splits(module, tied):
+            found[name] = module
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    outermost = [n for n in found if not any(n != o and n.startswith(o + ".") for o in found)]
+    return {n: found[n] for n in sorted(outermost, key=order.__getitem__)}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return alias -> the first name of the same parameter, for every tied parameter."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            aliases[name] = owner
+    return aliases
+
+
+def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuse sequences longer than the positions of the model, which rotary models take silently.
+
+    Raises:
+        ModelError: names both lengths.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < sequence_length:
+        raise ModelError(
+            f"data.sequence_length is {sequence_length}, the model has {limit} positions "
+            f"(max_position_embeddings); use at most {limit}"
+        )
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of rows of the input embedding."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _splits(module: nn.Module, tied: set[int]) -> bool:
+    """Whether a module can be a unit of its own: it has parameters, none of them tied elsewhere."""
+    own = [id(p) for p in module.parameters()]
+    return bool(own) and not tied.intersection(own)
+
+
+def _tied_parameters(model: nn.Module) -> set[int]:
+    names = tied_names(model)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    return {id(by_name[n]) for n in names}
+
+
+def _largest_stack(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the elements of the outermost ModuleList with the most parameters."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
+    outermost = {n: m for n, m in lists.items() if not any(n != o and n.startswith(o + ".") for o in lists)}
+    if not outermost:
+        return {}
+    size = {n: sum(p.numel() for p in m.parameters()) for n, m in outermost.items()}
+    best = max(size, key=size.__getitem__)
+    return {f"{best}.{i}": child for i, child in enumerate(outermost[best])}
+
+
+def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:
+    if os.path.isdir(name_or_path):
+        return Path(name_or_path)
+    from transformers.utils import cached_file
+
+    found = None
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        try:
+            found = cached_file(name_or_path, name, revision=revision)
+        except OSError:
+            continue
+        break
+    if found is None:
+        raise ModelError(f"model.tokenizer_name_or_path {name_or_path} is neither a folder nor on the Hub")
+    return Path(found).parent
+
+
+def _resize(model: PreTrainedModel, pristine: dict[str, Any], folder: Path, trust: bool) -> bool:
+    """Give embedding and head one row per token of the tokenizer, in `model` and its config.json."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size == vocabulary_size(model):
+        return False
+    with torch.device("meta"):
+        model.resize_token_embeddings(size, mean_resizing=False)
+    for section in [pristine, *(v for v in pristine.values() if isinstance(v, dict))]:
+        if "vocab_size" in section:
+            section["vocab_size"] = size
+    return True
+
+
+def _example(mapped: Any) -> str:
+    if mapped is None:
+        return "LlamaForCausalLM"
+    return (mapped[0] if isinstance(mapped, tuple) else mapped).__name__
