@@ -104,7 +104,7 @@ def damaged_files(checkpoint: Path, only: Iterable[str] | None = None) -> list[t
     found = [(name, what) for name, what in zip(names, verdicts, strict=True) if what is not None]
     if only is None:
         known = {*files, MANIFEST, COMMIT}
-        found += [(n, "is not in the manifest") for n in sorted(_files_below(checkpoint) - known)]
+        found += [(n, "is not in the manifest") for n in sorted(files_below(checkpoint) - known)]
     return found
 
 
@@ -117,9 +117,9 @@ def begin(run_dir: str | Path, step: int) -> Path:
     return folder
 
 
-def hash_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Fsync every file below `folder`; return relative name -> {"size", "sha256"} for the manifest."""
-    names = sorted(_files_below(folder))
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Fsync the files `names` below `folder`; return name -> {"size", "sha256"} for the manifest."""
+    names = list(names)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda n: _sync_and_hash(folder / n), names), strict=True))
 
@@ -174,7 +174,8 @@ def prune(run_dir: str | Path, keep: int | None) -> list[Path]:
     return gone
 
 
-def _files_below(folder: Path) -> set[str]:
+def files_below(folder: Path) -> set[str]:
+    """Return the names, relative to `folder`, of all files below it."""
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
 
 

@@ -80,6 +80,16 @@ def init_weights(model: PreTrainedModel, device: torch.device | str, seed: int) 
     ranks.together(lambda: check_materialised(model))
 
 
+def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Allocate `model`'s shards on `device` without values; buffers are computed. For a resume.
+
+    Raises:
+        LoadingError: a tensor stayed on meta.
+    """
+    ranks.together(lambda: _draw(model, torch.device(device), seed=None))
+    ranks.together(lambda: check_materialised(model))
+
+
 def check_materialised(model: nn.Module) -> None:
     """Raise `LoadingError` naming what is still on meta, or a tie that came apart."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -370,7 +380,8 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _draw(model: PreTrainedModel, device: torch.device, seed: int) -> None:
+def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> None:
+    """Compute buffers, and parameters from `seed`; without a seed their memory is left as it comes."""
     home = getattr(model, "parameter_device", None) or device
     originals = dict(model.named_parameters())
     aliases = _aliases(model)
@@ -381,20 +392,23 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int) -> None:
     for name, buffer in list(model.named_buffers()):
         _replace(model, name, torch.empty_like(buffer, device="cpu"))
     with _as_library_code(model), torch.random.fork_rng(devices=[]), _Recorder(plain) as recorder:
-        torch.manual_seed(seed)  # for what an architecture computes outside its parameters
+        torch.manual_seed(seed or 0)  # for what an architecture computes outside its parameters
         for module in model.modules():
             if hasattr(module, "reset_parameters"):  # torch's own, where `_init_weights` adds nothing
                 module.reset_parameters()
         model.initialize_weights()
     never = [n for n, writes in recorder.writes.items() if not writes]
-    if never:
+    if never and seed is not None:
         raise LoadingError(
             f"{_plain_name(model)} has no initialisation for {', '.join(never[:5])}; save a random start "
             "with transformers and load that"
         )
     for name, reference in originals.items():
-        writes = _effective(recorder.writes[name], tuple(reference.shape))
-        part = _replay(writes, name, reference, seed)
+        if seed is None:
+            part = torch.empty_like(_local(reference), device=home)
+        else:
+            writes = _effective(recorder.writes[name], tuple(reference.shape))
+            part = _replay(writes, name, reference, seed)
         for alias in aliases[name]:
             _place(model, alias, part.to(home), reference)
     model.tie_weights()

@@ -19,8 +19,8 @@ IGNORE_INDEX = -100
 # Logits of one chunk, in elements: 256 MB in fp32.
 _CHUNK_ELEMENTS = 2**26
 
-# model -> whether its head's output reaches the caller untouched; found out at its first forward.
-_inside_head: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
+# model -> whether its head's output reaches the caller untouched.
+_known: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
 
 
 def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -44,16 +44,10 @@ def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     labels = batch["labels"]
     head = _linear_head(model)
-    if head is None or not _inside_head.get(model, True):
+    if head is None or not _reaches_caller(model, head, batch):
         return _from_logits(model(**inputs).logits, labels)
-    with _LossInHead(head, labels) as inside:
-        logits = model(**inputs).logits
-    if model not in _inside_head:
-        # The same on every rank: it follows from the model's code. One forward is repeated, once.
-        _inside_head[model] = inside.result is not None and logits is inside.result
-    if not _inside_head[model]:
-        return _from_logits(model(**inputs).logits, labels)
-    return logits
+    with _LossInHead(head, labels):
+        return model(**inputs).logits
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -65,9 +59,32 @@ def _from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy_sum(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Tensor]) -> bool:
+    """Whether what the head answers is what the model answers. Found out once a model, by trying.
+
+    Costs one forward of one sample, without gradient and without touching the random state, so that a
+    resumed run draws the same dropout as an undisturbed one. Every rank finds the same: it follows from
+    the model's code.
+    """
+    if model not in _known:
+        one = {k: v[:1] for k, v in batch.items()}
+        device = one["labels"].device
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                with _LossInHead(head, one.pop("labels")) as inside:
+                    _known[model] = model(**one).logits is inside.result
+            except _OtherUse:
+                _known[model] = False
+    return _known[model]
+
+
 def _linear_head(model: nn.Module) -> nn.Linear | None:
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     return head if isinstance(head, nn.Linear) else None
+
+
+class _OtherUse(Exception):
+    """The head is used for something else than one row of logits a token."""
 
 
 class _LossInHead:
@@ -95,7 +112,7 @@ class _LossInHead:
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.result is not None or hidden.shape[:-1] != self._labels.shape:
-            raise RuntimeError("the head is used for something else than one logit row a token")
+            raise _OtherUse
         flat = hidden[:, :-1].flatten(0, 1)
         labels = self._labels[:, 1:].flatten()
         weight, bias = self._head.weight, self._head.bias

@@ -81,20 +81,19 @@ def _raise_together(failure: BaseException | None, group: dist.ProcessGroup | No
         if failure is not None:
             raise failure
         return
-    said: list = [None] * dist.get_world_size(group)
     mine = None
     if failure is not None:
-        kind = type(failure) if isinstance(failure, ToolkitError) else ToolkitError
-        text = str(failure) if kind is not ToolkitError else f"{type(failure).__name__}: {failure}"
-        if type(failure) is ToolkitError:
-            text = str(failure)
-        mine = (kind, text)
+        ours = isinstance(failure, ToolkitError)
+        mine = (type(failure), str(failure)) if ours else (ToolkitError, f"{type(failure).__name__}: {failure}")
+    said: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group=group)
-    if failure is not None:
-        raise failure
-    for where, what in enumerate(said):
-        if what is not None:
-            kind, text = what
-            error = kind(f"{text} (on rank {where})")
-            error.already_said = True  # the rank that failed prints it
-            raise error
+    failed = [i for i, what in enumerate(said) if what is not None]
+    if not failed:
+        return
+    error = failure
+    if error is None:
+        kind, text = said[failed[0]]
+        error = kind(f"{text} (on rank {failed[0]})")
+    if dist.get_rank(group) != failed[0]:
+        error.already_said = True  # type: ignore[union-attr]  # the first that failed prints it
+    raise error

@@ -125,6 +125,18 @@ def units(model: nn.Module, cfg: ShardingConfig) -> list[Unit]:
     ]
 
 
+def ledger(model: nn.Module, cfg: ShardingConfig) -> str:
+    """Return one line on a sharded model: units, bytes of a rank, and the dtype of each purpose."""
+    found = units(model, cfg)
+    largest = max(found, key=lambda u: u.bytes_gathered)
+    stored = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    return (
+        f"{len(found)} units, {sum(u.bytes_stored for u in found) / 1e6:,.1f} MB of parameters a rank, largest "
+        f"unit gathered {largest.bytes_gathered / 1e6:,.1f} MB; dtypes: stored and optimised "
+        f"{'/'.join(stored)}, computed {cfg.param_dtype}, reduced {cfg.reduce_dtype}"
+    )
+
+
 def _dtype(name: str | torch.dtype) -> torch.dtype:
     return getattr(torch, str(name).removeprefix("torch."))
 

@@ -1,0 +1,122 @@
+"""Samples equal a plain concatenation; splits and refusals."""
+
+import pickle
+import random
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from toolkit.data.samples import FILLER, IGNORED, Samples, check_enough, split
+from toolkit.errors import DataError
+
+
+def documents(lengths: list[int], rows_per_chunk: int, folder, dtype: str = "int32"):
+    """Documents that count upwards, memory-mapped, in chunks of a few rows."""
+    ids, next_id = [], 0
+    for length in lengths:
+        ids.append(list(range(next_id, next_id + length)))
+        next_id += length
+    features = datasets.Features(input_ids=datasets.List(datasets.Value(dtype)))
+    rows = datasets.Dataset.from_dict({"input_ids": ids}, features=features)
+    return rows.map(
+        lambda row: row,
+        features=features,
+        cache_file_name=str(folder / f"{random.random()}.arrow"),
+        writer_batch_size=rows_per_chunk,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint16"])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_windows_equal_a_plain_concatenation(tmp_path, chunk, dtype):
+    rng = random.Random(chunk)
+    lengths = [rng.choice([0, 0, 1, 2, 5, 40]) for _ in range(60)]
+    tokens = documents(lengths, chunk, tmp_path, dtype)
+    assert len(tokens.data.column("input_ids").chunks) == -(-60 // chunk)
+    flat = [i for row in tokens["input_ids"] for i in row]
+    for length in (2, 7, 16, 101):
+        samples = Samples(tokens, length)
+        assert len(samples) == len(flat) // length
+        assert samples.tokens_total == len(flat)
+        assert samples.tokens_dropped == len(flat) % length
+        for i in range(len(samples)):
+            assert samples[i]["input_ids"].tolist() == flat[i * length : (i + 1) * length]
+
+
+def test_a_sample(tmp_path):
+    samples = Samples(documents([10, 10], 1, tmp_path), 8)
+    sample = samples[np.int64(1)]
+    assert sample["input_ids"].tolist() == sample["labels"].tolist() == list(range(8, 16))
+    assert sample["input_ids"].dtype == sample["labels"].dtype == torch.int64
+    sample["input_ids"][0] = 5  # a copy: neither the labels nor the file change
+    assert sample["labels"][0] == 8
+    assert samples[1]["input_ids"][0] == 8
+    filler = samples[FILLER]
+    assert filler["input_ids"].tolist() == [0] * 8
+    assert filler["labels"].tolist() == [IGNORED] * 8
+    assert filler["labels"].dtype == torch.int64
+    for index in (2, -2):
+        with pytest.raises(IndexError, match=f"no sample {index} of 2"):
+            samples[index]
+
+
+def test_a_selection_is_read_in_its_own_order(tmp_path):
+    tokens = documents([3, 3, 3], 1, tmp_path).select([2, 0])
+    assert Samples(tokens, 6)[0]["input_ids"].tolist() == [6, 7, 8, 0, 1, 2]
+
+
+def test_pickle_is_small_and_workers_read(tmp_path):
+    samples = Samples(documents([100] * 200, 10, tmp_path), 50)
+    dumped = pickle.dumps(samples)
+    assert len(dumped) < 8000  # a path, not 80,000 bytes of tokens
+    again = pickle.loads(dumped)
+    assert torch.equal(again[7]["input_ids"], samples[7]["input_ids"])
+    loader = DataLoader(samples, batch_sampler=[[3, 1], [-1, 2]], num_workers=1)
+    first, second = list(loader)
+    assert first["input_ids"][:, 0].tolist() == [150, 50]
+    assert second["labels"][:, 0].tolist() == [IGNORED, 100]
+
+
+def test_too_little_text(tmp_path):
+    with pytest.raises(DataError) as caught:
+        Samples(documents([3, 4], 1, tmp_path), 8)
+    said = str(caught.value)
+    assert "at least one sample of 8 tokens (data.sequence_length)" in said
+    assert "all documents together hold 7" in said
+    assert "set data.sequence_length to at most 7" in said
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "max_eval", "train", "held"),
+    [
+        (100, 0.01, None, 99, 1),
+        (100, 0.1, None, 90, 10),
+        (100, 0.1, 3, 90, 3),
+        (100, 0.0, None, 100, None),
+        (2, 0.01, None, 1, 1),
+        (2, 0.99, None, 1, 1),
+        (1, 0.5, None, 1, None),
+    ],
+)
+def test_split(tmp_path, n, share, max_eval, train, held):
+    samples = Samples(documents([4 * n], 1, tmp_path), 4)
+    first, second = split(samples, share, max_eval)
+    assert len(first) == train
+    assert (None if second is None else len(second)) == held
+    assert first[0]["input_ids"][0] == 0
+    if second is not None:
+        assert second[0]["input_ids"][0] == 4 * train  # no window in both, none between
+        assert second.view(0, 1)[0]["input_ids"][0] == 4 * train
+        assert torch.equal(pickle.loads(pickle.dumps(second))[0]["labels"], second[0]["labels"])
+        with pytest.raises(IndexError):
+            first[train]
+
+
+def test_fewer_samples_than_ranks(tmp_path):
+    samples = Samples(documents([12], 1, tmp_path), 4)
+    check_enough(samples, 3)
+    with pytest.raises(DataError, match="each of the 4 ranks, got 3 of 4 tokens"):
+        check_enough(samples, 4)

@@ -1,0 +1,125 @@
+"""The command line `toolkit`: arguments in, one call of the library, exit code out.
+
+Exit 0 on success, 1 on a failure with one line on stderr, 2 on wrong usage. Owns the subcommands and what
+they print. Refuses to do work of its own, and to import torch before a subcommand needs it.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit import __version__
+from toolkit.errors import ToolkitError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (the process's own by default); return the exit code."""
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        return args.run(args)
+    except ToolkitError as error:
+        return _fail(str(error))
+    except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "))
+    except KeyboardInterrupt:
+        print("toolkit: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="toolkit",
+        description="Sharded training checkpoints: look into them, turn them into Hugging Face folders.",
+        epilog="Training is started with a recipe: accelerate launch recipes/pretrain.py --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    sub = commands.add_parser(
+        "consolidate",
+        help="write a checkpoint as a Hugging Face folder",
+        description="Write a sharded checkpoint as a Hugging Face folder. One process, no GPU; the memory "
+        "needed does not grow with the model.",
+        allow_abbrev=False,
+    )
+    sub.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run: its newest checkpoint")
+    sub.add_argument("--output", required=True, metavar="DIR", help="folder to create")
+    sub.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of the weights; auto: as in the checkpoint that training started from (default), for "
+        "a random start the config's",
+    )
+    sub.add_argument(
+        "--max_shard_size",
+        default="5GB",
+        metavar="SIZE",
+        help="of one file, e.g. 500MB (default: 5GB)",
+    )
+    sub.add_argument(
+        "--hf_assets",
+        metavar="FOLDER_OR_ID",
+        help="config and tokenizer, where the checkpoint of another tool has none",
+    )
+    sub.add_argument(
+        "--merge", action="store_true", help="merge an adapter checkpoint into its base"
+    )
+    sub.set_defaults(run=_consolidate)
+
+    sub = commands.add_parser(
+        "inspect",
+        help="show what a run or a checkpoint holds",
+        description="Show what a run or a checkpoint holds: steps, parameters, bytes, dtypes, sharding.",
+        allow_abbrev=False,
+    )
+    sub.add_argument("path", metavar="RUN_OR_CHECKPOINT")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.set_defaults(run=_inspect)
+    return parser
+
+
+def _consolidate(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from toolkit.consolidate import consolidate
+
+    logging.set_verbosity_error()
+    folder = consolidate(
+        args.checkpoint,
+        args.output,
+        dtype=args.dtype,
+        max_shard_size=args.max_shard_size,
+        hf_assets=args.hf_assets,
+        merge=args.merge,
+    )
+    sizes = [file.stat().st_size for file in Path(folder).iterdir()]
+    weights = len(list(Path(folder).glob("*.safetensors")))
+    print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes):,} bytes")
+    print("load it with:")
+    print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from toolkit.summary import render, summarise
+
+    summary = summarise(args.path)
+    print(json.dumps(summary) if args.json else render(summary), flush=True)
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"toolkit: error: {' '.join(message.split())}", file=sys.stderr)
+    return 1

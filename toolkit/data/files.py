@@ -1,0 +1,128 @@
+"""Which files a list of paths, folders and globs means, and of which kind they are.
+
+Owns the search on disk and the recognition by ending. Refuses to know what is inside a file.
+"""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from toolkit.errors import DataError
+
+Kind = Literal["json", "parquet", "arrow", "text"]
+
+DATA_ENDINGS: dict[str, Kind] = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+"""Endings of files that hold rows; a file with any other ending is text."""
+
+_TEXT = (
+    "txt text md rst tex html py pyi c h cc cpp hpp cu rs go java js ts rb sh r jl sql lua scala"
+)
+TEXT_ENDINGS = frozenset(f".{name}" for name in _TEXT.split(" "))
+"""Endings of text that are taken from beneath a folder; a file named itself may have any."""
+
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+def find_files(patterns: str | list[str], what: str) -> list[Path]:
+    """Return the files that `patterns` name: absolute, each once, in the order given.
+
+    A pattern is a file, a folder (every file beneath it of a known ending, hidden ones and
+    `__pycache__` left out) or a glob (`**` goes into folders; `~` is the home folder). What one
+    glob or folder finds is sorted by path, so that the order is the same on every machine.
+
+    Args:
+        patterns: one pattern or several.
+        what: the setting they come from, for the message.
+
+    Raises:
+        DataError: a pattern finds no file.
+    """
+    found: dict[Path, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        expanded = os.path.expanduser(pattern)
+        matches = _matches(expanded)
+        if not matches:
+            raise DataError(f"{what}: {_why_nothing(pattern, Path(expanded))}")
+        found |= dict.fromkeys(Path(os.path.abspath(m)) for m in matches)
+    return list(found)
+
+
+def kind_of(files: list[Path], what: str) -> Kind:
+    """Return the one kind that all of `files` are of.
+
+    Raises:
+        DataError: they are of several kinds; one file of each is named.
+    """
+    examples: dict[Kind, Path] = {}
+    for file in files:
+        examples.setdefault(_kind(file), file)
+    if len(examples) > 1:
+        mixed = ", ".join(f"{kind}: {file}" for kind, file in examples.items())
+        raise DataError(
+            f"{what}: expected files of one kind, got several ({mixed}). Name one kind with a glob "
+            "such as data/*.jsonl, or convert the others"
+        )
+    return next(iter(examples))
+
+
+def stdlib_files() -> list[Path]:
+    """Return the source files of Python's standard library, without tests and installed packages.
+
+    Real text of about 11 MB that every machine has; sorted by path.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    return [
+        file
+        for file in _beneath(root)
+        if file.suffix == ".py" and _NOT_TEXT.isdisjoint(file.relative_to(root).parts)
+    ]
+
+
+def _matches(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    if path.is_dir():
+        known = TEXT_ENDINGS.union(DATA_ENDINGS)
+        return [p for p in _beneath(path) if _ending(p) in known]
+    if path.is_file():  # before the glob: a file's own name may hold brackets
+        return [path]
+    return sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
+
+
+def _beneath(root: Path) -> Iterator[Path]:
+    """Yield the files beneath `root`, sorted within each folder; neither hidden ones nor caches."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
+        yield from (Path(folder, n) for n in sorted(names) if not n.startswith("."))
+
+
+def _why_nothing(pattern: str, path: Path) -> str:
+    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+        return f"{pattern} is a data set folder; give it as data.dataset_name instead"
+    if path.is_dir():
+        known = " ".join([*DATA_ENDINGS, *sorted(TEXT_ENDINGS)])
+        return (
+            f"the folder {pattern} holds no file of a known ending ({known}); name files of other "
+            f"endings with a glob such as {pattern}/*.log"
+        )
+    return f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
+
+
+def _kind(file: Path) -> Kind:
+    return DATA_ENDINGS.get(_ending(file), "text")
+
+
+def _ending(file: Path) -> str:
+    """Return the lower-case ending, that of `a.jsonl` for `a.jsonl.gz`."""
+    inner = Path(file.stem).suffix.lower()
+    if file.suffix.lower() in _COMPRESSED and DATA_ENDINGS.get(inner) == "json":
+        return inner
+    return file.suffix.lower()

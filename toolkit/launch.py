@@ -1,0 +1,200 @@
+"""Accelerate: which processes a run has, their device, their random state, their batches.
+
+Owns the door between the launcher and the library: the only file that imports `accelerate` and the
+only one that reads the environment. Does not know the model, and Accelerate never sees it: sharding is
+`toolkit.sharding`'s alone.
+"""
+
+import datetime
+import hashlib
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from toolkit.errors import ConfigError, LaunchError, ToolkitError
+
+# Nodes of one job may start minutes apart; a rank that never comes should not be waited for all night.
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
+# Saving and exporting take their time on some ranks while the others wait.
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The processes of this run, as one of them sees them."""
+
+    accelerator: Accelerator
+    device: torch.device
+    rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """Print a line once, from the main process."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def loader(self, dataset: Dataset, batches: Sampler, workers: int = 0) -> Any:
+        """Return Accelerate's loader: batch i of `batches` goes to rank i % world_size, on its device.
+
+        `batches` must yield a multiple of world_size batches: Accelerate would repeat samples to fill up.
+        """
+        # A generator of its own: an iterator draws a seed, which must not come from dropout's.
+        loader = DataLoader(
+            dataset, batch_sampler=batches, num_workers=workers, generator=torch.Generator()
+        )
+        return self.accelerator.prepare_data_loader(loader, device_placement=True)
+
+
+@contextmanager
+def start() -> Iterator[Run]:
+    """Bring up the processes of the run; take them down at the end, also after an error.
+
+    Works under `accelerate launch`, `torchrun` and plain `python` (one process). Every run has a process
+    group, so that one process is no special case.
+
+    Raises:
+        LaunchError: fewer processes than asked for, processes that do not find each other, more
+            processes than devices, or a launch configuration for another engine.
+    """
+    _refuse_other_engines()
+    cpu = not torch.accelerator.is_available() or _flag("ACCELERATE_USE_CPU")
+    rank, world, local = _asked()
+    device_type = "cpu" if cpu else torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    if device_type != "cpu":
+        count = torch.accelerator.device_count()
+        if local >= count:
+            raise LaunchError(
+                f"process {rank} of {world} wants device {local}, this machine has {count}; start at most "
+                "one process per device (--num_processes)"
+            )
+        torch.accelerator.set_device_index(local)
+    _connect(device_type, rank, world)
+    try:
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no")
+        if accelerator.num_processes != world or accelerator.process_index != rank:
+            raise LaunchError(
+                f"the launcher started process {rank} of {world}, Accelerate sees "
+                f"{accelerator.process_index} of {accelerator.num_processes}; use a file of accelerate_configs/"
+            )
+        yield Run(accelerator, accelerator.device, rank, world)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run `main` as a program: a `ToolkitError` ends it with one line and a non-zero exit on each rank.
+
+    Exit codes: 1 for a failure, 2 for a configuration that cannot be read. Where all ranks fail alike,
+    one of them says so.
+    """
+    try:
+        main()
+    except ToolkitError as error:
+        before_ranks_met = isinstance(error, ConfigError | LaunchError)
+        rank = int(os.environ.get("RANK", "0"))
+        if not getattr(error, "already_said", False) and (rank == 0 or not before_ranks_met):
+            where = f"[rank {rank}] " if rank else ""
+            print(f"{where}error: {error}", file=sys.stderr, flush=True)
+            if os.environ.get("TOOLKIT_TRACEBACK"):
+                traceback.print_exc()
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed python, numpy and torch, each rank differently: two ranks must not drop the same units."""
+    key = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+    random.seed(int.from_bytes(key[:8], "little"))
+    numpy.random.seed(int.from_bytes(key[8:12], "little"))
+    torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
+
+
+def _asked() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) as the launcher set them.
+
+    Raises:
+        LaunchError: `accelerate launch` was asked for several processes and started one.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return (
+            int(os.environ["RANK"]),
+            int(os.environ["WORLD_SIZE"]),
+            int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
+        )
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        raise LaunchError(
+            "accelerate launch was asked for several processes and started one: distributed_type MULTI_CPU "
+            "and --cpu --num_processes N do that. Use --config_file accelerate_configs/cpu.yaml "
+            "--num_processes N, or torchrun --nproc_per_node N"
+        )
+    return 0, 1, 0
+
+
+def _connect(device_type: str, rank: int, world: int) -> None:
+    """Create the default process group, with gloo beside the device's own backend.
+
+    Gloo carries objects, offloaded gradients and everything that must not wait inside NCCL.
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if device_type != "cpu":
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        if world == 1 and "MASTER_ADDR" not in os.environ:
+            store: dist.Store = dist.HashStore()
+        else:
+            store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
+            store.set_timeout(_RENDEZVOUS_TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE_TIMEOUT
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"process {rank} of {world} did not meet the others at {where}: "
+            f"{str(error).strip().splitlines()[0]}; every node must reach main_process_ip and "
+            "main_process_port, and start with its own machine_rank"
+        ) from error
+
+
+def _refuse_other_engines() -> None:
+    for name, engine in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron")):
+        if _flag(name):
+            raise LaunchError(
+                f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. Use a file "
+                "of accelerate_configs/"
+            )
+    if _flag("ACCELERATE_USE_FSDP"):
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                "note: fsdp_config of the Accelerate YAML is not read; the sections sharding and model of the "
+                "toolkit's config decide how the model is sharded",
+                file=sys.stderr,
+            )
+        # Accelerate would shard a second time, and transformers would leave parameters on meta.
+        for name in [n for n in os.environ if n.startswith("FSDP_")]:
+            del os.environ[name]
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")

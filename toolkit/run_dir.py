@@ -1,0 +1,71 @@
+"""The run directory: which run it holds, and whether this start may go on in it.
+
+Owns `config.yaml` and the comparison of a start with what is there. Does not know what the settings do.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit import commit, config
+from toolkit.errors import ConfigError
+from toolkit.metrics import METRICS
+
+CONFIG = "config.yaml"
+TOKENIZER = "tokenizer"
+# What defines a run. The rest (length, schedule, ranks, logging) may change between two starts.
+_IDENTITY = ("model.", "data.", "seed")
+_HARMLESS = ("data.num_workers", "data.max_eval_samples")
+
+
+def claim(cfg: Any) -> Path:
+    """Return the run directory of `cfg` after checking that it is free or holds this very run.
+
+    Writes nothing; `record` does, once the start is known to be sound.
+
+    Raises:
+        ConfigError: the directory holds another run, or files that are not a run's.
+    """
+    folder = Path(cfg.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir {folder} is a file; give a folder")
+    present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    strangers = present - {CONFIG, TOKENIZER, METRICS, commit.CHECKPOINTS}
+    if strangers and CONFIG not in present:
+        raise ConfigError(
+            f"output_dir {folder} holds files that are not a run's ({', '.join(sorted(strangers)[:3])}); "
+            "give an empty or new folder"
+        )
+    if not holds_work(folder):
+        return folder
+    try:
+        before = config.load(type(cfg), folder / CONFIG)
+    except ConfigError as error:
+        raise ConfigError(f"output_dir {folder} holds a run whose config cannot be read: {error}") from error
+    changed = {
+        name: values
+        for name, values in config.differences(before, cfg).items()
+        if name.startswith(_IDENTITY) and name not in _HARMLESS
+    }
+    if changed:
+        listed = "; ".join(f"{n} was {old!r}, is {new!r}" for n, (old, new) in list(changed.items())[:4])
+        raise ConfigError(
+            f"output_dir {folder} holds another run: {listed}. Give another output_dir, or the settings of "
+            f"that run ({folder / CONFIG})"
+        )
+    return folder
+
+
+def holds_work(folder: Path) -> bool:
+    """Whether a run has left something behind that must not be mixed with another one."""
+    return (folder / CONFIG).is_file() and (
+        (folder / METRICS).is_file() or bool(commit.committed_steps(folder))
+    )
+
+
+def record(folder: Path, cfg: Any) -> None:
+    """Write the resolved config into the run directory, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{CONFIG}.tmp"
+    temporary.write_text(config.dump(cfg), "utf-8")
+    os.replace(temporary, folder / CONFIG)
