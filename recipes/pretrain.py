@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate_configs/cpu.yaml \\
         recipes/pretrain.py --config recipes/configs/pretrain_tiny.yaml --train.max_steps 20
 
-Also under `torchrun --nproc_per_node 2 recipes/pretrain.py ...` and plain `python`. Without arguments it
-runs the demo's config. The same command on the same output_dir resumes.
+Also under `torchrun --nproc_per_node 2 recipes/pretrain.py ...` and plain `python`. Without a
+config and a model it runs the demo's. The same command on the same output_dir resumes.
 """
 
 import math
@@ -20,7 +20,7 @@ from toolkit.data.text import load_documents
 from toolkit.data.tokenise import tokenise
 from toolkit.data.tokenizer import check_vocabulary, load_tokenizer, prepare_tokenizer
 from toolkit.hf_format import local_folder, read_weights, weight_files
-from toolkit.loading import init_weights, load_pretrained, materialise
+from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
 from toolkit.metrics import Clock, Metrics, flops_per_token, perplexity
 from toolkit.optim import build_optimizer, build_scheduler
 from toolkit.sharding import apply_fsdp, init_mesh, ledger
@@ -29,10 +29,11 @@ DEMO_CONFIG = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 
 
 def main() -> None:
-    cfg = config.parse(PretrainConfig, default_file=DEMO_CONFIG)
+    own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
+    cfg = config.parse(PretrainConfig, default_file=None if own else DEMO_CONFIG)
     with launch.start() as run:
-        if not any(a.split("=")[0] == "--config" for a in sys.argv[1:]):
-            run.say(f"no --config given: running the demo's, {DEMO_CONFIG}")
+        if not own:
+            run.say(f"no --config and no model given: running the demo's config, {DEMO_CONFIG}")
         pretrain(cfg, run)
 
 
@@ -40,11 +41,16 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     # ---- What can be refused is refused here, before anything is loaded ------------------------------
     folder = ranks.together(lambda: run_dir.claim(cfg))
     mesh = ranks.together(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
+    ranks.together(lambda: refuse_misfits(cfg))
     model_cfg = ranks.main_first(
         lambda: prepare_tokenizer(cfg.model, cfg.data, folder / run_dir.TOKENIZER)
     )
     model = ranks.together(lambda: models.build_on_meta(model_cfg))
-    ranks.together(lambda: refuse_misfits(model, cfg))
+    ranks.together(lambda: models.check_causal(model))
+    weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
+    if cfg.model.init == "pretrained":
+        ranks.together(lambda: check_fits(model, weights))
+    ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
     train_set, eval_set = ranks.main_first(lambda: load_data(model, model_cfg, cfg))
     ranks.together(lambda: check_enough(train_set, run.world_size))
 
@@ -54,6 +60,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     global_batch = batch_size * cfg.train.gradient_accumulation_steps * run.world_size
     position = Position(len(train_set), cfg.seed, global_batch)
     if found is not None:
+        ranks.together(lambda: checkpoint.check_same_model(model, found))
         saved = ranks.together(lambda: checkpoint.read_state(found))
         ranks.together(lambda: position.load_state_dict(saved["data"]))
     accumulation = ranks.together(
@@ -63,14 +70,13 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     if max_steps == -1:
         max_steps = math.ceil(cfg.train.num_train_epochs * len(train_set) / position.global_batch)
 
-    # ---- Model: shard on meta, then bytes -------------------------------------------------------------
-    ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
+    # ---- Model: bytes into the shards -----------------------------------------------------------------
     if found is not None:
         materialise(model, run.device)
     elif cfg.model.init == "random":
         init_weights(model, run.device, cfg.seed)
     else:
-        report = load_pretrained(model, cfg.model.name_or_path, run.device)
+        report = load_pretrained(model, weights, run.device)
         run.say(
             f"loaded {cfg.model.name_or_path}: {report.tensors} tensors, {report.file_bytes / 1e9:.2f} GB, "
             f"this rank read {report.bytes_requested / 1e9:.2f} GB in {report.seconds:.1f} s"
@@ -157,9 +163,11 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     )
 
 
-def refuse_misfits(model: models.PreTrainedModel, cfg: PretrainConfig) -> None:
-    """Refuse weights that are not there and sequences that the model has no positions for."""
-    models.check_positions(model.config, cfg.data.sequence_length)
+def refuse_misfits(cfg: PretrainConfig) -> None:
+    """Refuse what is no causal LM, too few positions for the sequences, and weights that are not there."""
+    hf_config = models.load_config(cfg.model)
+    models.causal_lm_class(hf_config, cfg.model)
+    models.check_positions(hf_config, cfg.data.sequence_length)
     if cfg.model.init == "pretrained":
         where = local_folder(cfg.model.name_or_path, cfg.model.revision)
         read_weights(weight_files(where, cfg.model.name_or_path, cfg.model.revision))
@@ -174,11 +182,12 @@ def load_data(
     if tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary, resize=cfg.model.resize_embeddings)
     documents = load_documents(data, data.train_files)
+    if data.eval_files:  # read before the training text is tokenised: that may take an hour
+        to_evaluate = load_documents(data, data.eval_files, what="data.eval_files")
     samples = Samples(tokenise(documents, tokenizer, data, vocabulary), data.sequence_length)
     if not data.eval_files:
         return split(samples, data.eval_split, data.max_eval_samples)
-    documents = load_documents(data, data.eval_files, what="data.eval_files")
-    held_out = Samples(tokenise(documents, tokenizer, data, vocabulary), data.sequence_length)
+    held_out = Samples(tokenise(to_evaluate, tokenizer, data, vocabulary), data.sequence_length)
     return samples, held_out.view(0, min(len(held_out), data.max_eval_samples or len(held_out)))
 
 

@@ -1,6 +1,7 @@
 """The command line: exit codes, one clear line, and no torch before it is needed."""
 
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -182,7 +183,7 @@ def test_sharding_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     torch.Size([a, *[0] * (len(entry.size) - 1)]),
                     torch.Size([b - a, *entry.size[1:]]),
                 )
-                for a, b in zip(cuts, cuts[1:], strict=False)
+                for a, b in itertools.pairwise(cuts)
             ]
         return metadata
 
@@ -199,5 +200,5 @@ def test_a_damaged_state_is_named(run: Path, tmp_path: Path) -> None:
 
     shutil.copytree(run / "checkpoints/step-00000012", tmp_path / "step-00000012")
     (tmp_path / "step-00000012/state.json").write_text("{")
-    with pytest.raises(CheckpointError, match="state.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"state\.json is not JSON"):
         summarise(tmp_path / "step-00000012")

@@ -1,7 +1,7 @@
 """Sharded checkpoints become Hugging Face folders with the same bits, names and companions.
 
-One spawn of three gloo ranks writes a checkpoint of each tiny model; one process writes the same weights
-again. Every test then works on those files without a process group.
+One spawn of three gloo ranks writes a checkpoint of each tiny model; one process writes the same
+weights again. Every test then works on those files without a process group.
 """
 
 import errno
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -99,7 +99,7 @@ def _write_sharded(rank: int, port: int, root: str) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder NAME/{source, dcp-sharded, dcp-single, sharded (run), single (run)} for each model."""
+    """A folder NAME/{source, dcp-sharded, dcp-single, sharded (run), single (run)}."""
     root = tmp_path_factory.mktemp("consolidate")
     for name in MODELS:
         write_source(root / name / "source", name)
@@ -143,7 +143,9 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_is_bit_equal_and_loads_without_a_word(root: Path, tmp_path: Path, name: str) -> None:
+def test_float32_is_bit_equal_and_loads_without_a_word(
+    root: Path, tmp_path: Path, name: str
+) -> None:
     out = consolidate(root / name / "sharded", tmp_path / "out", dtype="float32")
     assert out == str(tmp_path / "out")
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -170,7 +172,9 @@ def test_auto_is_the_cast_to_the_dtype_of_the_source(root: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_export_does_not_depend_on_the_number_of_shards(root: Path, tmp_path: Path, name: str) -> None:
+def test_export_does_not_depend_on_the_number_of_shards(
+    root: Path, tmp_path: Path, name: str
+) -> None:
     one = Path(consolidate(root / name / "single", tmp_path / "one"))
     many = Path(consolidate(root / name / "sharded", tmp_path / "many"))
     names = sorted(p.name for p in one.iterdir())
@@ -181,8 +185,29 @@ def test_export_does_not_depend_on_the_number_of_shards(root: Path, tmp_path: Pa
 def test_experts_come_back_one_by_one(root: Path, tmp_path: Path) -> None:
     keys = weights(consolidate(root / "mixtral/sharded", tmp_path / "out")).keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in keys
-    stored_keys = dcp.FileSystemReader(root / "mixtral/dcp-sharded").read_metadata().state_dict_metadata
+    stored_keys = (
+        dcp.FileSystemReader(root / "mixtral/dcp-sharded").read_metadata().state_dict_metadata
+    )
     assert "model.model.layers.1.mlp.experts.gate_up_proj" in stored_keys
+
+
+def test_a_source_that_leaves_the_prefix_out(root: Path, tmp_path: Path) -> None:
+    """GPT-2 on the Hub has `wte.weight`, in float32, and a config that says no dtype."""
+    source = tmp_path / "source"
+    shutil.copytree(root / "gpt2/source", source)
+    bare = {k.removeprefix("transformer."): v for k, v in weights(source).items()}
+    save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config.pop("dtype")
+    (source / "config.json").write_text(json.dumps(config))
+    run = write_run(tmp_path / "run", root / "gpt2/dcp-sharded", source)
+    out = consolidate(run, tmp_path / "out")
+    full = weights(consolidate(root / "gpt2/sharded", tmp_path / "full", dtype="float32"))
+    assert same_bits(weights(out), {k.removeprefix("transformer."): v for k, v in full.items()})
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert same_bits(loaded.state_dict(), trained(root / "gpt2/source").state_dict())
 
 
 def test_columns_and_a_folder_of_another_tool(root: Path, tmp_path: Path) -> None:
@@ -191,7 +216,9 @@ def test_columns_and_a_folder_of_another_tool(root: Path, tmp_path: Path) -> Non
     )
     expected = trained(root / "llama/source").state_dict()
     assert same_bits(weights(out), {k: v.clone() for k, v in expected.items()})
-    cast = weights(consolidate(root / "columns", tmp_path / "cast", hf_assets=root / "llama/source"))
+    cast = weights(
+        consolidate(root / "columns", tmp_path / "cast", hf_assets=root / "llama/source")
+    )
     assert same_bits(cast, {k: v.bfloat16() for k, v in expected.items()})
     with pytest.raises(ExportError, match="--hf_assets FOLDER_OR_ID"):
         consolidate(root / "columns", tmp_path / "none")
@@ -275,7 +302,9 @@ def test_max_shard_size_splits_and_indexes(root: Path, tmp_path: Path) -> None:
         assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
         index = json.loads((out / "model.safetensors.index.json").read_text())
         found = weights(out)
-        assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in found.values())
+        assert index["metadata"]["total_size"] == sum(
+            t.numel() * t.itemsize for t in found.values()
+        )
         assert index["weight_map"].keys() == found.keys()
         whole = weights(consolidate(root / name / "sharded", tmp_path / f"{name}-whole"))
         assert same_bits(found, whole)
@@ -297,20 +326,33 @@ def test_sizes() -> None:
             parse_size(bad)
 
 
-def test_without_the_copy_of_the_kernel(
+def test_every_way_of_moving_bytes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Copied by the kernel, or in blocks far smaller than a tensor; whole rows and single columns."""
+
     def refuse(*args: Any) -> int:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-    monkeypatch.setattr(module, "_DIRECT", 1)
-    direct = consolidate(root / "llama/sharded", tmp_path / "direct", dtype="float32")
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    other = consolidate(root / "llama/sharded", tmp_path / "other", dtype="float32")
-    monkeypatch.setattr(module, "_DIRECT", 2**60)
-    blocks = consolidate(root / "llama/sharded", tmp_path / "blocks", dtype="float32")
-    assert same_bits(weights(direct), weights(other))
-    assert same_bits(weights(direct), weights(blocks))
+    expected = trained(root / "llama/source").state_dict()
+    ways = [("kernel", 1, False), ("copy", 1, True), ("blocks", 2**60, False)]
+    for name, direct, refused in ways:
+        for folder in (root / "llama/dcp-sharded", root / "columns"):
+            for dtype in ("float32", "bfloat16"):
+                with monkeypatch.context() as patch:
+                    patch.setattr(module, "_DIRECT", direct)
+                    patch.setattr(module, "_BLOCK", 64)
+                    patch.setattr(module, "_RANGE", 100)
+                    if refused:
+                        patch.setattr(os, "copy_file_range", refuse)
+                    out = consolidate(
+                        folder,
+                        tmp_path / f"{name}-{folder.name}-{dtype}",
+                        dtype=dtype,
+                        hf_assets=root / "llama/source",
+                    )
+                wanted = {k: v.to(getattr(torch, dtype)) for k, v in expected.items()}
+                assert same_bits(weights(out), wanted), (name, folder, dtype)
 
 
 def test_blobs_of_an_unusual_layout(root: Path, tmp_path: Path) -> None:
@@ -329,7 +371,7 @@ def test_blobs_of_an_unusual_layout(root: Path, tmp_path: Path) -> None:
 
 
 def edited(root: Path, tmp_path: Path, edit: Any) -> dict[str, Any]:
-    """Return consolidate's arguments for a copy of llama's shards whose metadata `edit` has changed."""
+    """Return arguments for a copy of llama's shards whose metadata `edit` has changed."""
     shutil.copytree(root / "llama/dcp-sharded", tmp_path / "dcp")
     metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
     edit(metadata)
@@ -401,7 +443,7 @@ def test_output_in_the_way_and_bad_arguments(root: Path, tmp_path: Path) -> None
         consolidate(run, tmp_path / "out", merge=True)
     with pytest.raises(CheckpointError, match="does not exist"):
         consolidate(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="give the checkpoint: .*step-00000007"):
+    with pytest.raises(CheckpointError, match=r"give the checkpoint: .*step-00000007"):
         consolidate(run / "checkpoints/step-00000007/dcp", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "empty").mkdir()
@@ -421,7 +463,7 @@ def test_a_damaged_checkpoint_is_refused(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "llama/sharded", tmp_path / "short")
     shard = tmp_path / "short/checkpoints/step-00000007/dcp/__1_0.distcp"
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="__1_0.distcp is missing or not"):
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp is missing or not"):
         consolidate(tmp_path / "short", tmp_path / "out")
 
 
@@ -467,7 +509,7 @@ def test_values_beyond_float16_are_an_error(root: Path, tmp_path: Path) -> None:
     state = stored(trained(root / "llama/source"))
     state["model.model.norm.weight"] = torch.full((16,), 1e6)
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(ExportError, match="model.norm.weight has values beyond float16"):
+    with pytest.raises(ExportError, match=r"model.norm.weight has values beyond float16"):
         consolidate(
             tmp_path / "dcp", tmp_path / "out", dtype="float16", hf_assets=root / "llama/source"
         )
@@ -486,13 +528,13 @@ def test_every_error_is_one_of_ours(root: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint of 300 MB in fp32, its largest tensor 100 MB."""
+    """A checkpoint of 370 MB in fp32, its largest tensor 100 MB."""
     fields = {"vocab_size": 24_576, "hidden_size": 1024, "intermediate_size": 4096}
     fields |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
     config = transformers.LlamaConfig(**fields, tie_word_embeddings=False)
     config.save_pretrained(tmp_path / "source")
     model = build_on_meta(ModelConfig(name_or_path=str(tmp_path / "source"), init="random"))
-    state = {f"model.{k}": torch.full(v.shape, 0.5) for k, v in model.state_dict().items()}
+    state = {f"model.{k}": torch.rand(v.shape) for k, v in model.state_dict().items()}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
     del state
     yield tmp_path
@@ -536,3 +578,7 @@ def test_memory_stays_under_the_largest_tensor(root: Path, large: Path) -> None:
         grown = int(run.stdout)
         print(f"{kind}: anonymous memory grew by {grown / 2**20:.1f} MiB")
         assert grown < 24_576 * 1024 * 4 / 2
+    found = load_file(large / "bfloat16/model.safetensors")["lm_head.weight"]
+    whole = {"model.lm_head.weight": torch.empty(24_576, 1024)}
+    dcp.load(whole, checkpoint_id=large / "dcp")
+    assert torch.equal(found, whole["model.lm_head.weight"].bfloat16())

@@ -77,9 +77,9 @@ def test_it_looks_random():
     assert abs(np.corrcoef(out[:-1], out[1:])[0, 1]) < 0.03
     # Every place of a small n gets every value equally often, over epochs (chi square, 99.99 %).
     counts = np.zeros((6, 6))
-    for epoch in range(1200):
+    for epoch in range(300):
         counts[np.arange(6), permute(np.arange(6), 6, 0, epoch)] += 1
-    assert ((counts - 200) ** 2 / 200).sum() < 60
+    assert ((counts - 50) ** 2 / 50).sum() < 60
 
 
 def test_positions_run_across_epochs():
@@ -111,7 +111,7 @@ def test_a_global_batch_is_the_same_for_every_layout(world, accumulation):
         for rank in range(world):
             micro = ranks[rank][step * accumulation : (step + 1) * accumulation]
             assert [len(m) for m in micro] == [each] * accumulation
-            assert sum(micro, []) == expected[rank::world].tolist()
+            assert [i for m in micro for i in m] == expected[rank::world].tolist()
 
 
 def test_resuming_continues_exactly():

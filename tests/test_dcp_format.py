@@ -140,7 +140,9 @@ def test_code_in_a_byte_entry_never_runs(tmp_path: Path) -> None:
 def test_torch_classes_cannot_be_altered(folder: Path) -> None:
     """A pickle may set attributes of what it names: it meets stand-ins, never torch's classes."""
     payload = (
-        b"\x80\x04c" + b"torch.distributed.checkpoint.metadata\nMetadata\n" + b"N}\x8c\x03foo\x8c\x03barsb."
+        b"\x80\x04c"
+        + b"torch.distributed.checkpoint.metadata\nMetadata\n"
+        + b"N}\x8c\x03foo\x8c\x03barsb."
     )
     payload = payload.replace(b"N}\x8c\x03foo\x8c\x03barsb.", b"N}\x8c\x03foo\x8c\x03bars\x86b.")
     (folder / ".metadata").write_bytes(payload)
@@ -225,7 +227,9 @@ def test_runs_partition_a_chunk() -> None:
     whole = torch.arange(60).view(shape)
     for offsets in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 2), (0, 2, 0), (0, 0, 3)):
         sizes = tuple(n - o for n, o in zip(shape, offsets, strict=True))
-        part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(-1)
+        part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(
+            -1
+        )
         runs = list(contiguous_runs(offsets, sizes, shape))
         assert torch.cat([torch.arange(f, f + n) for f, n in runs]).tolist() == part.tolist()
     assert list(contiguous_runs((), (), ())) == [(0, 1)]

@@ -37,6 +37,11 @@ from toolkit.dcp_format import TrustedReader
 from toolkit.errors import CheckpointError
 
 _DCP, _HF, _RNG, _STATE = "dcp", "hf", "rng", "state.json"
+# Keys of config.json that say nothing about what the model computes in training.
+_NOT_ARCHITECTURE = {
+    *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation_autoset"),
+}
 
 
 @dataclass
@@ -131,8 +136,33 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / _STATE).read_text("utf-8"))
 
 
+def check_same_model(model: nn.Module, checkpoint: Path) -> None:
+    """Refuse to go on with another architecture than the one that was saved, before a tensor is read.
+
+    Compares the config.json of `model.hf_assets` with the checkpoint's copy: two models may agree in
+    every shape and still compute something else (number of heads, rotary base, activation).
+
+    Raises:
+        CheckpointError: names the settings that changed.
+    """
+    file = checkpoint / _HF / "config.json"
+    assets = getattr(model, "hf_assets", None)
+    if assets is None or not file.is_file():
+        return
+    before, now = json.loads(file.read_text("utf-8")), assets.config
+    names = [n for n in {**before, **now} if n not in _NOT_ARCHITECTURE]
+    changed = [n for n in names if before.get(n) != now.get(n)]
+    if changed:
+        listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])
+        raise CheckpointError(
+            f"{checkpoint} is of another architecture: in config.json {listed}. Give the model it was trained "
+            f"with ({file} is its config), or another output_dir"
+        )
+
+
 def restore(state: TrainState, checkpoint: Path) -> int:
     """Restore `state` in place from one checkpoint that was verified before; see `resume`."""
+    ranks.together(lambda: check_same_model(state.model, checkpoint))
     saved = ranks.together(lambda: read_state(checkpoint))
     reader = TrustedReader(checkpoint / _DCP)
     metadata = ranks.together(reader.read_metadata)

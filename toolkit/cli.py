@@ -1,7 +1,7 @@
 """The command line `toolkit`: arguments in, one call of the library, exit code out.
 
-Exit 0 on success, 1 on a failure with one line on stderr, 2 on wrong usage. Owns the subcommands and what
-they print. Refuses to do work of its own, and to import torch before a subcommand needs it.
+Exit 0 on success, 1 on a failure with one line on stderr, 2 on wrong usage. Owns the subcommands
+and what they print. Does no work of its own and imports no torch before a subcommand needs it.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="toolkit",
-        description="Sharded training checkpoints: look into them, turn them into Hugging Face folders.",
+        description="Look into sharded training checkpoints; turn them into Hugging Face folders.",
         epilog="Training is started with a recipe: accelerate launch recipes/pretrain.py --help",
         allow_abbrev=False,
     )
@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser(
         "consolidate",
         help="write a checkpoint as a Hugging Face folder",
-        description="Write a sharded checkpoint as a Hugging Face folder. One process, no GPU; the memory "
-        "needed does not grow with the model.",
+        description="Write a sharded checkpoint as a Hugging Face folder. One process, no GPU; "
+        "the memory needed does not grow with the model.",
         allow_abbrev=False,
     )
     sub.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run: its newest checkpoint")
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser(
         "inspect",
         help="show what a run or a checkpoint holds",
-        description="Show what a run or a checkpoint holds: steps, parameters, bytes, dtypes, sharding.",
+        description="Show what a run or a checkpoint holds: steps, bytes, dtypes, sharding.",
         allow_abbrev=False,
     )
     sub.add_argument("path", metavar="RUN_OR_CHECKPOINT")

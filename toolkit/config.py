@@ -6,6 +6,7 @@ no file and no model. Knows neither torch nor the files a run will read.
 
 import dataclasses
 import difflib
+import math
 import sys
 import typing
 from collections.abc import Sequence
@@ -243,6 +244,12 @@ def check(cfg: Any) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    for name, dtype in (("param_dtype", cfg.sharding.param_dtype), ("reduce_dtype", cfg.sharding.reduce_dtype)):
+        if dtype == "float16":
+            raise ConfigError(
+                f"sharding.{name} float16 needs loss scaling, which this training has not; use bfloat16 "
+                "or float32"
+            )
     if data.sequence_length < 2:
         raise ConfigError(
             f"data.sequence_length must be at least 2 (a token and the one it predicts), "
@@ -250,8 +257,8 @@ def check(cfg: Any) -> None:
         )
     if train.max_steps != -1 and train.max_steps < 1:
         raise ConfigError(f"train.max_steps must be at least 1, or -1 for whole epochs, got {train.max_steps}")
-    if train.max_steps == -1 and not train.num_train_epochs > 0:
-        raise ConfigError(f"train.num_train_epochs must be above 0, got {train.num_train_epochs}")
+    if train.max_steps == -1 and not 0 < train.num_train_epochs < math.inf:
+        raise ConfigError(f"train.num_train_epochs must be a number above 0, got {train.num_train_epochs}")
     if saving.save_total_limit is not None and saving.save_total_limit < 2:
         raise ConfigError(
             f"checkpoint.save_total_limit must be at least 2, got {saving.save_total_limit}: the last "
@@ -261,9 +268,16 @@ def check(cfg: Any) -> None:
         raise ConfigError(f"data.eval_split is a share from 0 to below 1, got {data.eval_split}")
     if data.dataset_name and data.train_files:
         raise ConfigError("data.dataset_name and data.train_files are both set; give one of them")
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
-        if not getattr(optim, name) >= 0:
-            raise ConfigError(f"optim.{name} must not be negative, got {getattr(optim, name)}")
+    if data.num_workers < 0:
+        raise ConfigError(f"data.num_workers must not be negative, got {data.num_workers}")
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
+        if not 0 <= getattr(optim, name) < math.inf:
+            raise ConfigError(f"optim.{name} must be a number from 0 up, got {getattr(optim, name)}")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(optim, name) < 1:
+            raise ConfigError(f"optim.{name} must be from 0 to below 1, got {getattr(optim, name)}")
+    if not 0 <= optim.min_lr_rate <= 1:
+        raise ConfigError(f"optim.min_lr_rate is a share from 0 to 1, got {optim.min_lr_rate}")
     shards = cfg.sharding.dp_shard
     if shards != -1 and shards < 1:
         raise ConfigError(f"sharding.dp_shard must be at least 1, or -1 for all ranks, got {shards}")
@@ -272,7 +286,7 @@ def check(cfg: Any) -> None:
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
     before, after = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
-    names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+    names = [n for n in {**before, **after} if _listed(before.get(n)) != _listed(after.get(n))]
     return {n: (before.get(n), after.get(n)) for n in names}
 
 
@@ -309,7 +323,9 @@ def _config_files(args: Sequence[str]) -> list[Path]:
 
 def _read_yaml(file: Path) -> dict:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), file)
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
@@ -317,6 +333,24 @@ def _read_yaml(file: Path) -> dict:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a mapping of settings, got {type(content).__name__}")
     return content
+
+
+def _refuse_duplicates(node: yaml.Node | None, file: Path) -> None:
+    """Refuse a key that stands twice in one mapping: YAML would drop the first without a word."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_duplicates(item, file)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise ConfigError(
+                f"{file} has {key.value!r} twice, in lines {seen[key.value]} and {line}; join them into one"
+            )
+        seen[str(key.value)] = line
+        _refuse_duplicates(value, file)
 
 
 def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
@@ -344,6 +378,11 @@ def _check_path(cls: type, path: str, where: str) -> Any:
             )
         here, walked = hints[part], f"{walked}{part}."
     return here
+
+
+def _listed(value: Any) -> Any:
+    """Return a text as the list of one that it stands for: `train_files: a.txt` is `[a.txt]`."""
+    return [value] if isinstance(value, str) else value
 
 
 def _flat(values: dict, prefix: str = "") -> dict[str, Any]:

@@ -5,10 +5,11 @@
                            ->  headers read back, fsync, rename to the final name
 
 Owns the plan of the output files and the moving of bytes. How a shard stores a chunk belongs to
-`dcp_format`, names and headers of the Hugging Face format to `hf_format`. Knows nothing of training.
+`dcp_format`, the names of the source to `hf_format`. Knows nothing of training.
 
-Memory: two blocks of 8 MB. Parameters that transformers converts at load (fused experts) are turned back
-from a scratch file mapped into memory, one group at a time; the conversion itself may copy the group.
+Memory: blocks of 1 MB. Parameters that transformers converts at load (fused experts) are turned
+back from a scratch file mapped into memory, one group at a time; the conversion itself may copy
+the group.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ from toolkit.models import build_on_meta, tied_names
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_BLOCK = 8 * 2**20  # bytes read at a time where they are cast
+_BLOCK = 2**20  # bytes read at a time where they are cast: small enough to stay in the cache
 _RANGE = 64 * 2**20  # bytes the kernel copies at a time, for the progress bar
 _DIRECT = 2**16  # runs shorter than this are cheaper through a block than by a system call each
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
@@ -81,19 +82,19 @@ def consolidate(
 ) -> str:
     """Write the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
-    The key names are those of the source checkpoint, tied weights are written once, config, generation
-    config and tokenizer come along. The folder appears under its name only when it is complete and its
-    headers were read back. Costs one read and one write of the weights, and memory for two 8 MB blocks
-    (plus one group of fused experts where the model has them).
+    The key names are those of the source checkpoint, tied weights are written once, config,
+    generation config and tokenizer come along. The folder appears under its name only when it is
+    complete and its headers were read back. Costs one read and one write of the weights, and memory
+    for two 1 MB blocks (plus one group of fused experts where the model has them).
 
     Args:
-        checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or, with `hf_assets`,
-            a plain torch DCP folder.
+        checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or, with
+            `hf_assets`, a plain torch DCP folder.
         output: a folder that does not exist or is empty.
-        dtype: of floating tensors. `auto`: each key's dtype in the source checkpoint; for a random start
-            the config's dtype, bfloat16 if it has none. Integer and bool tensors keep theirs.
-        max_shard_size: of one safetensors file, such as "5GB", "500MB" or a number of bytes; a larger
-            tensor gets a file of its own.
+        dtype: of floating tensors. `auto`: each key's dtype in the source checkpoint; for a random
+            start the config's dtype, bfloat16 if it has none. Integer and bool tensors keep theirs.
+        max_shard_size: of one safetensors file, such as "5GB", "500MB" or a number of bytes; a
+            larger tensor gets a file of its own.
         hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none.
         merge: for checkpoints of adapters.
 
@@ -161,8 +162,8 @@ def _find_source(checkpoint: str | Path, hf_assets: str | Path | None) -> _Sourc
         return _Source(path, local_folder(str(hf_assets)), None)
     if plain and not is_committed(path.parent):
         raise ExportError(
-            f"{path} is a torch DCP folder without the model's config; give the folder or the Hub id that "
-            "has it: --hf_assets FOLDER_OR_ID"
+            f"{path} is a torch DCP folder without the model's config; give the folder or the Hub "
+            "id that has it: --hf_assets FOLDER_OR_ID"
         )
     found = find_checkpoint(path)
     _check_manifest(found)
@@ -213,8 +214,8 @@ def _check_space(target: Path, plan: "_Plan") -> None:
     free, needed = shutil.disk_usage(parent).free, plan.total_bytes + plan.scratch_bytes
     if needed > free:
         raise ExportError(
-            f"the export needs {_readable(needed)}, {parent} has {_readable(free)} free; give an output on "
-            "another disk, or a smaller dtype"
+            f"the export needs {_readable(needed)}, {parent} has {_readable(free)} free; give an "
+            "output on another disk, or a smaller dtype"
         )
 
 
@@ -300,7 +301,10 @@ class _Plan:
     keys: dict[str, str]
     """Parameter name -> its key in the checkpoint."""
     groups: list[ExportGroup]
+    names: dict[str, str]
+    """Name in a group's outputs -> exported name."""
     outputs: dict[str, _Output]
+    """Exported name -> place."""
     headers: dict[str, bytes]
     """File name -> its first bytes: the length and the JSON of a safetensors file."""
     sizes: dict[str, int]
@@ -316,6 +320,10 @@ class _Plan:
     def scratch_bytes(self) -> int:
         """Size of the scratch file of the largest group that is converted."""
         return max((self.group_bytes(g) for g in self.groups if g.converted), default=0)
+
+    def output(self, name: str) -> _Output:
+        """Return the place of the tensor that a group calls `name`."""
+        return self.outputs[self.names[name]]
 
     def group_bytes(self, group: ExportGroup) -> int:
         """Return the bytes of the group's sources, each begun at a multiple of 8."""
@@ -335,6 +343,7 @@ def _make_plan(source: _Source, override: torch.dtype | None, limit: int) -> _Pl
     order = {name: i for i, name in enumerate(keys)}
     groups.sort(key=lambda g: min(order[n] for n in g.sources))
     default = _config_dtype(assets)
+    names = {name: _spelling(name, model, assets) for group in groups for name in group.outputs}
     dtypes: dict[str, torch.dtype] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for group in groups:
@@ -342,8 +351,11 @@ def _make_plan(source: _Source, override: torch.dtype | None, limit: int) -> _Pl
         if len(stored) > 1:
             raise ExportError(f"{group.sources} leave together but are stored as {stored}")
         for name, shape in group.outputs.items():
-            dtypes[name] = _export_dtype(name, next(iter(stored)), assets, override, default)
-            shapes[name] = shape
+            exported = names[name]
+            dtypes[exported] = _export_dtype(
+                exported, min(stored, key=str), assets, override, default
+            )
+            shapes[exported] = shape
     outputs, headers, sizes = _lay_out(dtypes, shapes, limit)
     written = override if override is not None else default if assets.source is None else None
     files = dict(assets.files)
@@ -353,7 +365,7 @@ def _make_plan(source: _Source, override: torch.dtype | None, limit: int) -> _Pl
         where = {name: outputs[name].file for name in sorted(outputs)}
         index = {"metadata": {"total_size": total}, "weight_map": where}
         files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    return _Plan(model, source.dcp, metadata, keys, groups, outputs, headers, sizes, files)
+    return _Plan(model, source.dcp, metadata, keys, groups, names, outputs, headers, sizes, files)
 
 
 def _find_prefix(metadata: Metadata, model: PreTrainedModel) -> str:
@@ -370,8 +382,8 @@ def _match(
 ) -> dict[str, str]:
     """Return parameter name -> checkpoint key for all that is exported, in the model's order.
 
-    Of tied parameters one name is exported: the one that the source has, else the one that transformers
-    keeps.
+    Of tied parameters one name is exported: the one that the source has, else the one that
+    transformers keeps.
     """
     state = model.state_dict()
     families: dict[str, list[str]] = {}
@@ -387,8 +399,9 @@ def _match(
     unknown = sorted(set(stored) - set(state))
     if unknown:
         raise ExportError(
-            f"{source.dcp} holds {prefix}{unknown[0]}{_more(unknown)}, which {type(model).__name__} of "
-            f"{source.hf / 'config.json'} does not have; is it the config of this checkpoint?"
+            f"{source.dcp} holds {prefix}{unknown[0]}{_more(unknown)}, which "
+            f"{type(model).__name__} of {source.hf / 'config.json'} does not have; is it the "
+            "config of this checkpoint?"
         )
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
     missing = [
@@ -396,8 +409,8 @@ def _match(
     ]
     if missing:
         raise ExportError(
-            f"{source.dcp} lacks {prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} needs; "
-            "the checkpoint is incomplete or of another model"
+            f"{source.dcp} lacks {prefix}{missing[0]}{_more(missing)}, which "
+            f"{type(model).__name__} needs; the checkpoint is incomplete or of another model"
         )
     keys = {}
     for name, family in owned.items():
@@ -423,15 +436,33 @@ def _exported_name(model: PreTrainedModel, assets: HFAssets, family: list[str]) 
     ranked = sorted(family, key=lambda name: name in dropped)
     for name in ranked:
         (group,) = export_groups(model, [name])
-        if assets.source is not None and all(output in assets.source for output in group.outputs):
+        outputs = [_spelling(output, model, assets) for output in group.outputs]
+        if assets.source is not None and all(output in assets.source for output in outputs):
             return name
     return ranked[0]
 
 
+def _spelling(name: str, model: PreTrainedModel, assets: HFAssets) -> str:
+    """Return `name` as the source spells it: some leave the base model's prefix out (`wte.weight`).
+
+    transformers accepts both when it loads and always writes the prefix.
+    """
+    prefix, source = f"{model.base_model_prefix}.", assets.source
+    if source is None or name in source:
+        return name
+    if name.startswith(prefix) and name.removeprefix(prefix) in source:
+        return name.removeprefix(prefix)
+    return prefix + name if prefix + name in source else name
+
+
 def _config_dtype(assets: HFAssets) -> torch.dtype:
+    """Return the dtype of what the source does not have: the config's, else its commonest."""
     said = assets.config.get("dtype", assets.config.get("torch_dtype"))
     dtype = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else None
-    return dtype if dtype in _CASTABLE else torch.bfloat16
+    if dtype in _CASTABLE:
+        return dtype
+    kinds = [DTYPES.get(kind) for kind in (assets.source or {}).values()]
+    return max(_CASTABLE, key=kinds.count) if set(kinds) & set(_CASTABLE) else torch.bfloat16
 
 
 def _export_dtype(
@@ -450,8 +481,8 @@ def _export_dtype(
         return default
     if DTYPES.get(said) not in _CASTABLE:
         raise ExportError(
-            f"{name} is {said} in the source checkpoint (quantized), which trained weights cannot be cast "
-            "to; pass --dtype bfloat16"
+            f"{name} is {said} in the source checkpoint (quantized): trained weights cannot be "
+            "cast to that; pass --dtype bfloat16"
         )
     return DTYPES[said]
 
@@ -459,7 +490,7 @@ def _export_dtype(
 def _lay_out(
     dtypes: dict[str, torch.dtype], shapes: dict[str, tuple[int, ...]], limit: int
 ) -> tuple[dict[str, _Output], dict[str, bytes], dict[str, int]]:
-    """Return outputs, headers and file sizes: files filled in the model's order, as transformers does."""
+    """Return outputs, headers and file sizes; the files are filled in the model's order."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, dtype in dtypes.items():
@@ -478,7 +509,7 @@ def _lay_out(
             if len(shards) == 1
             else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         )
-        # Widest dtype first: each tensor is aligned to its own items, as safetensors' writer has it.
+        # Widest dtype first, as safetensors' writer has it: all tensors are aligned to their items.
         names = sorted(names, key=lambda n: -dtypes[n].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -503,9 +534,10 @@ def _lay_out(
 def _config_file(
     hf: Path, assets: HFAssets, model: PreTrainedModel, written: torch.dtype | None
 ) -> bytes:
-    """Return config.json: the source's bytes, unless they would make `from_pretrained` load other bits.
+    """Return config.json: the source's bytes, unless those would change the bits that are loaded.
 
-    `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is replaced.
+    `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
+    replaced.
     """
     config = json.loads(json.dumps(assets.config))
     changed = False
@@ -554,7 +586,7 @@ def _write_weights(plan: _Plan, folder: Path) -> None:
                 _write_converted(plan, group, files, folder, mover)
                 continue
             (source,), (name,) = group.sources, group.outputs
-            output = plan.outputs[name]
+            output = plan.output(name)
             for chunk in tensor_chunks(plan.dcp, plan.metadata, plan.keys[source]):
                 mover.move(chunk, files[output.file], output.begin, output.dtype, name)
         for descriptor in files.values():
@@ -566,14 +598,14 @@ def _write_converted(
 ) -> None:
     """Turn one group back into the source's tensors and write them.
 
-    The group is put together in a scratch file, mapped into memory: what is read whole to be converted
-    does not count against the process.
+    The group is put together in a scratch file, mapped into memory: what is read whole to be
+    converted does not count against the process.
     """
     scratch = folder / ".scratch"
     descriptor = _create(scratch, plan.group_bytes(group))
     tensors, begin = {}, 0
     try:
-        still = _Mover(lambda count: None, mover.buffer)
+        still = _Mover(lambda count: None)
         for name in group.sources:
             entry = tensor_metadata(plan.metadata, plan.keys[name])
             dtype, shape = entry.properties.dtype, tuple(entry.size)
@@ -594,17 +626,18 @@ def _write_converted(
             f"{group.sources} were converted to {sorted(converted)}, expected {group.outputs}"
         )
     for name in list(converted):
-        output = plan.outputs[name]
+        output = plan.output(name)
         mover.write(converted.pop(name), files[output.file], output.begin, output.dtype, name)
 
 
 class _Mover:
     """Moves the bytes of chunks and tensors into open files, casting where dtypes differ."""
 
-    def __init__(self, advance: Callable[[int], Any], buffer: bytearray | None = None) -> None:
+    def __init__(self, advance: Callable[[int], Any]) -> None:
         self.advance = advance
         """Called with the number of bytes written."""
-        self.buffer = bytearray(_BLOCK) if buffer is None else buffer
+        self.buffer = bytearray(_BLOCK)
+        self.room = bytearray(8 * _BLOCK)  # for a cast block: float8 may become float64
         self.kernel_copies = hasattr(os, "copy_file_range")
 
     def move(self, chunk: Chunk, target: int, begin: int, dtype: torch.dtype, name: str) -> None:
@@ -683,11 +716,11 @@ class _Mover:
         dtype: torch.dtype,
         name: str,
     ) -> None:
-        """Write consecutive blocks of elements over the runs, which they fill one after the other."""
+        """Write consecutive blocks over the runs, which they fill one after the other."""
         runs = iter(runs)
         start, left = 0, 0
         for block in blocks:
-            content = memoryview(_cast(block, dtype, name).view(torch.uint8).numpy())
+            content = self._cast(block, dtype, name)
             done, length = 0, block.numel()
             while done < length:
                 if left == 0:
@@ -698,20 +731,21 @@ class _Mover:
                 self.advance(len(piece))
                 done, start, left = done + count, start + count, left - count
 
+    def _cast(self, block: torch.Tensor, dtype: torch.dtype, name: str) -> memoryview:
+        """Return the bytes of `block` in `dtype`; they last until the next call."""
+        if block.dtype != dtype:
+            cast = torch.frombuffer(self.room, dtype=dtype, count=block.numel())
+            cast.copy_(block)
+            if dtype == torch.float16 and bool((cast.isinf() & block.isfinite()).any()):
+                raise ExportError(
+                    f"{name} has values beyond float16's 65504; use --dtype bfloat16 or float32"
+                )
+            block = cast
+        return memoryview(block.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     return iter(tensor.detach().reshape(-1).split(_BLOCK // tensor.dtype.itemsize))
-
-
-def _cast(block: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    if block.dtype == dtype:
-        return block
-    cast = block.to(dtype)
-    if dtype == torch.float16 and bool((cast.isinf() & block.isfinite()).any()):
-        raise ExportError(
-            f"{name} has values beyond float16's 65504; use --dtype bfloat16 or float32"
-        )
-    return cast
 
 
 def _create(file: Path, size: int) -> int:

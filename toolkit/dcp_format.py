@@ -1,11 +1,11 @@
 """A torch distributed checkpoint (DCP) on disk, read without trusting it.
 
-    .metadata       a pickle: every tensor's shape, dtype and chunks, and where each chunk's blob lies
-    __R_I.distcp    blobs one after the other, each what torch.save writes: a zip file that stores the
-                    tensor's bytes, uncompressed, as its member */data/0
+    .metadata       a pickle: every tensor's shape, dtype and chunks, and where each chunk's blob is
+    __R_I.distcp    blobs one after the other, each what torch.save writes: a zip file that stores
+                    the tensor's bytes, uncompressed, as its member */data/0
 
-Owns the restricted unpickler, the checks of names and sizes, and the way to a chunk's raw bytes. Knows
-neither models nor the Hugging Face format.
+Owns the restricted unpickler, the checks of names and sizes, and the way to a chunk's raw bytes.
+Knows neither models nor the Hugging Face format.
 """
 
 import io
@@ -46,8 +46,8 @@ class Chunk:
     blob: tuple[int, int]
     """Offset and length of the blob in the file."""
     raw: int | None
-    """Offset in the file of the payload, exactly this chunk in row-major order; None where the blob is
-    stored in another way: `read_chunk` reads that."""
+    """Offset in the file of the payload, exactly this chunk in row-major order; None where the blob
+    is stored in another way: `read_chunk` reads that."""
     nbytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -61,16 +61,16 @@ class Chunk:
 # --------------------------------------------------------------------------------------------------
 
 
-def read_metadata(folder: str | Path) -> Metadata:
+def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
     """Return what a DCP folder holds, from its `.metadata`; nothing in that file can run code.
 
-    Only the names that torch 2.11 to 2.13 write are accepted, and they are read as inert records: the
-    `Metadata` is built afresh from them. Every file name must be that of a file in the folder and every
-    blob must lie inside its file. Costs one pass over `.metadata` and one stat a file.
+    Only the names that torch 2.11 to 2.13 write are accepted, and they are read as inert records:
+    the `Metadata` is built afresh from them. Every file name must be that of a file in the folder
+    and every blob must lie inside its file. Costs one pass over `.metadata` and one stat a file.
 
     Raises:
-        CheckpointError: no metadata, a global that has no place there (named), a file name outside the
-            folder, or a blob beyond the end of its file.
+        CheckpointError: no metadata, a global that has no place there (named), a file name outside
+            the folder, or a blob beyond the end of its file.
     """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
@@ -127,9 +127,11 @@ class TrustedLoadPlanner(DefaultLoadPlanner):
 
 
 class _Record:
-    """Stands in for a class that `.metadata` names: keeps the arguments and the state, runs nothing."""
+    """Stands in for a class that `.metadata` names: keeps arguments and state, runs nothing."""
 
     __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
     kind = ""
 
     def __new__(cls, *args: Any) -> "_Record":
@@ -177,8 +179,8 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         raise CheckpointError(
-            f"names {module}.{name}, which DCP metadata never needs; it was not read, because loading "
-            "it could run code. Do not use this checkpoint unless you know who wrote it"
+            f"names {module}.{name}, which DCP metadata never needs; it was not read, because "
+            "loading it could run code. Do not use this checkpoint unless you know who wrote it"
         )
 
     def persistent_load(self, pid: Any) -> Any:
@@ -290,8 +292,9 @@ def _check_blobs(folder: Path, metadata: Metadata) -> None:
             sizes[name] = _file_size(folder, name)
         if info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[name]:
             raise CheckpointError(
-                f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at {info.offset} "
-                f"to {info.offset + info.length}: the file is truncated or of another checkpoint"
+                f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at "
+                f"{info.offset} to {info.offset + info.length}: the file is truncated "
+                "or of another checkpoint"
             )
 
 
@@ -351,10 +354,10 @@ def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chun
 
 
 def coverage_fault(metadata: Metadata, fqn: str) -> str | None:
-    """Return why the chunks of a tensor do not cover each of its elements exactly once; None if they do.
+    """Return why chunks do not cover each element of a tensor exactly once; None if they do.
 
-    Intervals only, no bytes are read. O(n log n) in the number of chunks for tensors sharded over one
-    dimension.
+    Intervals only, no bytes are read. O(n log n) in the number of chunks for tensors sharded over
+    one dimension.
     """
     entry = tensor_metadata(metadata, fqn)
     boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if math.prod(c.sizes) > 0]
@@ -382,9 +385,9 @@ def coverage_fault(metadata: Metadata, fqn: str) -> str | None:
 def contiguous_runs(
     offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (first element in the whole tensor, number of elements) for each contiguous run of a chunk.
+    """Yield (first element in the whole tensor, number of elements) of a chunk's contiguous runs.
 
-    The runs come in the chunk's own row-major order, so they partition its payload one after the other.
+    They come in the chunk's own row-major order: together, one after the other, its payload.
     """
     full = len(shape)
     while full > 0 and sizes[full - 1] == shape[full - 1]:
@@ -403,7 +406,7 @@ def contiguous_runs(
 
 
 def read_chunk(chunk: Chunk) -> torch.Tensor:
-    """Return a chunk's tensor through torch's own reader: for blobs whose layout is not the usual one.
+    """Return a chunk's tensor through torch's own reader, where its layout is not the usual one.
 
     Needs the memory of the blob.
 
@@ -430,7 +433,8 @@ def read_chunk(chunk: Chunk) -> torch.Tensor:
             else type(tensor)
         )
         raise CheckpointError(
-            f"{chunk.file}: the blob at {chunk.blob[0]} should be {chunk.dtype} {chunk.sizes}, is {came}"
+            f"{chunk.file}: the blob at {chunk.blob[0]} should be {chunk.dtype} {chunk.sizes}, is "
+            f"{came}"
         )
     return tensor.contiguous()
 

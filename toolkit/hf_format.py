@@ -23,6 +23,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SOURCE_FILE = "source.json"  # in a checkpoint's hf/ folder only, never exported
 _HEADER_LIMIT = 100 * 2**20  # safetensors' own limit
+_FETCH_AGAIN = "copy or download the file again"
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -153,13 +154,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ModelError(f"{folder} has no config.json; a Hugging Face checkpoint folder is expected")
+        raise ModelError(
+            f"{folder} has no config.json; a Hugging Face checkpoint folder is expected, as save_pretrained "
+            "or `toolkit consolidate` write it"
+        )
     try:
         config = json.loads(file.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
+        raise ModelError(f"{file} is not valid JSON: {error}; {_FETCH_AGAIN}") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{file} must hold a JSON object, got {type(config).__name__}")
+        raise ModelError(f"{file} must hold a JSON object, got {type(config).__name__}; {_FETCH_AGAIN}")
     return config
 
 
@@ -187,7 +191,10 @@ def weight_files(folder: Path, name_or_path: str | None = None, revision: str | 
         names = sorted(set(index.values()))
         for name in names:
             if os.path.basename(name) != name or name in ("", ".", ".."):
-                raise LoadingError(f"{folder / INDEX_FILE} names {name!r}, which is not a file of its folder")
+                raise LoadingError(
+                    f"{folder / INDEX_FILE} names {name!r}, which is not a file of its folder; only plain "
+                    "file names are read. Get the checkpoint again from a source that you trust"
+                )
         missing = [n for n in names if not _obtain(folder, n, remote, revision)]
         if missing:
             raise LoadingError(
@@ -201,7 +208,7 @@ def weight_files(folder: Path, name_or_path: str | None = None, revision: str | 
     hint = (
         f"it has {', '.join(others[:3])}: load it once with transformers and save_pretrained it"
         if others
-        else "set model.init: random to start from random weights"
+        else "complete the folder, or set model.init: random to start from random weights"
     )
     raise LoadingError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
 
@@ -224,7 +231,10 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
     if index is not None and index.is_file() and files[0].name != SINGLE_FILE:
         for name, where in _read_index(index).items():
             if name not in entries or entries[name].file.name != where:
-                raise LoadingError(f"{index} places tensor {name} in {where}, which does not hold it")
+                raise LoadingError(
+                    f"{index} places tensor {name} in {where}, which does not hold it; index and files "
+                    "are not of one checkpoint. Copy or download all of them again"
+                )
     return entries
 
 
@@ -239,7 +249,10 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         head = f.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 <= length <= min(_HEADER_LIMIT, size - 8):
-            raise LoadingError(f"{file} is not a safetensors file (header of {length} bytes, file {size})")
+            header = f", header of {length}" if length >= 0 else ""
+            raise LoadingError(
+                f"{file} is not a safetensors file ({size} bytes long{header}); {_FETCH_AGAIN}"
+            )
         raw = f.read(length)
     try:
         header = json.loads(raw)
@@ -257,10 +270,14 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                 raise ValueError(f"{name}: bytes {begin} to {end} do not hold {entry.dtype} {entry.shape}")
             entries[name] = entry
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoadingError(f"{file} has a damaged safetensors header: {error}") from error
+        raise LoadingError(
+            f"{file} has a damaged safetensors header: {error}; {_FETCH_AGAIN}"
+        ) from error
     end = max((e.begin + e.nbytes for e in entries.values()), default=8 + length)
     if end != size:
-        raise LoadingError(f"{file} should be {end} bytes long by its header, and is {size}")
+        raise LoadingError(
+            f"{file} should be {end} bytes long by its header, and is {size}; {_FETCH_AGAIN}"
+        )
     return entries
 
 
@@ -295,8 +312,12 @@ def _read_index(file: Path) -> dict[str, str]:
         index = json.loads(file.read_text("utf-8"))["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
             raise TypeError("weight_map must map tensor names to file names")
-    except (ValueError, KeyError, TypeError) as error:
-        raise LoadingError(f"{file} is not a safetensors index: {error}") from error
+        if not index:
+            raise ValueError("weight_map names no tensor")
+    except KeyError as error:
+        raise LoadingError(f"{file} is not a safetensors index: it has no {error}; {_FETCH_AGAIN}") from error
+    except (ValueError, TypeError) as error:
+        raise LoadingError(f"{file} is not a safetensors index: {error}; {_FETCH_AGAIN}") from error
     return index
 
 

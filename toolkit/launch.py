@@ -5,6 +5,7 @@ only one that reads the environment. Does not know the model, and Accelerate nev
 `toolkit.sharding`'s alone.
 """
 
+import atexit
 import datetime
 import hashlib
 import os
@@ -28,6 +29,15 @@ from toolkit.errors import ConfigError, LaunchError, ToolkitError
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 # Saving and exporting take their time on some ranks while the others wait.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
+
+
+# What says how many processes another launcher started, without telling torch.
+_OTHER_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
 
 
 @dataclass(frozen=True)
@@ -77,9 +87,10 @@ def start() -> Iterator[Run]:
     device_type = "cpu" if cpu else torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
     if device_type != "cpu":
         count = torch.accelerator.device_count()
-        if local >= count:
+        here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if here > count:
             raise LaunchError(
-                f"process {rank} of {world} wants device {local}, this machine has {count}; start at most "
+                f"{here} processes were started on this machine, which has {count} device(s); start at most "
                 "one process per device (--num_processes)"
             )
         torch.accelerator.set_device_index(local)
@@ -105,17 +116,34 @@ def guarded(main: Callable[[], None]) -> None:
     """
     try:
         main()
+        _leave(0)
     except ToolkitError as error:
         before_ranks_met = isinstance(error, ConfigError | LaunchError)
-        rank = int(os.environ.get("RANK", "0"))
-        if not getattr(error, "already_said", False) and (rank == 0 or not before_ranks_met):
-            where = f"[rank {rank}] " if rank else ""
+        rank = os.environ.get("RANK", "0")
+        # Before the ranks know each other each machine speaks for itself.
+        alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
+        if not getattr(error, "already_said", False) and (alone or not before_ranks_met):
+            where = f"[rank {rank}] " if rank != "0" else ""
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
             if os.environ.get("TOOLKIT_TRACEBACK"):
                 traceback.print_exc()
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _leave(code: int) -> None:
+    """End a launched process here, after its exit handlers, without tearing the interpreter down.
+
+    Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets go of a
+    tensor while the interpreter ends wants the GIL and aborts the process (seen once in ten loaded runs
+    with torch 2.13): a finished run would be reported as failed.
+    """
+    if "RANK" in os.environ:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -132,12 +160,21 @@ def _asked() -> tuple[int, int, int]:
     Raises:
         LaunchError: `accelerate launch` was asked for several processes and started one.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return (
-            int(os.environ["RANK"]),
-            int(os.environ["WORLD_SIZE"]),
-            int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        said = {n: os.environ.get(n, "(not set)") for n in ("RANK", "WORLD_SIZE")}
+        said["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", said["RANK"])
+        if all(v.isdecimal() for v in said.values()) and int(said["RANK"]) < int(said["WORLD_SIZE"]):
+            return int(said["RANK"]), int(said["WORLD_SIZE"]), int(said["LOCAL_RANK"])
+        raise LaunchError(
+            f"the environment names no process of a run ({', '.join(f'{n} {v}' for n, v in said.items())}); "
+            "start with accelerate launch or torchrun, which set all of them, or unset them for one process"
         )
+    for name, launcher in _OTHER_LAUNCHERS.items():
+        if os.environ.get(name, "1") not in ("0", "1"):
+            raise LaunchError(
+                f"{launcher} started {os.environ[name]} processes ({name}) that do not know each other, and "
+                "each would train on its own; let it start one accelerate launch or torchrun a machine"
+            )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         raise LaunchError(

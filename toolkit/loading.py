@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +63,38 @@ def load_pretrained(model: PreTrainedModel, path: str | Path, device: torch.devi
     report = ranks.together(lambda: _load(model, path, torch.device(device), begun))
     ranks.together(lambda: check_materialised(model))
     return report
+
+
+def check_fits(model: PreTrainedModel, path: str | Path) -> None:
+    """Refuse a checkpoint that is not one of `model`, before its bytes are read. Reads headers only.
+
+    Plays the load through on a copy of `model` with tensors that have no bytes, so that renamed,
+    converted and tied weights are judged as the load itself will judge them.
+
+    Args:
+        model: from `build_on_meta`, not yet sharded.
+        path: as for `load_pretrained`.
+
+    Raises:
+        LoadingError: names the tensors that are missing, unknown or of another shape.
+    """
+    folder = local_folder(str(path))
+    entries = read_weights(weight_files(folder, str(path)))
+    _check_shapes(model, entries)
+    meta = torch.device("meta")
+    sources = {}
+    for name, entry in entries.items():
+        rows = _resized_rows(model, name, entry)
+        shape = entry.shape if rows is None else (rows, *entry.shape[1:])
+        sources[name] = torch.empty(shape, dtype=entry.dtype, device=meta)
+    twin = copy.deepcopy(model)
+    info = _drive_loader(twin, sources, meta)
+    if info.conversion_errors:  # a conversion that looks at values: the load itself will tell
+        return
+    twin.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    twin._adjust_missing_and_unexpected_keys(info)
+    info.missing_keys -= set(model.hf_assets.tied)
+    _refuse_misfit(model, folder, info)
 
 
 def init_weights(model: PreTrainedModel, device: torch.device | str, seed: int) -> None:
@@ -170,11 +203,22 @@ def _load(model: PreTrainedModel, path: str | Path, device: torch.device, begun:
         sources[name] = _Source(handles[entry.file].get_slice(name), entry, dtypes, rows)
     whole = _unsliceable(model, sources)
     with _as_library_code(model):
-        info = _drive_loader(model, {k: s for k, s in sources.items() if k not in whole}, home)
+        bar = ranks.rank() == 0 and sys.stderr.isatty()
+        info = _drive_loader(model, {k: s for k, s in sources.items() if k not in whole}, home, bar=bar)
         if whole:
             _convert_then_slice(model, {k: sources[k] for k in whole}, home, info)
         _finalize(model, home, info)
     _settle_buffers(model, device)
+    _refuse_misfit(model, folder, info)
+    return LoadReport(
+        len(entries),
+        sum(e.nbytes for e in entries.values()),
+        _Source.requested,
+        time.perf_counter() - begun,
+    )
+
+
+def _refuse_misfit(model: PreTrainedModel, folder: Path, info: Any) -> None:
     problems = {
         "missing in the checkpoint": sorted(info.missing_keys),
         "not known to the model": sorted(info.unexpected_keys),
@@ -183,13 +227,10 @@ def _load(model: PreTrainedModel, path: str | Path, device: torch.device, begun:
     }
     said = [f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items() if v]
     if said:
-        raise LoadingError(f"{folder} does not fit {_plain_name(model)}: {'; '.join(said)}")
-    return LoadReport(
-        len(entries),
-        sum(e.nbytes for e in entries.values()),
-        _Source.requested,
-        time.perf_counter() - begun,
-    )
+        raise LoadingError(
+            f"{folder} does not fit {_plain_name(model)} as its config.json describes it: {'; '.join(said)}. "
+            "Give a folder whose config.json and weights belong together"
+        )
 
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> None:
@@ -202,7 +243,8 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> No
         if _resized_rows(model, name, entry) is None:
             raise LoadingError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
-                f"{list(expected.shape)}; config.json and weights do not belong together"
+                f"{list(expected.shape)}; config.json and weights do not belong together. Give a folder "
+                "in which they do"
             )
 
 
@@ -223,11 +265,14 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return list(model.named_parameters(remove_duplicate=False))
 
 
-def _drive_loader(model: PreTrainedModel, sources: dict[str, Any], home: torch.device) -> Any:
-    """Call transformers' loader on `sources`; return its account of keys."""
+def _drive_loader(
+    model: PreTrainedModel, sources: dict[str, Any], home: torch.device, *, bar: bool = False
+) -> Any:
+    """Call transformers' loader on `sources`; return its account of keys. `bar` shows its progress."""
     try:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
+        from transformers.utils import logging
     except ImportError as error:
         raise _gone(error) from error
     config = LoadStateDictConfig(
@@ -235,9 +280,16 @@ def _drive_loader(model: PreTrainedModel, sources: dict[str, Any], home: torch.d
         dtype=next(model.parameters()).dtype,
         weight_mapping=copy.deepcopy(model.hf_assets.conversions),
     )
-    info, _ = convert_and_load_state_dict_in_model(
-        model=model, state_dict=sources, load_config=config, disk_offload_index=None
-    )
+    shown = logging.is_progress_bar_enabled()
+    if not bar:
+        logging.disable_progress_bar()
+    try:
+        info, _ = convert_and_load_state_dict_in_model(
+            model=model, state_dict=sources, load_config=config, disk_offload_index=None
+        )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return info
 
 

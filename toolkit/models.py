@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from toolkit.config import ModelConfig
 from toolkit.errors import ModelError
@@ -44,8 +45,10 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
-    except (ImportError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{cfg.name_or_path}: {model_class.__name__} cannot be built: {error}") from error
+    except Exception as error:  # config.json comes from outside: it may ask for anything
+        raise ModelError(
+            f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: {_said(error)}"
+        ) from error
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # training has no use for it; the export keeps the pristine config
     for pattern, kept in model._get_dtype_plan(dtype).items():
@@ -84,11 +87,26 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
         ModelError: it cannot be read, or its model type is unknown to the installed transformers.
     """
     folder = local_folder(cfg.name_or_path, cfg.revision)
-    read_config(folder)
+    content = read_config(folder)
+    kind = content.get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        if "auto_map" not in content:
+            raise ModelError(
+                f"{folder / 'config.json'} is of model_type {kind!r}, which transformers "
+                f"{transformers.__version__} does not know; check the file, or install the transformers "
+                "that the model asks for"
+            )
+        if not cfg.trust_remote_code:
+            raise ModelError(
+                f"{folder / 'config.json'} is of model_type {kind!r}, which needs Python code that comes with "
+                "the checkpoint; read that code, then set model.trust_remote_code: true to run it"
+            )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())[:300]}") from error
+    except Exception as error:  # the file comes from outside: it may hold anything
+        raise ModelError(
+            f"{folder / 'config.json'} cannot be used: {_said(error)}; correct it or get it again"
+        ) from error
 
 
 def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrainedModel]:
@@ -97,7 +115,6 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
     Raises:
         ModelError: the checkpoint is of another kind (encoder, classifier, translation model, ...).
     """
-    import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -119,7 +136,8 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
     if mapped is None or (said is not None and not said.endswith("Model")):
         raise ModelError(
             f"{cfg.name_or_path} is {said or config.model_type}, not a causal language model; expected "
-            f"an architecture such as {_example(mapped)} (config.json: model_type {config.model_type})"
+            f"an architecture such as {_example(mapped)} (config.json: model_type {config.model_type}). Give "
+            "another model.name_or_path"
         )
     return mapped[0] if isinstance(mapped, tuple) else mapped
 
@@ -174,6 +192,26 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
+def check_causal(model: PreTrainedModel) -> None:
+    """Refuse a decoder that its config turns into an encoder, where each token sees the next one.
+
+    BERT and its kin build a causal LM from any config, and without `is_decoder` mask nothing: the
+    loss of next-token prediction then falls to nothing, and so does the use of the model.
+
+    Raises:
+        ModelError: names the setting.
+    """
+    if getattr(model.config, "is_decoder", True):
+        return
+    if any(False in (getattr(m, "is_decoder", True), getattr(m, "is_causal", True)) for m in model.modules()):
+        name = model.hf_assets.model_class.__name__
+        raise ModelError(
+            f"{name} attends in both directions, since is_decoder is false in its config.json: each token "
+            "would see the one that it must predict. Set is_decoder: true there, or give a causal "
+            "model as model.name_or_path"
+        )
+
+
 def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
     """Refuse sequences longer than the positions of the model, which rotary models take silently.
 
@@ -192,6 +230,12 @@ def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of the input embedding."""
     return model.get_input_embeddings().weight.shape[0]
+
+
+def _said(error: BaseException) -> str:
+    """Return what a library said, on one line that ends where a sentence or the patience does."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 400 else text[:400].rsplit(" ", 1)[0] + " ..."
 
 
 def _splits(module: nn.Module, tied: set[int]) -> bool:

@@ -27,16 +27,22 @@ def claim(cfg: Any) -> Path:
         ConfigError: the directory holds another run, or files that are not a run's.
     """
     folder = Path(cfg.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file; give a folder")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(f"output_dir {folder} is a file or a broken link; give a folder")
+    _check_writable(folder)
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    strangers = present - {CONFIG, TOKENIZER, METRICS, commit.CHECKPOINTS}
+    strangers = present - {TOKENIZER, commit.CHECKPOINTS}
     if strangers and CONFIG not in present:
         raise ConfigError(
             f"output_dir {folder} holds files that are not a run's ({', '.join(sorted(strangers)[:3])}); "
             "give an empty or new folder"
         )
     if not holds_work(folder):
+        if CONFIG in present and not _is_ours(folder / CONFIG, type(cfg)):
+            raise ConfigError(
+                f"output_dir {folder} holds a {CONFIG} that no run has written, and this run would "
+                "overwrite it; give an empty or new folder"
+            )
         return folder
     try:
         before = config.load(type(cfg), folder / CONFIG)
@@ -61,6 +67,23 @@ def holds_work(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and (
         (folder / METRICS).is_file() or bool(commit.committed_steps(folder))
     )
+
+
+def _check_writable(folder: Path) -> None:
+    above = folder.absolute()
+    while not os.path.lexists(above):
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "cannot be written to" if above.is_dir() else "is not a folder"
+        raise ConfigError(f"output_dir {folder} cannot be made: {above} {what}; give another output_dir")
+
+
+def _is_ours(file: Path, cls: type) -> bool:
+    """Whether `record` wrote the file: it is, to the letter, the dump of the config that it holds."""
+    try:
+        return file.read_text("utf-8") == config.dump(config.load(cls, file))
+    except (ConfigError, OSError, UnicodeDecodeError):
+        return False
 
 
 def record(folder: Path, cfg: Any) -> None:

@@ -36,7 +36,8 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceM
         world_size: number of processes; the default process group must have that many.
 
     Raises:
-        ShardingError: dp_replicate x dp_shard is not the number of processes.
+        ShardingError: dp_replicate x dp_shard is not the number of processes, or
+            `reshard_after_forward` does not divide the ranks that share a copy.
     """
     replicas, shards = cfg.dp_replicate, cfg.dp_shard
     if shards == -1:
@@ -44,8 +45,10 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceM
     if replicas < 1 or shards < 1 or replicas * shards != world_size:
         raise ShardingError(
             f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
-            f"{world_size} processes; -1 for dp_shard takes all that dp_replicate leaves"
+            f"{world_size} process{'' if world_size == 1 else 'es'}; -1 for dp_shard takes all that "
+            "dp_replicate leaves"
         )
+    _check_reshard(cfg.reshard_after_forward, shards)
     if replicas == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=(SHARD,))
     return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(REPLICATE, SHARD))
@@ -145,11 +148,16 @@ def _reshard(value: bool | int | str, mesh: DeviceMesh) -> bool | int:
     if value == "auto":
         return True
     ranks = mesh[SHARD].size() if mesh.mesh_dim_names and SHARD in mesh.mesh_dim_names else mesh.size()
-    if not isinstance(value, bool) and (int(value) < 1 or ranks % int(value)):
-        raise ShardingError(
-            f"sharding.reshard_after_forward {value} must divide the {ranks} ranks that share a copy"
-        )
+    _check_reshard(value, ranks)
     return value  # type: ignore[return-value]
+
+
+def _check_reshard(value: bool | int | str, ranks: int) -> None:
+    if not isinstance(value, bool | str) and (value < 1 or ranks % value):
+        raise ShardingError(
+            f"sharding.reshard_after_forward {value} must divide the {ranks} rank(s) that share a copy; give "
+            "a divisor, or true, false or auto"
+        )
 
 
 def _recompute_in_backward(layer: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a run or a checkpoint holds, for `toolkit inspect`: from its metadata alone, no tensor is read.
+"""What a run or a checkpoint holds, for `toolkit inspect`: from metadata alone, no tensor is read.
 
 Owns the summary and its table. Knows nothing of models: names, shapes and chunks are what the
 checkpoint says.
@@ -27,10 +27,11 @@ def summarise(path: str | Path) -> dict[str, Any]:
 
     Keys: `path`; `checkpoints` (of a run: folder, step, committed, bytes), else None; of the newest
     committed one, or the one given: `checkpoint` (its folder), `step`, `world_size`,
-    `global_batch_size`, `saved_with` (the rest of state.json's plain values), `model` (architecture),
-    `parameters` (elements of the floating model tensors; tied ones are stored, and counted, once), `bytes`
-    (by section: model, optimizer, ..., and `files`: all that is on the disk), `dtypes` (section -> dtype
-    -> elements) and `tensors` (name, section, shape, dtype, bytes, chunks, sharded_dims, sizes).
+    `global_batch_size`, `saved_with` (the rest of state.json's plain values), `model`
+    (architecture), `parameters` (elements of the floating model tensors; tied ones are stored, and
+    counted, once), `bytes` (by section: model, optimizer, ..., and `files`: all that is on the
+    disk), `dtypes` (section -> dtype -> elements) and `tensors` (name, section, shape, dtype,
+    bytes, chunks, sharded_dims, sizes).
 
     Costs one read of `.metadata` and one stat a file.
 
@@ -81,7 +82,7 @@ def summarise(path: str | Path) -> dict[str, Any]:
 
 
 def render(summary: dict[str, Any]) -> str:
-    """Return the summary as text: the checkpoints, the totals, and one line for tensors that are alike.
+    """Return the summary as text: checkpoints, totals, and one line for tensors that are alike.
 
     Names that differ in numbers only, with equal shape, dtype and chunks, share a line:
     `model.layers.{0..31}.mlp.up_proj.weight`.

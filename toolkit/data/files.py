@@ -89,6 +89,8 @@ def stdlib_files() -> list[Path]:
 
 def _matches(pattern: str) -> list[Path]:
     path = Path(pattern)
+    if _is_data_set(path):
+        return []
     if path.is_dir():
         known = TEXT_ENDINGS.union(DATA_ENDINGS)
         return [p for p in _beneath(path) if _ending(p) in known]
@@ -105,7 +107,7 @@ def _beneath(root: Path) -> Iterator[Path]:
 
 
 def _why_nothing(pattern: str, path: Path) -> str:
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+    if _is_data_set(path):
         return f"{pattern} is a data set folder; give it as data.dataset_name instead"
     if path.is_dir():
         known = " ".join([*DATA_ENDINGS, *sorted(TEXT_ENDINGS)])
@@ -114,6 +116,11 @@ def _why_nothing(pattern: str, path: Path) -> str:
             f"endings with a glob such as {pattern}/*.log"
         )
     return f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
+
+
+def _is_data_set(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _kind(file: Path) -> Kind:

@@ -25,7 +25,7 @@ from toolkit.data.samples import FILLER
 from toolkit.errors import DataError
 
 _ROUNDS = 6
-_MIN_HALF_BITS = 4
+_MIN_HALF_BITS = 3
 
 
 def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -33,7 +33,7 @@ def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarra
 
     A Feistel network over the smallest domain of 4^k that holds n, with keys hashed from seed and
     epoch; what falls outside `range(n)` is sent on until it falls inside (cycle walking; at most
-    3 more times on average, where n is above 64). No memory that grows with n, a fraction of a
+    3 more times on average, where n is above 16). No memory that grows with n, a fraction of a
     microsecond for each index of a large batch.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
@@ -114,6 +114,7 @@ class GlobalBatches(BatchSampler):
     """
 
     drop_last = False
+    sampler: Any = None  # there is none; Accelerate asks
 
     def __init__(
         self,
@@ -127,7 +128,6 @@ class GlobalBatches(BatchSampler):
         self.order, self.start, self.steps = order, start, steps
         self.batch_size = per_device_batch
         self.accumulation, self.world_size = accumulation, world_size
-        self.sampler = None  # there is none; torch and Accelerate ask
 
     @property
     def global_batch(self) -> int:
@@ -154,10 +154,10 @@ class EvalBatches(BatchSampler):
     """
 
     drop_last = False
+    sampler: Any = None  # there is none; Accelerate asks
 
     def __init__(self, n: int, per_device_batch: int, world_size: int) -> None:
         self.n, self.batch_size, self.world_size = n, per_device_batch, world_size
-        self.sampler = None
 
     def __len__(self) -> int:
         return -(-self.n // (self.batch_size * self.world_size)) * self.world_size

@@ -222,7 +222,9 @@ def _checked(dataset: datasets.Dataset, column: str, where: str) -> datasets.Dat
     kind = values.type
     if tokens:
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        usable = is_list and pa.types.is_integer(kind.value_type)
+        # A list of nulls is what empty lists alone come as.
+        integer = is_list and pa.types.is_integer(kind.value_type)
+        usable = integer or (is_list and pa.types.is_null(kind.value_type))
     else:
         usable = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if not usable or values.null_count:

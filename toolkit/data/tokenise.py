@@ -230,9 +230,9 @@ def _content(tokenizer: PreTrainedTokenizerBase) -> bytes:
 def _quiet_forks() -> None:
     """Make processes forked from here (DataLoader workers) use tokenizers in one thread.
 
-    Threads do not survive a fork, so the library warns on each one that follows a parallel run and
-    asks for `TOKENIZERS_PARALLELISM`. Set in the parent it would end the parallel run, so it is set
-    for the moment of the fork only.
+    Threads do not survive a fork, so tokenizers before 0.23 warns on each one that follows a
+    parallel run and asks for `TOKENIZERS_PARALLELISM`. Set in the parent it would end the parallel
+    run, so it is set for the moment of the fork only.
     """
     global _forks_are_quiet
     if _forks_are_quiet:

@@ -1,0 +1,43 @@
+# Every target sets up what it needs: the virtual environment .venv is made on first use.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+RUN    ?= runs/demo
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed  ## Make .venv with the toolkit and what it needs
+
+demo: install  ## Train a small model, export it, reload it, let it write (FRESH=1 starts anew)
+	@$(BIN)/python recipes/demo.py --run $(RUN) $(if $(FRESH),--fresh)
+
+test: install  ## Run the tests
+	$(BIN)/python -m pytest
+
+check: install  ## Lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine, minutes)
+	$(BIN)/python benchmarks/tokenise.py
+	$(BIN)/python benchmarks/load.py
+	$(BIN)/python benchmarks/step.py
+
+clean:  ## Remove the virtual environment and the demo's run
+	rm -rf $(VENV) $(RUN)
