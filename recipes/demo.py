@@ -24,7 +24,9 @@ PROMPT = "def "
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="run directory")
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first")
     args = parser.parse_args()
@@ -42,12 +44,16 @@ def main() -> int:
         [str(bin_ / "accelerate"), "launch", *processes(), "recipes/pretrain.py"]
         + ["--config", str(CONFIG.relative_to(ROOT)), "--output_dir", str(args.run)]
     )
-    ran = ran or call([str(bin_ / "toolkit"), "consolidate", str(args.run), "--output", str(export)])
+    ran = ran or call(
+        [str(bin_ / "toolkit"), "consolidate", str(args.run), "--output", str(export)]
+    )
     if ran:
         return ran
     show(export)
     lines = [line for line in read_metrics(args.run) if "loss" in line]
-    print(f"\nloss     {lines[0]['loss']:.4f} (step {lines[0]['step']}) -> {lines[-1]['loss']:.4f} (step {lines[-1]['step']})")
+    print(
+        f"\nloss     {lines[0]['loss']:.4f} (step {lines[0]['step']}) -> {lines[-1]['loss']:.4f} (step {lines[-1]['step']})"
+    )
     print(f"export   {export.resolve()}")
     print(f"time     {time.time() - begun:.0f} s")
     return 0
@@ -78,7 +84,9 @@ def show(export: Path) -> None:
     print(f"\n$ AutoModelForCausalLM.from_pretrained({str(export)!r})", flush=True)
     model, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(export)
-    print(f"missing keys: {sorted(info['missing_keys'])}, unexpected keys: {sorted(info['unexpected_keys'])}")
+    print(
+        f"missing keys: {sorted(info['missing_keys'])}, unexpected keys: {sorted(info['unexpected_keys'])}"
+    )
     torch.manual_seed(0)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.7, top_p=0.9)

@@ -154,7 +154,11 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         run.say(
             f"\ndone: step {first_step + 1} to {max_steps} in {summary['seconds']:.0f} s, "
             f"loss {summary['first_loss']:.4f} -> {summary['loss']:.4f}"
-            + (f", eval perplexity {summary['eval_perplexity']:.1f}" if "eval_loss" in summary else "")
+            + (
+                f", eval perplexity {summary['eval_perplexity']:.1f}"
+                if "eval_loss" in summary
+                else ""
+            )
         )
     run.say(
         f"run        {folder}\n"
@@ -200,7 +204,9 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def clock(model: models.PreTrainedModel, cfg: PretrainConfig, global_batch: int, world: int) -> Clock:
+def clock(
+    model: models.PreTrainedModel, cfg: PretrainConfig, global_batch: int, world: int
+) -> Clock:
     text = model.config.get_text_config()
     looked_up = 0 if model.hf_assets.tied else model.get_input_embeddings().weight.numel()
     work = flops_per_token(

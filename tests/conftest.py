@@ -46,7 +46,9 @@ def tiny_config(kind: str = "llama", **changes):
     return AutoConfig.for_model(kind, **(own | changes))
 
 
-def save_tiny_model(folder: Path, kind: str = "llama", shard: str = "5GB", seed: int = 0, **changes) -> Path:
+def save_tiny_model(
+    folder: Path, kind: str = "llama", shard: str = "5GB", seed: int = 0, **changes
+) -> Path:
     """Write a tiny pretrained checkpoint of `kind` into `folder`, with values everywhere; return it."""
     from transformers import AutoModelForCausalLM
 
@@ -70,13 +72,17 @@ def save_byte_tokenizer(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
+        folder
+    )
     return folder
 
 
 def run_recipe(launcher: list[str], *flags: str, recipe: str = "pretrain", timeout: int = 300):
     """Run a recipe in a subprocess; return the finished process with its text output."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER_"))}
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER_"))
+    }
     command = [*launcher, str(ROOT / "recipes" / f"{recipe}.py"), *flags]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env, check=False

@@ -81,7 +81,7 @@ def own_cache(tmp_path_factory):
     datasets.config.HF_DATASETS_CACHE = before
 
 
-@pytest.fixture()
+@pytest.fixture
 def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
     """Return a function that runs the recipe on a tiny model with more flags or another config file."""
     did: list[str] = []
@@ -136,7 +136,9 @@ def refused(done: Outcome, *said: str, code: int = 1, did: tuple[str, ...] = ())
 def hashes(folder: Path) -> dict[str, str]:
     """Return name -> sha256 of every file below `folder`, and its folders."""
     return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else ""
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        if p.is_file()
+        else ""
         for p in sorted(folder.rglob("*"))
     }
 
@@ -149,13 +151,13 @@ def edit_json(file: Path, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.fixture()
+@pytest.fixture
 def model(tmp_path, tiny_llama) -> Path:
     """A copy of the tiny model that a test may damage."""
     return copied(tiny_llama, tmp_path / "model")
 
 
-@pytest.fixture()
+@pytest.fixture
 def sharded(tmp_path) -> Path:
     """A tiny model in several files with an index."""
     folder = save_byte_tokenizer(tmp_path / "sharded")
@@ -196,9 +198,15 @@ def test_the_settings_of_these_tests_are_good(start, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--train.max_step", "3"], ["unknown setting 'train.max_step'", "did you mean train.max_steps"]),
-        (["--train.max_steps", "many"], ["train.max_steps", "many", "int"]),
-        (["--sharding.param_dtype", "float16"], ["sharding.param_dtype", "float16", "use bfloat16"]),
+        (
+            ["--train.max_step", "3"],
+            ["unknown setting 'train.max_step'", "did you mean train.max_steps?"],
+        ),
+        (["--train.max_steps", "many"], ["train.max_steps must be an integer, got many"]),
+        (
+            ["--sharding.param_dtype", "float16"],
+            ["sharding.param_dtype", "float16", "use bfloat16"],
+        ),
         (["--checkpoint.save_total_limit", "1"], ["save_total_limit must be at least 2, got 1"]),
         (["--optim.adam_beta2", "1.5"], ["optim.adam_beta2", "below 1", "1.5"]),
         (["--data.num_workers", "-1"], ["data.num_workers", "-1"]),
@@ -278,12 +286,24 @@ MODEL_CASES = {
         ["model", "holds no model.safetensors", "set model.init: random"],
     ),
     "only .bin weights": (only_bin, ["it has pytorch_model.bin", "save_pretrained"]),
-    "cut off": (cut("model.safetensors", 100), ["model.safetensors should be", "bytes long", "again"]),
-    "cut off in the header": (cut("model.safetensors", 10**9), ["model.safetensors is not a safetensors file (0 bytes long)", "again"]),
+    "cut off": (
+        cut("model.safetensors", 100),
+        ["model.safetensors should be", "bytes long", "again"],
+    ),
+    "cut off in the header": (
+        cut("model.safetensors", 10**9),
+        ["model.safetensors is not a safetensors file (0 bytes long)", "again"],
+    ),
     "damaged header": (damage_header, ["model.safetensors", "damaged safetensors header", "again"]),
-    "no config.json": (remove("config.json"), ["has no config.json", "checkpoint folder is expected"]),
+    "no config.json": (
+        remove("config.json"),
+        ["has no config.json", "checkpoint folder is expected"],
+    ),
     "config.json is broken": (write("config.json", "{"), ["config.json is not valid JSON"]),
-    "config.json is a list": (write("config.json", "[]"), ["config.json must hold a JSON object, got list"]),
+    "config.json is a list": (
+        write("config.json", "[]"),
+        ["config.json must hold a JSON object, got list"],
+    ),
     "unknown type": (spoil_config(model_type="llama9"), ["config.json", "llama9"]),
     "no type": (write("config.json", '{"vocab_size": 8}'), ["config.json", "model_type"]),
     "config that no model can have": (
@@ -328,7 +348,10 @@ MODEL_CASES = {
         spoil_config(max_position_embeddings=16),
         ["data.sequence_length is 32", "16 positions", "at most 16"],
     ),
-    "broken tokenizer": (write("tokenizer.json", "{"), ["tokenizer", "model.tokenizer_name_or_path"]),
+    "broken tokenizer": (
+        write("tokenizer.json", "{"),
+        ["tokenizer", "model.tokenizer_name_or_path"],
+    ),
 }
 
 
@@ -366,7 +389,10 @@ def swap_in_index(folder: Path) -> None:
 INDEX_CASES = {
     "a missing file": (
         rename_in_index("model-00009.safetensors"),
-        ["index.json names 1 file(s) that are not there: model-00009.safetensors", "complete the download"],
+        [
+            "index.json names 1 file(s) that are not there: model-00009.safetensors",
+            "complete the download",
+        ],
     ),
     "a file outside": (
         rename_in_index("../stolen.safetensors"),
@@ -392,7 +418,11 @@ def test_an_index_that_names(start, sharded, tmp_path, case) -> None:
 def test_no_model_there(start, tmp_path) -> None:
     (tmp_path / "file").write_text("x")
     refused(start("--model.name_or_path", str(tmp_path / "none")), str(tmp_path / "none"), "folder")
-    refused(start("--model.name_or_path", "models/none"), "models/none is neither a folder here", "the Hub")
+    refused(
+        start("--model.name_or_path", "models/none"),
+        "models/none is neither a folder here",
+        "the Hub",
+    )
     refused(start("--model.name_or_path", str(tmp_path / "file")), "is a file; give the folder")
 
 
@@ -536,7 +566,11 @@ def test_a_token_id_outside_the_vocabulary(start, tmp_path, bad) -> None:
 
 def test_an_output_folder_that_is_none(start, tmp_path) -> None:
     (tmp_path / "file").write_text("mine")
-    refused(start("--output_dir", str(tmp_path / "file")), "is a file or a broken link; give a folder", code=2)
+    refused(
+        start("--output_dir", str(tmp_path / "file")),
+        "is a file or a broken link; give a folder",
+        code=2,
+    )
     done = start("--output_dir", str(tmp_path / "file" / "run"))
     refused(done, "cannot be made", f"{tmp_path / 'file'} is not a folder", code=2)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -592,7 +626,9 @@ def test_a_run_whose_config_is_damaged(start, finished, tmp_path) -> None:
     (run / "config.yaml").write_text("model: [")
     before = hashes(run)
     done = start(*again(finished), "--output_dir", str(run))
-    refused(done, "holds a run whose config cannot be read", "config.yaml is not valid YAML", code=2)
+    refused(
+        done, "holds a run whose config cannot be read", "config.yaml is not valid YAML", code=2
+    )
     assert hashes(run) == before
 
 
@@ -686,8 +722,16 @@ def test_the_finished_run_goes_on_where_nothing_is_wrong(start, finished) -> Non
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["DeepSpeed", "accelerate_configs/"]),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ["Megatron", "accelerate_configs/"]),
         (
-            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-            ["asked for several processes and started one", "MULTI_CPU", "accelerate_configs/cpu.yaml"],
+            {
+                "ACCELERATE_MIXED_PRECISION": "no",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+            },
+            [
+                "asked for several processes and started one",
+                "MULTI_CPU",
+                "accelerate_configs/cpu.yaml",
+            ],
         ),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
@@ -738,14 +782,26 @@ def test_accelerate_launch_that_starts_one_process_of_two(tmp_path, tiny_llama, 
     launcher = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "2"]
     done = run_recipe(launcher, *real_flags(tiny_llama, text_file, tmp_path / "run"), timeout=120)
     assert done.returncode != 0
-    assert done.stderr.count("error: accelerate launch was asked for several processes and started one") == 1
+    assert (
+        done.stderr.count(
+            "error: accelerate launch was asked for several processes and started one"
+        )
+        == 1
+    )
     assert not (tmp_path / "run").exists()
 
 
 def real_flags(model: Path, text: Path, output: Path) -> list[str]:
     return [
         *["--model.name_or_path", str(model), "--sharding.param_dtype", "float32"],
-        *["--data.train_files", str(text), "--data.sequence_length", "32", "--data.eval_split", "0"],
+        *[
+            "--data.train_files",
+            str(text),
+            "--data.sequence_length",
+            "32",
+            "--data.eval_split",
+            "0",
+        ],
         *["--train.max_steps", "1", "--output_dir", str(output)],
     ]
 
@@ -789,6 +845,9 @@ def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
     assert [process.returncode for process in started] == [1, 1], said
     assert "error" not in said[0][1]
     assert said[1][1].count("error: ") == 1
-    assert f"[rank 1] error: {there / INDEX} names 1 file(s) that are not there: {lost.name}" in said[1][1]
+    assert (
+        f"[rank 1] error: {there / INDEX} names 1 file(s) that are not there: {lost.name}"
+        in said[1][1]
+    )
     assert hashes(sharded) == before
     assert not (tmp_path / "run").exists()

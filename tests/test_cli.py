@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {f"model.{k}": v for k, v in model.state_dict().items() if k != "lm_head.weight"}
     state |= {f"optimizer.{k}.exp_avg": torch.zeros_like(v) for k, v in model.named_parameters()}
     dcp.save(state, checkpoint_id=folder / "dcp")
-    saved = {"step": 12, "world_size": 2, "global_batch_size": 16, "tokens": 4096, "data": {"a": 1}}
+    saved = {"step": 12, "world_size": 2, "tokens": 4096, "data": {"global_batch": 16}}
     (folder / "state.json").write_text(json.dumps(saved))
     files = {
         str(p.relative_to(folder)): {

@@ -329,7 +329,7 @@ def test_sizes() -> None:
 def test_every_way_of_moving_bytes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copied by the kernel, or in blocks far smaller than a tensor; whole rows and single columns."""
+    """By the kernel, or in blocks far smaller than a tensor; whole rows and single columns."""
 
     def refuse(*args: Any) -> int:
         raise OSError(errno.EXDEV, "Invalid cross-device link")

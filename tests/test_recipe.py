@@ -11,7 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, accelerate, free_port, plain, run_recipe, save_byte_tokenizer, save_tiny_model, torchrun
+from conftest import (
+    ROOT,
+    accelerate,
+    free_port,
+    plain,
+    run_recipe,
+    save_byte_tokenizer,
+    save_tiny_model,
+    torchrun,
+)
 
 from toolkit import checkpoint, commit
 from toolkit.consolidate import consolidate
@@ -71,7 +80,9 @@ def runs(tmp_path_factory, tiny_llama, text_file) -> dict[int, Path]:
     return done
 
 
-def plain_loop(model_folder: Path, text: Path, eval_split: float = 0.01) -> tuple[list[float], torch.nn.Module]:
+def plain_loop(
+    model_folder: Path, text: Path, eval_split: float = 0.01
+) -> tuple[list[float], torch.nn.Module]:
     """Train as PyTorch's tutorial would, without the toolkit but for the order of the samples."""
     from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -79,7 +90,9 @@ def plain_loop(model_folder: Path, text: Path, eval_split: float = 0.01) -> tupl
     windows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     held = max(1, round(len(windows) * eval_split))
     windows = windows[: len(windows) - held]
-    order = SampleOrder(len(windows), 42).indices(0, STEPS * GLOBAL_BATCH).reshape(STEPS, GLOBAL_BATCH)
+    order = (
+        SampleOrder(len(windows), 42).indices(0, STEPS * GLOBAL_BATCH).reshape(STEPS, GLOBAL_BATCH)
+    )
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
@@ -110,7 +123,9 @@ def _byte_ids(text: Path) -> list[int]:
 
 def test_any_number_of_processes_trains_as_a_plain_loop(runs, tiny_llama, text_file):
     expected, _ = plain_loop(tiny_llama, text_file)
-    assert expected[-1] < expected[0] - 0.1, "the plain loop does not learn: the comparison says nothing"
+    assert expected[-1] < expected[0] - 0.1, (
+        "the plain loop does not learn: the comparison says nothing"
+    )
     for world, run in runs.items():
         found = losses(run)
         worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
@@ -120,9 +135,19 @@ def test_any_number_of_processes_trains_as_a_plain_loop(runs, tiny_llama, text_f
 def test_metrics_have_every_field(runs):
     lines = read(runs[2])
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_time"}
+    wanted = {
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "tokens_per_second",
+        "step_time",
+    }
     assert wanted | {"memory_peak_bytes"} <= set(lines[0])
-    assert [line["tokens"] for line in lines] == [GLOBAL_BATCH * (LENGTH - 1) * (i + 1) for i in range(STEPS)]
+    assert [line["tokens"] for line in lines] == [
+        GLOBAL_BATCH * (LENGTH - 1) * (i + 1) for i in range(STEPS)
+    ]
     assert lines[0]["learning_rate"] == 0.0
     assert lines[3]["learning_rate"] == pytest.approx(1e-3)
     assert {"eval_loss", "eval_perplexity"} <= set(lines[-1])
@@ -139,7 +164,9 @@ def test_export_equals_the_plain_loops_weights(runs, tiny_llama, text_file, tmp_
     _, expected = plain_loop(tiny_llama, text_file)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, expected.get_parameter(name), atol=2e-4, rtol=1e-3)
-    assert json.loads((Path(folder) / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((Path(folder) / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
 
 
 def test_kill_and_same_command_is_bit_equal(tmp_path, text_file):
@@ -149,7 +176,11 @@ def test_kill_and_same_command_is_bit_equal(tmp_path, text_file):
     every = ["--checkpoint.save_steps", "4", "--checkpoint.save_total_limit", "9", *batch(2, 2)]
 
     def command(output: Path) -> list[str]:
-        return [*accelerate(2, free_port()), str(ROOT / "recipes/pretrain.py"), *flags(model, text_file, output, *every)]
+        return [
+            *accelerate(2, free_port()),
+            str(ROOT / "recipes/pretrain.py"),
+            *flags(model, text_file, output, *every),
+        ]
 
     calm = tmp_path / "calm"
     assert subprocess.run(command(calm), cwd=ROOT, capture_output=True, check=False).returncode == 0

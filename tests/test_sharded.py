@@ -67,7 +67,10 @@ def plain(folder: str):
 
 def full(model) -> dict[str, torch.Tensor]:
     values = {n: p.detach() for n, p in model.named_parameters()}
-    return {n: v.full_tensor().clone() if isinstance(v, DTensor) else v.clone() for n, v in values.items()}
+    return {
+        n: v.full_tensor().clone() if isinstance(v, DTensor) else v.clone()
+        for n, v in values.items()
+    }
 
 
 # ---- On every rank ---------------------------------------------------------------------------------
@@ -136,7 +139,13 @@ def train_all(rank: int, world: int, folders: dict[str, str], run_dir: str) -> d
         size = len(mine["labels"]) // pieces
         micro = [{k: v[i * size : (i + 1) * size] for k, v in mine.items()} for i in range(pieces)]
         stats = [train_step(model, optimizer, micro) for _ in range(2)]
-        key = (name, cfg.dp_replicate, cfg.activation_checkpointing, cfg.reshard_after_forward, pieces)
+        key = (
+            name,
+            cfg.dp_replicate,
+            cfg.activation_checkpointing,
+            cfg.reshard_after_forward,
+            pieces,
+        )
         found[key] = (
             [(float(s.loss), float(s.grad_norm), int(s.tokens)) for s in stats],
             full(model),
@@ -157,7 +166,16 @@ def train_all(rank: int, world: int, folders: dict[str, str], run_dir: str) -> d
     step = checkpoint.resume(fresh, run_dir, SAVING)
     one = float(train_step(model, optimizer, some).loss)
     two = float(train_step(again, fresh.optimizer, some).loss)
-    found["resumed"] = (path, step, one, two, [torch.equal(a, b) for a, b in zip(full(model).values(), full(again).values(), strict=True)])
+    found["resumed"] = (
+        path,
+        step,
+        one,
+        two,
+        [
+            torch.equal(a, b)
+            for a, b in zip(full(model).values(), full(again).values(), strict=True)
+        ],
+    )
     return found
 
 
@@ -206,13 +224,19 @@ def test_random_start_is_the_same_for_any_world_and_as_transformers_draws(folder
         reference = AutoModelForCausalLM.from_config(tiny_config(kind, **changes))
         for parameter, value in reference.named_parameters():
             mine, theirs = found[parameter], value.detach()
-            assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.2, abs=1e-8), parameter
+            assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.2, abs=1e-8), (
+                parameter
+            )
             assert abs(mine.mean() - theirs.mean()) < 0.01, parameter
             drawn = theirs.std() > 0
             if drawn and mine.ndim == 2:
                 half = mine.shape[0] // 2
-                assert not torch.equal(mine[:half], mine[half : 2 * half]), f"{parameter} repeats itself"
-            assert torch.equal(mine, other[name][parameter]) != bool(drawn), f"{parameter}: seed ignored"
+                assert not torch.equal(mine[:half], mine[half : 2 * half]), (
+                    f"{parameter} repeats itself"
+                )
+            assert torch.equal(mine, other[name][parameter]) != bool(drawn), (
+                f"{parameter}: seed ignored"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +277,9 @@ def test_training_equals_one_process(world, trained, folders):
         lines, weights, evaluation = expected_training(folders[key[0]])
         for rank in ranks:
             found_lines, found_weights, found_evaluation = rank[key]
-            for (loss, norm, tokens), (loss0, norm0, tokens0) in zip(found_lines, lines, strict=True):
+            for (loss, norm, tokens), (loss0, norm0, tokens0) in zip(
+                found_lines, lines, strict=True
+            ):
                 assert loss == pytest.approx(loss0, rel=1e-5), key
                 assert norm == pytest.approx(norm0, rel=1e-4), key
                 assert tokens == tokens0
@@ -284,7 +310,9 @@ def test_save_resume_export(world, trained, folders, tmp_path):
         assert commit.is_committed(Path(path))
         assert not commit.damaged_files(Path(path))
     weights = ranks[0]["silent"][2]
-    model = AutoModelForCausalLM.from_pretrained(consolidate(run, tmp_path / "fp32", dtype="float32"))
+    model = AutoModelForCausalLM.from_pretrained(
+        consolidate(run, tmp_path / "fp32", dtype="float32")
+    )
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
 
 

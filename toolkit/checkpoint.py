@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from toolkit import commit, ranks
 from toolkit.config import CheckpointConfig
-from toolkit.dcp_format import TrustedReader
+from toolkit.dcp_format import TrustedLoadPlanner, TrustedReader
 from toolkit.errors import CheckpointError
 
 _DCP, _HF, _RNG, _STATE = "dcp", "hf", "rng", "state.json"
@@ -81,7 +81,9 @@ def save(state: TrainState, run_dir: str | Path, cfg: CheckpointConfig) -> str:
         manifest = {"version": 1, "step": state.step, "files": files, "tensors": digests}
         path = ranks.on_main(lambda: str(commit.commit(folder, state.step, manifest)))
     except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"checkpoint of step {state.step} could not be written: {error}") from error
+        raise CheckpointError(
+            f"checkpoint of step {state.step} could not be written: {error}"
+        ) from error
     finally:
         if ranks.rank() == 0 and folder.exists():  # still under its temporary name: it failed
             shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +102,9 @@ def newest(run_dir: str | Path) -> Path | None:
     every file, split over the ranks.
     """
     while True:
-        path = ranks.on_main(lambda: max(commit.committed_steps(run_dir).items(), default=(0, None))[1])
+        path = ranks.on_main(
+            lambda: max(commit.committed_steps(run_dir).items(), default=(0, None))[1]
+        )
         if path is None:
             return None
         names = sorted(commit.read_manifest(path)["files"])
@@ -111,7 +115,10 @@ def newest(run_dir: str | Path) -> Path | None:
         aside = ranks.on_main(lambda p=path: commit.set_aside(p))
         if ranks.rank() == 0:
             listed = "; ".join(f"{n} {what}" for n, what in damage[:5])
-            print(f"WARNING: checkpoint {path.name} is damaged and not used ({listed}); moved to {aside}", flush=True)
+            print(
+                f"WARNING: checkpoint {path.name} is damaged and not used ({listed}); moved to {aside}",
+                flush=True,
+            )
 
 
 def resume(state: TrainState, run_dir: str | Path, cfg: CheckpointConfig) -> int | None:
@@ -166,13 +173,17 @@ def restore(state: TrainState, checkpoint: Path) -> int:
     saved = ranks.together(lambda: read_state(checkpoint))
     reader = TrustedReader(checkpoint / _DCP)
     metadata = ranks.together(reader.read_metadata)
-    known = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    known = {
+        k: v
+        for k, v in metadata.state_dict_metadata.items()
+        if isinstance(v, TensorStorageMetadata)
+    }
     tensors = _model_tensors(state.model)
     ranks.together(lambda: _check_model(tensors, known, checkpoint))
     moments = ranks.together(lambda: _empty_moments(state, known, checkpoint))
     flat = {f"optimizer.{n}.{k}": t for n, values in moments.items() for k, t in values.items()}
     try:
-        dcp.load({**tensors, **flat}, storage_reader=reader)
+        dcp.load({**tensors, **flat}, storage_reader=reader, planner=TrustedLoadPlanner())
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"{checkpoint} could not be read: {error}") from error
     if state.optimizer is not None:
@@ -278,14 +289,20 @@ def _empty_moments(
             torch.zeros_like(like, dtype=dtype) if same else torch.zeros(info.size, dtype=dtype)
         )
     if read_state(checkpoint).get("optimizer") is None:
-        raise CheckpointError(f"{checkpoint} holds no optimizer state, which this run needs to go on")
+        raise CheckpointError(
+            f"{checkpoint} holds no optimizer state, which this run needs to go on"
+        )
     lacking = [n for n, values in moments.items() if not values]
-    if lacking and len(lacking) < len(moments):  # an optimizer without tensors (plain SGD) lacks all
+    if lacking and len(lacking) < len(
+        moments
+    ):  # an optimizer without tensors (plain SGD) lacks all
         raise CheckpointError(f"{checkpoint} holds no optimizer state of {', '.join(lacking[:3])}")
     return moments
 
 
-def _fill_optimizer(state: TrainState, moments: dict[str, dict[str, torch.Tensor]], saved: dict) -> None:
+def _fill_optimizer(
+    state: TrainState, moments: dict[str, dict[str, torch.Tensor]], saved: dict
+) -> None:
     optimizer = state.optimizer
     assert optimizer is not None
     scalars = saved["optimizer"]["scalars"]
@@ -335,9 +352,14 @@ def _piece(saved: dict[str, Any], name: str, checkpoint: Path) -> dict[str, Any]
 
 def _write_dcp(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     try:
-        dcp.save(tensors, storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=False))
+        dcp.save(
+            tensors,
+            storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=False),
+        )
     except CheckpointException as error:
-        causes = "; ".join(f"rank {r}: {e[0] if isinstance(e, tuple) else e}" for r, e in error.failures.items())
+        causes = "; ".join(
+            f"rank {r}: {e[0] if isinstance(e, tuple) else e}" for r, e in error.failures.items()
+        )
         raise CheckpointError(f"{folder} could not be written: {causes}") from error
 
 
@@ -405,7 +427,9 @@ def _local_digest(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return nothing  # of replicas only the first counts
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     local = tensor.to_local()
     return rows_digest(name, local, offset[0]) if local.numel() else nothing
 
@@ -434,7 +458,9 @@ def _write_rng(folder: Path) -> None:
     name, keys, position, has_gauss, cached = numpy.random.get_state()
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([gauss if gauss is not None else float("nan")], dtype=torch.float64),
+        "python_gauss": torch.tensor(
+            [gauss if gauss is not None else float("nan")], dtype=torch.float64
+        ),
         "numpy": torch.from_numpy(keys.astype(numpy.int64)),
         "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),

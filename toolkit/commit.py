@@ -68,13 +68,19 @@ def find_checkpoint(path: str | Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist (current folder: {Path.cwd()})")
     if path.name == CHECKPOINTS and committed_steps(path.parent):
-        raise CheckpointError(f"{path} holds checkpoints; give one of them, or the run: {path.parent}")
+        raise CheckpointError(
+            f"{path} holds checkpoints; give one of them, or the run: {path.parent}"
+        )
     for above in list(path.parents)[:2]:
         if is_committed(above):
             raise CheckpointError(f"{path} is a part of a checkpoint; give the checkpoint: {above}")
     if (path / MANIFEST).exists() or _STEP.match(path.name):
-        raise CheckpointError(f"{path} is not committed ({COMMIT} missing or not that of its manifest)")
-    raise CheckpointError(f"{path} holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})")
+        raise CheckpointError(
+            f"{path} is not committed ({COMMIT} missing or not that of its manifest)"
+        )
+    raise CheckpointError(
+        f"{path} holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
+    )
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -176,7 +182,9 @@ def prune(run_dir: str | Path, keep: int | None) -> list[Path]:
 
 def files_below(folder: Path) -> set[str]:
     """Return the names, relative to `folder`, of all files below it."""
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
+    return {
+        str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()
+    }
 
 
 def _damage(file: Path, expected: dict[str, Any]) -> str | None:
@@ -193,7 +201,10 @@ def _damage(file: Path, expected: dict[str, Any]) -> str | None:
 def _sync_and_hash(file: Path) -> dict[str, Any]:
     with open(file, "rb") as f:
         os.fsync(f.fileno())
-        return {"size": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+        return {
+            "size": os.fstat(f.fileno()).st_size,
+            "sha256": hashlib.file_digest(f, "sha256").hexdigest(),
+        }
 
 
 def _write_synced(file: Path, text: str) -> None:

@@ -7,6 +7,7 @@ no file and no model. Knows neither torch nor the files a run will read.
 import dataclasses
 import difflib
 import math
+import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -208,12 +209,22 @@ def parse(cls: type, args: Sequence[str] | None = None, default_file: Path | Non
     for arg in args:
         flag = arg.split("=")[0]
         if flag.startswith("--") and flag not in ("--config", "--help", "--print_config"):
-            _check_path(cls, flag.removeprefix("--").removesuffix("+"), "command line")
+            path = flag.removeprefix("--").removesuffix("+")
+            section = _check_path(cls, path, "command line")
+            if dataclasses.is_dataclass(section):
+                first = f"--{path}.{dataclasses.fields(section)[0].name}"
+                raise ConfigError(
+                    f"{flag} is a section of settings; give them one by one, such as {first} VALUE"
+                )
     try:
         sections = parser.instantiate(parser.parse_args(args))
     except ArgumentError as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+        raise ConfigError(_in_plain_words(cls, " ".join(str(error).split()))) from error
     cfg = cls(**{f.name: sections[f.name] for f in dataclasses.fields(cls)})
+    for name, value in _flat(dataclasses.asdict(cfg)).items():
+        kind = _check_path(cls, name, "")
+        if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
+            raise ConfigError(f"{name} must be {_in_words(kind)}, got nothing (null)")
     check(cfg)
     return cfg
 
@@ -225,12 +236,20 @@ def load(cls: type, file: str | Path) -> Any:
 
 def dump(cfg: Any) -> str:
     """Return the resolved config as YAML; `load` reads it back to an equal value."""
-    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)
+    return yaml.dump(dataclasses.asdict(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def check(cfg: Any) -> None:
     """Raise `ConfigError` where fields of `cfg` contradict each other or are out of range."""
     train, optim, data, saving = cfg.train, cfg.optim, cfg.data, cfg.checkpoint
+    for name, value in {
+        "model.name_or_path": cfg.model.name_or_path,
+        "output_dir": cfg.output_dir,
+        "data.train_files": data.train_files,
+        "data.eval_files": data.eval_files,
+    }.items():
+        if "" in _listed(value):  # a variable of the shell that was not set
+            raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
     positive = {
         "train.per_device_train_batch_size": train.per_device_train_batch_size,
         "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
@@ -244,7 +263,10 @@ def check(cfg: Any) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    for name, dtype in (("param_dtype", cfg.sharding.param_dtype), ("reduce_dtype", cfg.sharding.reduce_dtype)):
+    for name, dtype in (
+        ("param_dtype", cfg.sharding.param_dtype),
+        ("reduce_dtype", cfg.sharding.reduce_dtype),
+    ):
         if dtype == "float16":
             raise ConfigError(
                 f"sharding.{name} float16 needs loss scaling, which this training has not; use bfloat16 "
@@ -256,9 +278,13 @@ def check(cfg: Any) -> None:
             f"got {data.sequence_length}"
         )
     if train.max_steps != -1 and train.max_steps < 1:
-        raise ConfigError(f"train.max_steps must be at least 1, or -1 for whole epochs, got {train.max_steps}")
+        raise ConfigError(
+            f"train.max_steps must be at least 1, or -1 for whole epochs, got {train.max_steps}"
+        )
     if train.max_steps == -1 and not 0 < train.num_train_epochs < math.inf:
-        raise ConfigError(f"train.num_train_epochs must be a number above 0, got {train.num_train_epochs}")
+        raise ConfigError(
+            f"train.num_train_epochs must be a number above 0, got {train.num_train_epochs}"
+        )
     if saving.save_total_limit is not None and saving.save_total_limit < 2:
         raise ConfigError(
             f"checkpoint.save_total_limit must be at least 2, got {saving.save_total_limit}: the last "
@@ -272,7 +298,9 @@ def check(cfg: Any) -> None:
         raise ConfigError(f"data.num_workers must not be negative, got {data.num_workers}")
     for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
         if not 0 <= getattr(optim, name) < math.inf:
-            raise ConfigError(f"optim.{name} must be a number from 0 up, got {getattr(optim, name)}")
+            raise ConfigError(
+                f"optim.{name} must be a number from 0 up, got {getattr(optim, name)}"
+            )
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(optim, name) < 1:
             raise ConfigError(f"optim.{name} must be from 0 to below 1, got {getattr(optim, name)}")
@@ -280,7 +308,9 @@ def check(cfg: Any) -> None:
         raise ConfigError(f"optim.min_lr_rate is a share from 0 to 1, got {optim.min_lr_rate}")
     shards = cfg.sharding.dp_shard
     if shards != -1 and shards < 1:
-        raise ConfigError(f"sharding.dp_shard must be at least 1, or -1 for all ranks, got {shards}")
+        raise ConfigError(
+            f"sharding.dp_shard must be at least 1, or -1 for all ranks, got {shards}"
+        )
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
@@ -300,9 +330,23 @@ def _parser(cls: type) -> ArgumentParser:
     parser = ArgumentParser(
         description=cls.__doc__, exit_on_error=False, allow_abbrev=False, formatter_class=_Help
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument(
+        "--config", action="config", help="YAML file with any of the settings below"
+    )
     parser.add_class_arguments(cls)
     return parser
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML in which texts stay texts: PyYAML reads `1e3` as one, jsonargparse as a number."""
+
+
+def _text_node(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "'" if re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value, re.IGNORECASE) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
 
 
 class _Help(DefaultHelpFormatter):
@@ -317,7 +361,8 @@ def _config_files(args: Sequence[str]) -> list[Path]:
     files += [b for a, b in zip(args, args[1:], strict=False) if a == "--config"]
     for file in files:
         if not Path(file).is_file():
-            raise ConfigError(f"config file {file} does not exist (current folder: {Path.cwd()})")
+            what = "is not a file" if Path(file).exists() else "does not exist"
+            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()})")
     return [Path(f) for f in files]
 
 
@@ -329,7 +374,9 @@ def _read_yaml(file: Path) -> dict:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
-        return {}
+        raise ConfigError(
+            f"{file} is empty; a YAML file with settings is expected (--help lists them)"
+        )
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a mapping of settings, got {type(content).__name__}")
     return content
@@ -373,11 +420,52 @@ def _check_path(cls: type, path: str, where: str) -> Any:
             section = walked.removesuffix(".") or "the top level"
             raise ConfigError(
                 f"unknown setting {path!r} ({where})"
-                + (f"; did you mean {walked}{guess[0]}?" if guess else "")
-                + (f" Known in {section}: {', '.join(hints)}" if hints else f" {section} is not a section")
+                + (f", did you mean {walked}{guess[0]}?" if guess else "")
+                + (
+                    f"; known in {section}: {', '.join(hints)}"
+                    if hints
+                    else f"; {section} takes a value"
+                )
             )
         here, walked = hints[part], f"{walked}{part}."
     return here
+
+
+def _in_plain_words(cls: type, said: str) -> str:
+    """Return what jsonargparse says of a value that does not parse, without the words of its own trade."""
+    if match := re.fullmatch(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', said):
+        name, value = match[1], match[2].rsplit("Given value: ", 1)[-1]
+        return f"{name} must be {_in_words(_check_path(cls, name, ''))}, got {value}"
+    if match := re.fullmatch(r"the following arguments are required: (.*)", said):
+        return f"{match[1]} is required; set it in the file of --config, or with --{match[1].split(',')[0]} VALUE"
+    if match := re.fullmatch(r"unrecognized arguments: (.*)", said):
+        return (
+            f"unexpected on the command line: {match[1]}. A setting is given as --section.field VALUE, a list as "
+            "--data.train_files '[a.txt, b.txt]' or a quoted glob, a file of settings as --config FILE"
+        )
+    return said
+
+
+def _in_words(kind: Any) -> str:
+    """Return a type as a user would name it: `int | None` is "an integer or empty"."""
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "empty",
+    }
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
+    if typing.get_origin(kind) is list:
+        return "a list"
+    if kind in names:
+        return names[kind]
+    return (
+        ", ".join(map(_in_words, typing.get_args(kind)[:-1]))
+        + f" or {_in_words(typing.get_args(kind)[-1])}"
+    )
 
 
 def _listed(value: Any) -> Any:

@@ -133,7 +133,9 @@ def local_folder(name_or_path: str, revision: str | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(f"model.name_or_path {name_or_path} is a file; give the folder that holds it")
+        raise ModelError(
+            f"model.name_or_path {name_or_path} is a file; give the folder that holds it"
+        )
     from transformers.utils import cached_file
 
     try:
@@ -163,7 +165,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} is not valid JSON: {error}; {_FETCH_AGAIN}") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{file} must hold a JSON object, got {type(config).__name__}; {_FETCH_AGAIN}")
+        raise ModelError(
+            f"{file} must hold a JSON object, got {type(config).__name__}; {_FETCH_AGAIN}"
+        )
     return config
 
 
@@ -174,7 +178,9 @@ def asset_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def weight_files(folder: Path, name_or_path: str | None = None, revision: str | None = None) -> list[Path]:
+def weight_files(
+    folder: Path, name_or_path: str | None = None, revision: str | None = None
+) -> list[Path]:
     """Return the safetensors files of a checkpoint, as its index or its single file name them.
 
     Args:
@@ -204,7 +210,9 @@ def weight_files(folder: Path, name_or_path: str | None = None, revision: str | 
         return [folder / n for n in names]
     if _obtain(folder, SINGLE_FILE, remote, revision):
         return [folder / SINGLE_FILE]
-    others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(
+        p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf")
+    )
     hint = (
         f"it has {', '.join(others[:3])}: load it once with transformers and save_pretrained it"
         if others
@@ -267,7 +275,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             for n in entry.shape:
                 count *= n
             if not 0 <= begin <= end or entry.nbytes != count * entry.dtype.itemsize:
-                raise ValueError(f"{name}: bytes {begin} to {end} do not hold {entry.dtype} {entry.shape}")
+                raise ValueError(
+                    f"{name}: bytes {begin} to {end} do not hold {entry.dtype} {entry.shape}"
+                )
             entries[name] = entry
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadingError(
@@ -315,7 +325,9 @@ def _read_index(file: Path) -> dict[str, str]:
         if not index:
             raise ValueError("weight_map names no tensor")
     except KeyError as error:
-        raise LoadingError(f"{file} is not a safetensors index: it has no {error}; {_FETCH_AGAIN}") from error
+        raise LoadingError(
+            f"{file} is not a safetensors index: it has no {error}; {_FETCH_AGAIN}"
+        ) from error
     except (ValueError, TypeError) as error:
         raise LoadingError(f"{file} is not a safetensors index: {error}; {_FETCH_AGAIN}") from error
     return index
@@ -350,7 +362,9 @@ def conversion_mapping(model: PreTrainedModel) -> list[Any]:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError as error:
-        raise ModelError(_gone("transformers.conversion_mapping.get_model_conversion_mapping")) from error
+        raise ModelError(
+            _gone("transformers.conversion_mapping.get_model_conversion_mapping")
+        ) from error
     return get_model_conversion_mapping(model)
 
 
@@ -406,7 +420,9 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
         else:
             together.setdefault(target, []).append(name)
     groups = []
-    for members, converted in [((n,), False) for n in plain] + [(tuple(g), True) for g in together.values()]:
+    for members, converted in [((n,), False) for n in plain] + [
+        (tuple(g), True) for g in together.values()
+    ]:
         meta = {n: torch.empty_like(state[n], device="meta") for n in members}
         outputs = {k: tuple(v.shape) for k, v in convert_back(model, meta).items()}
         groups.append(ExportGroup(members, outputs, converted))
@@ -414,17 +430,23 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
     for group in groups:
         for output in group.outputs:
             if output in seen:
-                raise ExportError(f"{seen[output]} and {group.sources} would both be exported as {output}")
+                raise ExportError(
+                    f"{seen[output]} and {group.sources} would both be exported as {output}"
+                )
             seen[output] = group.sources
     return groups
 
 
-def convert_back(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert_back(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
-        raise ExportError(_gone("transformers.core_model_loading.revert_weight_conversion")) from error
+        raise ExportError(
+            _gone("transformers.core_model_loading.revert_weight_conversion")
+        ) from error
     return revert_weight_conversion(model, tensors)
 
 
@@ -442,4 +464,6 @@ def _export_conversions(model: PreTrainedModel) -> list[Any]:
 def _gone(name: str) -> str:
     import transformers
 
-    return f"{name} is not in transformers {transformers.__version__}; install one from 5.17 to 5.23"
+    return (
+        f"{name} is not in transformers {transformers.__version__}; install one from 5.17 to 5.23"
+    )

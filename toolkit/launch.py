@@ -163,7 +163,9 @@ def _asked() -> tuple[int, int, int]:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         said = {n: os.environ.get(n, "(not set)") for n in ("RANK", "WORLD_SIZE")}
         said["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", said["RANK"])
-        if all(v.isdecimal() for v in said.values()) and int(said["RANK"]) < int(said["WORLD_SIZE"]):
+        if all(v.isdecimal() for v in said.values()) and int(said["RANK"]) < int(
+            said["WORLD_SIZE"]
+        ):
             return int(said["RANK"]), int(said["WORLD_SIZE"]), int(said["LOCAL_RANK"])
         raise LaunchError(
             f"the environment names no process of a run ({', '.join(f'{n} {v}' for n, v in said.items())}); "
@@ -214,7 +216,10 @@ def _connect(device_type: str, rank: int, world: int) -> None:
 
 
 def _refuse_other_engines() -> None:
-    for name, engine in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron")):
+    for name, engine in (
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron"),
+    ):
         if _flag(name):
             raise LaunchError(
                 f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. Use a file "

@@ -45,7 +45,9 @@ class LoadReport:
     seconds: float
 
 
-def load_pretrained(model: PreTrainedModel, path: str | Path, device: torch.device | str) -> LoadReport:
+def load_pretrained(
+    model: PreTrainedModel, path: str | Path, device: torch.device | str
+) -> LoadReport:
     """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
 
     Every rank reads only its slices of each tensor, cast to the parameter's storage dtype; memory
@@ -151,7 +153,9 @@ class _Source:
     requested = 0
     _lock = threading.Lock()
 
-    def __init__(self, inner: Any, entry: TensorEntry, dtypes: set[torch.dtype], rows: int | None = None):
+    def __init__(
+        self, inner: Any, entry: TensorEntry, dtypes: set[torch.dtype], rows: int | None = None
+    ):
         self._inner, self._entry = inner, entry
         self._copy = entry.dtype in dtypes
         self._rows = entry.shape[0] if rows is None else rows
@@ -189,7 +193,9 @@ class _Source:
         return torch.cat([kept, mean.expand(fresh, *mean.shape)[(slice(None), *index[1:])]])
 
 
-def _load(model: PreTrainedModel, path: str | Path, device: torch.device, begun: float) -> LoadReport:
+def _load(
+    model: PreTrainedModel, path: str | Path, device: torch.device, begun: float
+) -> LoadReport:
     folder = local_folder(str(path))
     entries = read_weights(weight_files(folder, str(path)))
     _check_shapes(model, entries)
@@ -204,7 +210,9 @@ def _load(model: PreTrainedModel, path: str | Path, device: torch.device, begun:
     whole = _unsliceable(model, sources)
     with _as_library_code(model):
         bar = ranks.rank() == 0 and sys.stderr.isatty()
-        info = _drive_loader(model, {k: s for k, s in sources.items() if k not in whole}, home, bar=bar)
+        info = _drive_loader(
+            model, {k: s for k, s in sources.items() if k not in whole}, home, bar=bar
+        )
         if whole:
             _convert_then_slice(model, {k: sources[k] for k in whole}, home, info)
         _finalize(model, home, info)
@@ -222,7 +230,9 @@ def _refuse_misfit(model: PreTrainedModel, folder: Path, info: Any) -> None:
     problems = {
         "missing in the checkpoint": sorted(info.missing_keys),
         "not known to the model": sorted(info.unexpected_keys),
-        "of another shape": sorted(f"{n} ({tuple(a)}, expected {tuple(b)})" for n, a, b in info.mismatched_keys),
+        "of another shape": sorted(
+            f"{n} ({tuple(a)}, expected {tuple(b)})" for n, a, b in info.mismatched_keys
+        ),
         "not convertible": sorted(info.conversion_errors),
     }
     said = [f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items() if v]
@@ -255,7 +265,9 @@ def _resized_rows(model: PreTrainedModel, name: str, entry: TensorEntry) -> int 
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         for leaf, parameter in () if module is None else module.named_parameters():
             same = tuple(parameter.shape[1:]) == entry.shape[1:] and name.endswith("." + leaf)
-            owner = any(p is parameter and n.split(".")[-2] == name.split(".")[-2] for n, p in _named(model))
+            owner = any(
+                p is parameter and n.split(".")[-2] == name.split(".")[-2] for n, p in _named(model)
+            )
             if same and owner and entry.shape[0] != parameter.shape[0]:
                 return parameter.shape[0]
     return None
@@ -316,7 +328,12 @@ def _unsliceable(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
     Stacking experts (`MergeModulelist(0)`) and joining or cutting along another dim than 0 do; every
     other conversion is done on the whole tensors. So is stacking where some rank would get no expert.
     """
-    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, rename_source_key
+    from transformers.core_model_loading import (
+        Chunk,
+        Concatenate,
+        MergeModulelist,
+        rename_source_key,
+    )
 
     renamings, converters = split_mapping(copy.deepcopy(model.hf_assets.conversions))
     if not converters or not any(isinstance(p, DTensor) for p in model.parameters()):
@@ -325,7 +342,9 @@ def _unsliceable(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     whole = set()
     for key in sources:
-        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        target, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
         if pattern is None or target not in state:
             continue
         safe = all(
@@ -420,14 +439,19 @@ class _Recorder(TorchDispatchMode):
                     "drawn shard by shard; save a random start with transformers and load that"
                 )
             self.writes[name].append(
-                _Write(func, tuple(target.shape), target.stride(), target.storage_offset(), args[1:], kwargs)
+                _Write(
+                    func,
+                    tuple(target.shape),
+                    target.stride(),
+                    target.storage_offset(),
+                    args[1:],
+                    kwargs,
+                )
             )
             return target
         # What an initialisation makes beside the parameters (ranges, draws) gets real values.
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        if device is not None and device.type == "meta":
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        elif name is not None and any(a.name == "device" for a in func._schema.arguments):
+        if (device is not None and device.type == "meta") or (name is not None and any(a.name == "device" for a in func._schema.arguments)):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs)
 
@@ -440,13 +464,17 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
     plain = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in originals.items()}
     for name, tensor in plain.items():
         for alias in aliases[name]:
-            _replace(model, alias, nn.Parameter(tensor, requires_grad=originals[name].requires_grad))
+            _replace(
+                model, alias, nn.Parameter(tensor, requires_grad=originals[name].requires_grad)
+            )
     for name, buffer in list(model.named_buffers()):
         _replace(model, name, torch.empty_like(buffer, device="cpu"))
     with _as_library_code(model), torch.random.fork_rng(devices=[]), _Recorder(plain) as recorder:
         torch.manual_seed(seed or 0)  # for what an architecture computes outside its parameters
         for module in model.modules():
-            if hasattr(module, "reset_parameters"):  # torch's own, where `_init_weights` adds nothing
+            if hasattr(
+                module, "reset_parameters"
+            ):  # torch's own, where `_init_weights` adds nothing
                 module.reset_parameters()
         model.initialize_weights()
     never = [n for n, writes in recorder.writes.items() if not writes]
@@ -470,7 +498,11 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
 def _replay(writes: list[_Write], name: str, reference: torch.Tensor, seed: int) -> torch.Tensor:
     """Return this rank's slice of the parameter that `writes` describe."""
     shape = tuple(reference.shape)
-    slices = local_slices(reference) if isinstance(reference, DTensor) else tuple(slice(0, n) for n in shape)
+    slices = (
+        local_slices(reference)
+        if isinstance(reference, DTensor)
+        else tuple(slice(0, n) for n in shape)
+    )
     if not shape:
         return _replay_block(writes, shape, 0, 1, name, seed, reference.dtype)
     first, last, _ = slices[0].indices(shape[0])
@@ -486,13 +518,22 @@ def _replay(writes: list[_Write], name: str, reference: torch.Tensor, seed: int)
 
 
 def _replay_block(
-    writes: list[_Write], shape: tuple[int, ...], begin: int, end: int, name: str, seed: int, dtype: torch.dtype
+    writes: list[_Write],
+    shape: tuple[int, ...],
+    begin: int,
+    end: int,
+    name: str,
+    seed: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Replay `writes` on rows `begin` to `end`, from a seed of their own."""
     key = hashlib.sha256(f"{seed}/{name}/{begin}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
     whole = not shape or (begin, end) == (0, shape[0])
-    block = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=torch.float32 if dtype.is_floating_point else dtype)
+    block = torch.empty(
+        (end - begin, *shape[1:]) if shape else (),
+        dtype=torch.float32 if dtype.is_floating_point else dtype,
+    )
     for write in writes:
         target = block.as_strided(write.size, write.stride, write.offset) if whole else block
         args = write.args
@@ -518,12 +559,24 @@ def _effective(writes: list[_Write], shape: tuple[int, ...]) -> list[_Write]:
 
 def _row_by_row(writes: list[_Write], shape: tuple[int, ...]) -> bool:
     """Whether rows can be drawn apart: every write covers the whole tensor, element by element."""
-    elementwise = {"normal_", "uniform_", "zero_", "fill_", "erfinv_", "mul_", "add_", "clamp_", "copy_"}
+    elementwise = {
+        "normal_",
+        "uniform_",
+        "zero_",
+        "fill_",
+        "erfinv_",
+        "mul_",
+        "add_",
+        "clamp_",
+        "copy_",
+    }
     return all(
         w.size == shape
         and w.offset == 0
         and w.op._schema.name.removeprefix("aten::") in elementwise
-        and all(a.dim() == 0 or tuple(a.shape) == shape for a in w.args if isinstance(a, torch.Tensor))
+        and all(
+            a.dim() == 0 or tuple(a.shape) == shape for a in w.args if isinstance(a, torch.Tensor)
+        )
         for w in writes
     )
 
@@ -541,7 +594,9 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
         raise LoadingError(
             f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use 2.11 to 2.13"
         ) from error
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 

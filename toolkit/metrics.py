@@ -57,7 +57,9 @@ class Clock:
     world_size: int
 
 
-def flops_per_token(parameters: int, embedding: int, layers: int, width: int, sequence_length: int) -> float:
+def flops_per_token(
+    parameters: int, embedding: int, layers: int, width: int, sequence_length: int
+) -> float:
     """Return the training FLOPs of one token; `embedding` are parameters that are only looked up."""
     return 6.0 * (parameters - embedding) + 12.0 * layers * width * sequence_length
 
@@ -93,7 +95,9 @@ class Metrics:
         if is_main:
             _keep_until(self._file, first_step)
             if not disable_tqdm and sys.stderr.isatty():
-                self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True)
+                self._bar = tqdm(
+                    total=max_steps, initial=first_step, unit="step", dynamic_ncols=True
+                )
 
     def due(self, step: int) -> bool:
         """Whether `step` (from 1) gets a line: every `logging_steps`, the first and the last."""
@@ -156,7 +160,11 @@ class Metrics:
         return {"first_loss": self._first_loss, "seconds": seconds, **self._last_line}
 
     def _line(self, step: int, stats: Any, learning_rate: float) -> dict[str, Any]:
-        loss, norm, tokens = float(stats.loss), float(stats.grad_norm), self.tokens  # waits for the device
+        loss, norm, tokens = (
+            float(stats.loss),
+            float(stats.grad_norm),
+            self.tokens,
+        )  # waits for the device
         now = time.perf_counter()
         step_time = max(1e-9, now - self._since - self._paused) / self._steps
         self._since, self._paused, self._steps = now, 0.0, 0
@@ -179,7 +187,9 @@ class Metrics:
     def _show(self, line: dict[str, Any]) -> None:
         text = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s"
         if "eval_loss" in line:
-            text += f"  eval_loss {line['eval_loss']:.4f} (perplexity {line['eval_perplexity']:,.1f})"
+            text += (
+                f"  eval_loss {line['eval_loss']:.4f} (perplexity {line['eval_perplexity']:,.1f})"
+            )
         if self._bar is not None:
             self._bar.set_postfix_str(text)
             return
@@ -204,7 +214,9 @@ def memory_peak(device: torch.device) -> int:
     """Return the peak of this process in bytes: allocated on the accelerator, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def device_peak_flops(device: torch.device) -> float | None:

@@ -50,7 +50,9 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: {_said(error)}"
         ) from error
     for section in (model.config, model.config.get_text_config()):
-        section.use_cache = False  # training has no use for it; the export keeps the pristine config
+        section.use_cache = (
+            False  # training has no use for it; the export keeps the pristine config
+        )
     for pattern, kept in model._get_dtype_plan(dtype).items():
         for name, parameter in model.named_parameters():
             if pattern in name:
@@ -120,11 +122,15 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
 
-    if cfg.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+    if cfg.trust_remote_code and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    ):
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         reference = config.auto_map["AutoModelForCausalLM"]
-        return get_class_from_dynamic_module(reference, str(local_folder(cfg.name_or_path, cfg.revision)))
+        return get_class_from_dynamic_module(
+            reference, str(local_folder(cfg.name_or_path, cfg.revision))
+        )
     known: set[str] = set()
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         known.update([names] if isinstance(names, str) else names)
@@ -173,7 +179,9 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
             found[name] = module
     stack = _largest_stack(model)
     for name, module in stack.items():
-        inside = any(f == name or f.startswith(name + ".") or name.startswith(f + ".") for f in found)
+        inside = any(
+            f == name or f.startswith(name + ".") or name.startswith(f + ".") for f in found
+        )
         if not inside and _splits(module, tied):
             found[name] = module
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -203,7 +211,10 @@ def check_causal(model: PreTrainedModel) -> None:
     """
     if getattr(model.config, "is_decoder", True):
         return
-    if any(False in (getattr(m, "is_decoder", True), getattr(m, "is_causal", True)) for m in model.modules()):
+    if any(
+        False in (getattr(m, "is_decoder", True), getattr(m, "is_causal", True))
+        for m in model.modules()
+    ):
         name = model.hf_assets.model_class.__name__
         raise ModelError(
             f"{name} attends in both directions, since is_decoder is false in its config.json: each token "
@@ -253,7 +264,9 @@ def _tied_parameters(model: nn.Module) -> set[int]:
 def _largest_stack(model: nn.Module) -> dict[str, nn.Module]:
     """Return the elements of the outermost ModuleList with the most parameters."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
-    outermost = {n: m for n, m in lists.items() if not any(n != o and n.startswith(o + ".") for o in lists)}
+    outermost = {
+        n: m for n, m in lists.items() if not any(n != o and n.startswith(o + ".") for o in lists)
+    }
     if not outermost:
         return {}
     size = {n: sum(p.numel() for p in m.parameters()) for n, m in outermost.items()}
@@ -274,7 +287,9 @@ def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:
             continue
         break
     if found is None:
-        raise ModelError(f"model.tokenizer_name_or_path {name_or_path} is neither a folder nor on the Hub")
+        raise ModelError(
+            f"model.tokenizer_name_or_path {name_or_path} is neither a folder nor on the Hub"
+        )
     return Path(found).parent
 
 

@@ -32,10 +32,14 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     )
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int) -> LRScheduler:
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
+) -> LRScheduler:
     """Return transformers' schedule of `cfg.lr_scheduler_type` over `max_steps` optimizer steps."""
     kind = cfg.lr_scheduler_type
     if kind == "constant" and cfg.warmup_steps > 0:
         kind = "constant_with_warmup"  # transformers' `constant` would ignore the warm-up
     extra = {"min_lr_rate": cfg.min_lr_rate} if kind == "cosine_with_min_lr" else None
-    return get_scheduler(kind, optimizer, cfg.warmup_steps, max_steps, scheduler_specific_kwargs=extra)
+    return get_scheduler(
+        kind, optimizer, cfg.warmup_steps, max_steps, scheduler_specific_kwargs=extra
+    )

@@ -84,7 +84,11 @@ def _raise_together(failure: BaseException | None, group: dist.ProcessGroup | No
     mine = None
     if failure is not None:
         ours = isinstance(failure, ToolkitError)
-        mine = (type(failure), str(failure)) if ours else (ToolkitError, f"{type(failure).__name__}: {failure}")
+        mine = (
+            (type(failure), str(failure))
+            if ours
+            else (ToolkitError, f"{type(failure).__name__}: {failure}")
+        )
     said: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group=group)
     failed = [i for i, what in enumerate(said) if what is not None]

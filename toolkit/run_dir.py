@@ -47,14 +47,18 @@ def claim(cfg: Any) -> Path:
     try:
         before = config.load(type(cfg), folder / CONFIG)
     except ConfigError as error:
-        raise ConfigError(f"output_dir {folder} holds a run whose config cannot be read: {error}") from error
+        raise ConfigError(
+            f"output_dir {folder} holds a run whose config cannot be read: {error}"
+        ) from error
     changed = {
         name: values
         for name, values in config.differences(before, cfg).items()
         if name.startswith(_IDENTITY) and name not in _HARMLESS
     }
     if changed:
-        listed = "; ".join(f"{n} was {old!r}, is {new!r}" for n, (old, new) in list(changed.items())[:4])
+        listed = "; ".join(
+            f"{n} was {old!r}, is {new!r}" for n, (old, new) in list(changed.items())[:4]
+        )
         raise ConfigError(
             f"output_dir {folder} holds another run: {listed}. Give another output_dir, or the settings of "
             f"that run ({folder / CONFIG})"
@@ -75,7 +79,9 @@ def _check_writable(folder: Path) -> None:
         above = above.parent
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         what = "cannot be written to" if above.is_dir() else "is not a folder"
-        raise ConfigError(f"output_dir {folder} cannot be made: {above} {what}; give another output_dir")
+        raise ConfigError(
+            f"output_dir {folder} cannot be made: {above} {what}; give another output_dir"
+        )
 
 
 def _is_ours(file: Path, cls: type) -> bool:

@@ -67,10 +67,14 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
             float16, or `reshard_after_forward` does not divide the shard ranks.
     """
     if isinstance(model, FSDPModule):
-        raise ShardingError(f"{type(model).__name__} is sharded already; build it anew to shard it otherwise")
+        raise ShardingError(
+            f"{type(model).__name__} is sharded already; build it anew to shard it otherwise"
+        )
     param_dtype, reduce_dtype = _dtype(cfg.param_dtype), _dtype(cfg.reduce_dtype)
     if torch.float16 in (param_dtype, reduce_dtype):
-        raise ShardingError("float16 needs loss scaling, which FSDP2 training has not; use bfloat16")
+        raise ShardingError(
+            "float16 needs loss scaling, which FSDP2 training has not; use bfloat16"
+        )
     layers = decoder_layers(model)
     if not layers:
         raise ShardingError(
@@ -81,7 +85,11 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
         for layer in layers.values():
             _recompute_in_backward(layer)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cfg.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if cfg.cpu_offload
+        else OffloadPolicy()
+    )
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     reshard = _reshard(cfg.reshard_after_forward, mesh)
     for layer in layers.values():
@@ -147,7 +155,9 @@ def _dtype(name: str | torch.dtype) -> torch.dtype:
 def _reshard(value: bool | int | str, mesh: DeviceMesh) -> bool | int:
     if value == "auto":
         return True
-    ranks = mesh[SHARD].size() if mesh.mesh_dim_names and SHARD in mesh.mesh_dim_names else mesh.size()
+    ranks = (
+        mesh[SHARD].size() if mesh.mesh_dim_names and SHARD in mesh.mesh_dim_names else mesh.size()
+    )
     _check_reshard(value, ranks)
     return value  # type: ignore[return-value]
 

@@ -62,9 +62,10 @@ def summarise(path: str | Path) -> dict[str, Any]:
     state = _read_json(checkpoint / "state.json")
     config = _read_json(checkpoint / "hf" / "config.json")
     plain = {k: v for k, v in state.items() if isinstance(v, str | int | float) or v is None}
-    step, world_size, batch = (
-        plain.pop(k, None) for k in ("step", "world_size", "global_batch_size")
-    )
+    step, world_size = plain.pop("step", None), plain.pop("world_size", None)
+    position = state.get("data")
+    batch = position.get("global_batch") if isinstance(position, dict) else None
+    batch = plain.pop("global_batch_size", batch)
     return {
         "path": str(path),
         "checkpoints": runs,
@@ -101,7 +102,7 @@ def render(summary: dict[str, Any]) -> str:
         lines += _table(rows, right={1})
     lines.append(f"checkpoint  {summary['checkpoint']}")
     facts = [
-        ("model", summary["model"]),
+        ("architecture", summary["model"]),
         ("step", summary["step"]),
         ("saved by ranks", summary["world_size"]),
         ("global batch", summary["global_batch_size"]),

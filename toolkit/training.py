@@ -59,7 +59,9 @@ def train_step(
         TrainingError: no micro-batches.
     """
     if not micro_batches:
-        raise TrainingError("train_step got no micro-batches; every rank needs as many, at least one")
+        raise TrainingError(
+            "train_step got no micro-batches; every rank needs as many, at least one"
+        )
     sharded = hasattr(model, "set_requires_gradient_sync")
     world = dist.get_world_size() if sharded and dist.is_initialized() else 1
     tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
@@ -110,7 +112,9 @@ def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> to
     sums: torch.Tensor | None = None
     try:
         for batch in batches:
-            found = torch.stack([loss_sum(model, batch).double(), supervised_tokens(batch["labels"]).double()])
+            found = torch.stack(
+                [loss_sum(model, batch).double(), supervised_tokens(batch["labels"]).double()]
+            )
             sums = found if sums is None else sums + found
     finally:
         model.train(was_training)

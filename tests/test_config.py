@@ -1,0 +1,342 @@
+"""Settings: how YAML and flags become a config, and what is said of those that cannot be one."""
+
+import ast
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit import config
+from toolkit.config import DataConfig, ModelConfig, PretrainConfig, ShardingConfig
+from toolkit.errors import ConfigError
+
+MODEL = "model: {name_or_path: here}\n"
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """Return a function (YAML, flags) -> config."""
+
+    def run(text: str = MODEL, *flags: str) -> PretrainConfig:
+        file = tmp_path / "config.yaml"
+        file.write_text(text, "utf-8")
+        return config.parse(PretrainConfig, ["--config", str(file), *flags])
+
+    return run
+
+
+@pytest.fixture
+def refusal(parse):
+    """Return a function (YAML, flags) -> what is said against them."""
+
+    def run(text: str = MODEL, *flags: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            parse(text, *flags)
+        said = str(caught.value)
+        assert "\n" not in said
+        assert "class '" not in said
+        return said
+
+    return run
+
+
+def fields(
+    kind: type = PretrainConfig, prefix: str = ""
+) -> dict[str, tuple[type, dataclasses.Field]]:
+    """Return dotted name -> (class, field) of every setting."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.type):
+            found |= fields(field.type, f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = (kind, field)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# What is read
+# --------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_dataclasses(parse) -> None:
+    assert parse() == PretrainConfig(ModelConfig("here"))
+
+
+def test_flags_override_the_file_and_later_files_earlier_ones(parse, tmp_path) -> None:
+    text = MODEL + "train: {max_steps: 3, logging_steps: 7}\noptim: {learning_rate: 1e-3}\n"
+    cfg = parse(text, "--train.max_steps", "5", "--sharding.param_dtype=float32")
+    assert (cfg.train.max_steps, cfg.train.logging_steps) == (5, 7)
+    assert cfg.optim.learning_rate == 1e-3  # which YAML itself takes for a text
+    assert cfg.sharding.param_dtype == "float32"
+    (tmp_path / "more.yaml").write_text("train: {max_steps: 9}")
+    cfg = parse(text, "--config", str(tmp_path / "more.yaml"), "--train.logging_steps", "1")
+    assert (cfg.train.max_steps, cfg.train.logging_steps) == (9, 1)
+
+
+def test_flags_alone_are_enough() -> None:
+    cfg = config.parse(PretrainConfig, ["--model.name_or_path", "here", "--seed", "1"])
+    assert (cfg.model.name_or_path, cfg.seed) == ("here", 1)
+
+
+def test_the_default_file_is_read_where_no_other_is_named(tmp_path, parse) -> None:
+    (tmp_path / "default.yaml").write_text("model: {name_or_path: default}\n")
+    cfg = config.parse(PretrainConfig, ["--seed", "1"], tmp_path / "default.yaml")
+    assert (cfg.model.name_or_path, cfg.seed) == ("default", 1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("a.txt", "a.txt"),
+        ("data/*.jsonl", "data/*.jsonl"),
+        ("[ab].txt", "[ab].txt"),
+        ("[a.txt, b.txt]", ["a.txt", "b.txt"]),
+        ("[]", []),
+    ],
+)
+def test_a_list_of_files_may_be_one_text(parse, flag, value) -> None:
+    assert parse(MODEL, "--data.train_files", flag).data.train_files == value
+    assert parse(MODEL + f"data: {{train_files: {value!r}}}").data.train_files == value
+
+
+def test_a_text_and_the_list_of_it_are_one_setting(parse) -> None:
+    one, listed = (parse(MODEL + f"data: {{train_files: {f}}}") for f in ("a.txt", "[a.txt]"))
+    assert config.differences(one, listed) == {}
+    two = parse(MODEL + "data: {train_files: [a.txt, b.txt]}")
+    assert list(config.differences(one, two)) == ["data.train_files"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("2", 2), ("auto", "auto")]
+)
+def test_settings_of_several_types_keep_theirs(parse, text, value) -> None:
+    cfg = parse(MODEL + f"sharding: {{reshard_after_forward: {text}}}")
+    assert (
+        cfg.sharding.reshard_after_forward is value or cfg.sharding.reshard_after_forward == value
+    )
+    assert type(cfg.sharding.reshard_after_forward) is type(value)
+
+
+def test_what_is_dumped_is_loaded_as_the_same(tmp_path) -> None:
+    for cfg in (
+        PretrainConfig(ModelConfig("here")),
+        PretrainConfig(
+            ModelConfig("hier/größe: 1", tokenizer_name_or_path="~", revision="1e3", dtype="auto"),
+            ShardingConfig(reshard_after_forward=2, activation_checkpointing=True),
+            DataConfig(["*.txt", "- a", "yes"], max_eval_samples=3, eval_split=0.5),
+            seed=-1,
+            output_dir="runs/# 1",
+        ),
+    ):
+        file = tmp_path / "config.yaml"
+        file.write_text(config.dump(cfg), "utf-8")
+        assert config.load(PretrainConfig, file) == cfg
+        assert config.dump(config.load(PretrainConfig, file)) == file.read_text("utf-8")
+
+
+def test_differences_are_named_by_their_setting(parse) -> None:
+    old, new = parse(), parse(MODEL, "--train.max_steps", "3", "--seed", "1")
+    assert config.differences(old, new) == {"train.max_steps": (-1, 3), "seed": (42, 1)}
+
+
+def test_the_demo_config_is_good() -> None:
+    for file in sorted((Path(__file__).parent.parent / "recipes/configs").glob("pretrain*.yaml")):
+        assert config.load(PretrainConfig, file).model.name_or_path
+
+
+# --------------------------------------------------------------------------------------------------
+# What is shown
+# --------------------------------------------------------------------------------------------------
+
+
+def sentences() -> dict[tuple[str, str], str]:
+    """Return (class, field) -> the docstring below the field, as `config.py` has it."""
+    found = {}
+    for node in ast.parse(Path(config.__file__).read_text("utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[node.name, field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def test_help_shows_every_setting_with_its_sentence(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        config.parse(PretrainConfig, ["--help"])
+    assert end.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    known = sentences()
+    for name, (owner, field) in fields().items():
+        assert f"--{name} " in said
+        assert known[owner.__name__, field.name] in said, name
+
+
+def test_print_config_is_a_config(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        config.parse(
+            PretrainConfig,
+            ["--model.name_or_path", "here", "--train.max_steps", "3", "--print_config"],
+        )
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["train"]["max_steps"] == 3
+    (tmp_path / "printed.yaml").write_text(printed)
+    cfg = config.load(PretrainConfig, tmp_path / "printed.yaml")
+    assert config.differences(PretrainConfig(ModelConfig("here")), cfg) == {
+        "train.max_steps": (-1, 3)
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_setting_is_named_with_the_known_ones(refusal, tmp_path) -> None:
+    said = refusal(MODEL + "optim: {learning_rat: 1}")
+    assert "unknown setting 'optim.learning_rat'" in said
+    assert str(tmp_path / "config.yaml") in said
+    assert "did you mean optim.learning_rate?" in said
+    for field in dataclasses.fields(config.OptimConfig):
+        assert field.name in said.split("known in optim: ")[1]
+    said = refusal(MODEL, "--optim.lr", "1")
+    assert "unknown setting 'optim.lr' (command line); known in optim: learning_rate, " in said
+    said = refusal(MODEL + "optimizer: {learning_rate: 1}")
+    assert "'optimizer'" in said
+    assert "known in the top level: model, sharding, data, optim, train, " in said
+    assert "unknown setting 'train.max-steps'" in refusal(MODEL, "--train.max-steps", "1")
+    assert "data.train_files takes a value" in refusal(MODEL + "data: {train_files: {a: b}}")
+    assert "unknown setting '1'" in refusal(MODEL + "1: 2")
+    assert "unknown setting 'config'" in refusal(MODEL + "config: other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: {max_steps: many}", "train.max_steps must be an integer, got many"),
+        ("train: {max_steps: 1.5}", "train.max_steps must be an integer, got 1.5"),
+        ("train: {max_steps: true}", "train.max_steps must be an integer, got True"),
+        ("train: {max_steps: null}", "train.max_steps must be an integer, got nothing (null)"),
+        ("optim: {learning_rate: fast}", "optim.learning_rate must be a number, got fast"),
+        ("sharding: {cpu_offload: maybe}", "sharding.cpu_offload must be true or false, got maybe"),
+        ("sharding: {param_dtype: fp32}", "must be one of float32, bfloat16, float16, got fp32"),
+        (
+            "sharding: {reshard_after_forward: later}",
+            "must be true or false, an integer or auto, got later",
+        ),
+        ("data: {train_files: [1, 2]}", "data.train_files must be text or a list, got [1, 2]"),
+        (
+            "data: {max_eval_samples: few}",
+            "data.max_eval_samples must be an integer or empty, got few",
+        ),
+        ("output_dir: 5", "output_dir must be text, got 5"),
+        ("output_dir: null", "output_dir must be text, got nothing (null)"),
+        ("train: 5", "is a section of settings, got 5"),
+        ("train: [1]", "is a section of settings, got [1]"),
+        ("train:", "is a section of settings, got None"),
+    ],
+)
+def test_a_wrong_type_is_named_with_the_right_one(refusal, text, said) -> None:
+    assert said in refusal(MODEL + text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty; a YAML file with settings is expected"),
+        ("# only a comment", "is empty"),
+        ("- a", "must hold a mapping of settings, got list"),
+        ("model: [", "is not valid YAML"),
+        ("model: {name_or_path: a}\n\tseed: 1", "is not valid YAML"),
+        ("model: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("seed: 1", "model.name_or_path is required; set it in the file of --config, or with"),
+        (
+            MODEL + "optim: {weight_decay: 1}\noptim: {learning_rate: 1}",
+            "has 'optim' twice, in lines 2 and 3",
+        ),
+        (
+            MODEL + "train:\n  max_steps: 1\n  max_steps: 2",
+            "has 'max_steps' twice, in lines 3 and 4",
+        ),
+    ],
+)
+def test_a_file_that_is_no_config(refusal, text, said) -> None:
+    assert said in refusal(text)
+
+
+def test_a_file_that_is_not_there(tmp_path) -> None:
+    for name, what in (("none.yaml", "does not exist"), (".", "is not a file")):
+        with pytest.raises(ConfigError, match=what) as caught:
+            config.parse(PretrainConfig, ["--config", str(tmp_path / name)])
+        assert str(tmp_path) in str(caught.value)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        config.load(PretrainConfig, tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["stray.yaml"], "unexpected on the command line: stray.yaml"),
+        (["--data.train_files", "a.txt", "b.txt"], "--data.train_files '[a.txt, b.txt]'"),
+        (
+            ["--train", "5"],
+            "--train is a section of settings; give them one by one, such as --train.max_steps",
+        ),
+        (["--train.max_steps"], "--train.max_steps: expected one argument"),
+    ],
+)
+def test_a_command_line_that_is_none(refusal, flags, said) -> None:
+    assert said in refusal(MODEL, *flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "data: {dataset_name: a, train_files: b}",
+            "dataset_name and data.train_files are both set",
+        ),
+        ("data: {train_files: ''}", "data.train_files is an empty text"),
+        ("data: {eval_files: [a, '']}", "data.eval_files is an empty text"),
+        ("output_dir: ''", "output_dir is an empty text"),
+        ("data: {sequence_length: 1}", "data.sequence_length must be at least 2"),
+        ("data: {eval_split: 1}", "data.eval_split is a share from 0 to below 1, got 1"),
+        ("data: {num_workers: -1}", "data.num_workers must not be negative, got -1"),
+        ("data: {max_eval_samples: 0}", "data.max_eval_samples must be at least 1, got 0"),
+        (
+            "checkpoint: {save_total_limit: 1}",
+            "checkpoint.save_total_limit must be at least 2, got 1",
+        ),
+        ("checkpoint: {save_steps: 0}", "checkpoint.save_steps must be at least 1, got 0"),
+        ("train: {max_steps: 0}", "train.max_steps must be at least 1, or -1"),
+        ("train: {num_train_epochs: 0}", "train.num_train_epochs must be a number above 0, got 0"),
+        (
+            "train: {num_train_epochs: .inf}",
+            "train.num_train_epochs must be a number above 0, got inf",
+        ),
+        (
+            "train: {per_device_train_batch_size: 0}",
+            "per_device_train_batch_size must be at least 1",
+        ),
+        (
+            "train: {gradient_accumulation_steps: 0}",
+            "gradient_accumulation_steps must be at least 1",
+        ),
+        ("train: {eval_steps: 0}", "train.eval_steps must be at least 1, got 0"),
+        ("optim: {learning_rate: -1}", "optim.learning_rate must be a number from 0 up, got -1"),
+        ("optim: {learning_rate: .nan}", "optim.learning_rate must be a number from 0 up, got nan"),
+        ("optim: {max_grad_norm: .inf}", "optim.max_grad_norm must be a number from 0 up, got inf"),
+        ("optim: {adam_beta1: 1}", "optim.adam_beta1 must be from 0 to below 1, got 1"),
+        ("optim: {min_lr_rate: 2}", "optim.min_lr_rate is a share from 0 to 1, got 2"),
+        ("sharding: {dp_shard: 0}", "sharding.dp_shard must be at least 1, or -1"),
+        ("sharding: {dp_replicate: -1}", "sharding.dp_replicate must be at least 1, got -1"),
+        ("sharding: {param_dtype: float16}", "sharding.param_dtype float16 needs loss scaling"),
+        ("sharding: {reduce_dtype: float16}", "sharding.reduce_dtype float16 needs loss scaling"),
+    ],
+)
+def test_values_that_cannot_be(refusal, text, said) -> None:
+    assert said in refusal(MODEL + text)
