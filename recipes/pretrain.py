@@ -168,7 +168,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
 
 
 def refuse_misfits(cfg: PretrainConfig) -> None:
-    """Refuse what is no causal LM, too few positions for the sequences, and weights that are not there."""
+    """Refuse what is no causal LM, has too few positions, or lacks its weights."""
     hf_config = models.load_config(cfg.model)
     models.causal_lm_class(hf_config, cfg.model)
     models.check_positions(hf_config, cfg.data.sequence_length)

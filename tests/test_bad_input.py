@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from toolkit import checkpoint, launch, loading
 from toolkit.config import ModelConfig
 from toolkit.data import tokenise, tokenizer
-from toolkit.errors import LaunchError, LoadingError
+from toolkit.errors import ConfigError, LaunchError, LoadingError
 from toolkit.models import build_on_meta
 
 RECIPE = ROOT / "recipes" / "pretrain.py"
@@ -83,7 +83,7 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture
 def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
-    """Return a function that runs the recipe on a tiny model with more flags or another config file."""
+    """Return a function that runs the recipe on a tiny model, with more flags."""
     did: list[str] = []
     for module, name in (
         (tokenizer, "train_tokenizer"),
@@ -101,7 +101,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
         monkeypatch.setattr(module, name, spy)
     monkeypatch.chdir(tmp_path)
 
-    def run(*flags: str, config: dict | None = None) -> Outcome:
+    def run(*flags: str) -> Outcome:
         settings = {
             "model": {"name_or_path": str(tiny_llama)},
             "sharding": {"param_dtype": "float32"},
@@ -110,7 +110,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
             "output_dir": str(tmp_path / "run"),
         }
         file = tmp_path / "settings.yaml"
-        file.write_text(yaml.safe_dump(settings if config is None else config), "utf-8")
+        file.write_text(yaml.safe_dump(settings), "utf-8")
         did.clear()
         capfd.readouterr()
         code = in_process("--config", str(file), *flags)
@@ -123,7 +123,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
 
 
 def refused(done: Outcome, *said: str, code: int = 1, did: tuple[str, ...] = ()) -> None:
-    """Check that `done` is one error line that holds every part of `said`, after no more than `did`."""
+    """Check that `done` is one error line with every part of `said`, after `did` and no more."""
     lines = [line for line in done.err.splitlines() if "error:" in line]
     assert done.code == code, done.err
     assert len(lines) == 1, done.err
@@ -366,7 +366,7 @@ def test_a_model_folder_that_cannot_be_used(start, model, tmp_path, case) -> Non
 
 
 def rename_in_index(name: str):
-    """Let the index call its last file `name`; the file itself is put there where that leads outside."""
+    """Let the index call its last file `name`; the file goes there where that leads outside."""
 
     def spoil(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
@@ -548,6 +548,14 @@ def test_no_tokenizer(start, model) -> None:
     refused(done, "comes with none", "model.tokenizer_name_or_path", "model.train_tokenizer: true")
     done = start("--model.tokenizer_name_or_path", str(model))
     refused(done, "expected a tokenizer in", "found none of", "model.tokenizer_name_or_path")
+
+
+def test_a_vocabulary_too_small_to_train_a_tokenizer_for(start, tmp_path) -> None:
+    folder = save_tiny_model(tmp_path / "small", vocab_size=200)
+    done = start("--model.name_or_path", str(folder), "--model.train_tokenizer", "true")
+    said = ["model.train_tokenizer: expected a vocabulary of at least 258", "vocab_size 200"]
+    refused(done, *said, code=2, did=("train_tokenizer",))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("bad", [300, -1])
@@ -765,6 +773,7 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "_leave", sys.exit)  # the real one would end this process
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for rank in ("0", "1", "2"):
@@ -775,6 +784,23 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
         assert end.value.code == 1
     said = capsys.readouterr().err  # of all three together
     assert said.count("error: 3 processes were started on this machine, which has 2 device(s)") == 1
+
+
+def test_what_every_process_sees_is_said_once(monkeypatch, capsys) -> None:
+    """Settings are read before the processes know each other, by each of them."""
+    monkeypatch.setattr(launch, "_leave", sys.exit)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def main() -> None:
+        raise ConfigError("seed must be an integer")
+
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            launch.guarded(main)
+        assert end.value.code == 2
+    assert capsys.readouterr().err == "error: seed must be an integer\n"
 
 
 def test_accelerate_launch_that_starts_one_process_of_two(tmp_path, tiny_llama, text_file) -> None:
@@ -819,7 +845,7 @@ def test_fewer_samples_than_ranks(tmp_path, tiny_llama) -> None:
 
 
 def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
-    """The second rank's machine lacks a file of the model: both end at once, one of them says why."""
+    """The second machine lacks a file of the model: both ranks end at once, one says why."""
     there = copied(sharded, tmp_path / "incomplete")
     lost = max(there.glob("*.safetensors"))
     lost.unlink()

@@ -123,7 +123,9 @@ def test_what_is_dumped_is_loaded_as_the_same(tmp_path) -> None:
     for cfg in (
         PretrainConfig(ModelConfig("here")),
         PretrainConfig(
-            ModelConfig("hier/größe: 1", tokenizer_name_or_path="~", revision="1e3", dtype="auto"),
+            ModelConfig(
+                "hier/größe: 1", tokenizer_name_or_path="- b", revision="1e3", dtype="auto"
+            ),
             ShardingConfig(reshard_after_forward=2, activation_checkpointing=True),
             DataConfig(["*.txt", "- a", "yes"], max_eval_samples=3, eval_split=0.5),
             seed=-1,

@@ -144,9 +144,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_same_model(model: nn.Module, checkpoint: Path) -> None:
-    """Refuse to go on with another architecture than the one that was saved, before a tensor is read.
+    """Refuse to go on with another architecture than was saved, before a tensor is read.
 
-    Compares the config.json of `model.hf_assets` with the checkpoint's copy: two models may agree in
+    Compares config.json of `model.hf_assets` with the checkpoint's copy: two models may agree in
     every shape and still compute something else (number of heads, rotary base, activation).
 
     Raises:
@@ -162,8 +162,8 @@ def check_same_model(model: nn.Module, checkpoint: Path) -> None:
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])
         raise CheckpointError(
-            f"{checkpoint} is of another architecture: in config.json {listed}. Give the model it was trained "
-            f"with ({file} is its config), or another output_dir"
+            f"{checkpoint} is of another architecture: in config.json {listed}. Give the model it "
+            f"was trained with ({file} is its config), or another output_dir"
         )
 
 

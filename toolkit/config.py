@@ -269,8 +269,8 @@ def check(cfg: Any) -> None:
     ):
         if dtype == "float16":
             raise ConfigError(
-                f"sharding.{name} float16 needs loss scaling, which this training has not; use bfloat16 "
-                "or float32"
+                f"sharding.{name} float16 needs loss scaling, which this training has not; use "
+                "bfloat16 or float32"
             )
     if data.sequence_length < 2:
         raise ConfigError(
@@ -394,7 +394,8 @@ def _refuse_duplicates(node: yaml.Node | None, file: Path) -> None:
         line = key.start_mark.line + 1
         if key.value in seen:
             raise ConfigError(
-                f"{file} has {key.value!r} twice, in lines {seen[key.value]} and {line}; join them into one"
+                f"{file} has {key.value!r} twice, in lines {seen[key.value]} and {line}; join them "
+                "into one"
             )
         seen[str(key.value)] = line
         _refuse_duplicates(value, file)
@@ -432,16 +433,20 @@ def _check_path(cls: type, path: str, where: str) -> Any:
 
 
 def _in_plain_words(cls: type, said: str) -> str:
-    """Return what jsonargparse says of a value that does not parse, without the words of its own trade."""
+    """Return what jsonargparse says of a value that does not parse, in a user's words."""
     if match := re.fullmatch(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', said):
         name, value = match[1], match[2].rsplit("Given value: ", 1)[-1]
         return f"{name} must be {_in_words(_check_path(cls, name, ''))}, got {value}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
-        return f"{match[1]} is required; set it in the file of --config, or with --{match[1].split(',')[0]} VALUE"
+        return (
+            f"{match[1]} is required; set it in the file of --config, or with "
+            f"--{match[1].split(',')[0]} VALUE"
+        )
     if match := re.fullmatch(r"unrecognized arguments: (.*)", said):
         return (
-            f"unexpected on the command line: {match[1]}. A setting is given as --section.field VALUE, a list as "
-            "--data.train_files '[a.txt, b.txt]' or a quoted glob, a file of settings as --config FILE"
+            f"unexpected on the command line: {match[1]}. A setting is given as --section.field "
+            "VALUE, a list as --data.train_files '[a.txt, b.txt]' or a quoted glob, a file of "
+            "settings as --config FILE"
         )
     return said
 

@@ -157,8 +157,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(
-            f"{folder} has no config.json; a Hugging Face checkpoint folder is expected, as save_pretrained "
-            "or `toolkit consolidate` write it"
+            f"{folder} has no config.json; a Hugging Face checkpoint folder is expected, as "
+            "save_pretrained or `toolkit consolidate` write it"
         )
     try:
         config = json.loads(file.read_text("utf-8"))
@@ -198,8 +198,9 @@ def weight_files(
         for name in names:
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise LoadingError(
-                    f"{folder / INDEX_FILE} names {name!r}, which is not a file of its folder; only plain "
-                    "file names are read. Get the checkpoint again from a source that you trust"
+                    f"{folder / INDEX_FILE} names {name!r}, which is not a file of its folder; "
+                    "only plain file names are read. Get the checkpoint again from a source that "
+                    "you trust"
                 )
         missing = [n for n in names if not _obtain(folder, n, remote, revision)]
         if missing:
@@ -240,8 +241,8 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
         for name, where in _read_index(index).items():
             if name not in entries or entries[name].file.name != where:
                 raise LoadingError(
-                    f"{index} places tensor {name} in {where}, which does not hold it; index and files "
-                    "are not of one checkpoint. Copy or download all of them again"
+                    f"{index} places tensor {name} in {where}, which does not hold it; index and "
+                    "files are not of one checkpoint. Copy or download all of them again"
                 )
     return entries
 

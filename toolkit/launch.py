@@ -90,8 +90,8 @@ def start() -> Iterator[Run]:
         here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if here > count:
             raise LaunchError(
-                f"{here} processes were started on this machine, which has {count} device(s); start at most "
-                "one process per device (--num_processes)"
+                f"{here} processes were started on this machine, which has {count} device(s); "
+                "start at most one process per device (--num_processes)"
             )
         torch.accelerator.set_device_index(local)
     _connect(device_type, rank, world)
@@ -127,7 +127,9 @@ def guarded(main: Callable[[], None]) -> None:
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
             if os.environ.get("TOOLKIT_TRACEBACK"):
                 traceback.print_exc()
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        code = 2 if isinstance(error, ConfigError) else 1
+        _leave(code)
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -168,14 +170,17 @@ def _asked() -> tuple[int, int, int]:
         ):
             return int(said["RANK"]), int(said["WORLD_SIZE"]), int(said["LOCAL_RANK"])
         raise LaunchError(
-            f"the environment names no process of a run ({', '.join(f'{n} {v}' for n, v in said.items())}); "
-            "start with accelerate launch or torchrun, which set all of them, or unset them for one process"
+            "the environment names no process of a run "
+            f"({', '.join(f'{n} {v}' for n, v in said.items())}); "
+            "start with accelerate launch or torchrun, which set all of them, or unset them for "
+            "one process"
         )
     for name, launcher in _OTHER_LAUNCHERS.items():
         if os.environ.get(name, "1") not in ("0", "1"):
             raise LaunchError(
-                f"{launcher} started {os.environ[name]} processes ({name}) that do not know each other, and "
-                "each would train on its own; let it start one accelerate launch or torchrun a machine"
+                f"{launcher} started {os.environ[name]} processes ({name}) that do not know each "
+                "other, and each would train on its own; let it start one accelerate launch or "
+                "torchrun a machine"
             )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:

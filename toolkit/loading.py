@@ -68,7 +68,7 @@ def load_pretrained(
 
 
 def check_fits(model: PreTrainedModel, path: str | Path) -> None:
-    """Refuse a checkpoint that is not one of `model`, before its bytes are read. Reads headers only.
+    """Refuse a checkpoint that is not one of `model`, before its bytes are read. Headers only.
 
     Plays the load through on a copy of `model` with tensors that have no bytes, so that renamed,
     converted and tied weights are judged as the load itself will judge them.
@@ -238,8 +238,8 @@ def _refuse_misfit(model: PreTrainedModel, folder: Path, info: Any) -> None:
     said = [f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items() if v]
     if said:
         raise LoadingError(
-            f"{folder} does not fit {_plain_name(model)} as its config.json describes it: {'; '.join(said)}. "
-            "Give a folder whose config.json and weights belong together"
+            f"{folder} does not fit {_plain_name(model)} as its config.json describes it: "
+            f"{'; '.join(said)}. Give a folder whose config.json and weights belong together"
         )
 
 
@@ -253,8 +253,8 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> No
         if _resized_rows(model, name, entry) is None:
             raise LoadingError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
-                f"{list(expected.shape)}; config.json and weights do not belong together. Give a folder "
-                "in which they do"
+                f"{list(expected.shape)}; config.json and weights do not belong together. Give a "
+                "folder in which they do"
             )
 
 
@@ -280,7 +280,7 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _drive_loader(
     model: PreTrainedModel, sources: dict[str, Any], home: torch.device, *, bar: bool = False
 ) -> Any:
-    """Call transformers' loader on `sources`; return its account of keys. `bar` shows its progress."""
+    """Call transformers' loader on `sources`; return its account of keys. `bar`: show one."""
     try:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -451,7 +451,9 @@ class _Recorder(TorchDispatchMode):
             return target
         # What an initialisation makes beside the parameters (ranges, draws) gets real values.
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        if (device is not None and device.type == "meta") or (name is not None and any(a.name == "device" for a in func._schema.arguments)):
+        if (device is not None and device.type == "meta") or (
+            name is not None and any(a.name == "device" for a in func._schema.arguments)
+        ):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs)
 

@@ -47,7 +47,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
     except Exception as error:  # config.json comes from outside: it may ask for anything
         raise ModelError(
-            f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: {_said(error)}"
+            f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
+            f"{_said(error)}"
         ) from error
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = (
@@ -95,13 +96,14 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
         if "auto_map" not in content:
             raise ModelError(
                 f"{folder / 'config.json'} is of model_type {kind!r}, which transformers "
-                f"{transformers.__version__} does not know; check the file, or install the transformers "
-                "that the model asks for"
+                f"{transformers.__version__} does not know; check the file, or install the "
+                "transformers that the model asks for"
             )
         if not cfg.trust_remote_code:
             raise ModelError(
-                f"{folder / 'config.json'} is of model_type {kind!r}, which needs Python code that comes with "
-                "the checkpoint; read that code, then set model.trust_remote_code: true to run it"
+                f"{folder / 'config.json'} is of model_type {kind!r}, which needs Python code that "
+                "comes with the checkpoint; read that code, then set model.trust_remote_code: "
+                "true to run it"
             )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
@@ -141,9 +143,9 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
     if mapped is None or (said is not None and not said.endswith("Model")):
         raise ModelError(
-            f"{cfg.name_or_path} is {said or config.model_type}, not a causal language model; expected "
-            f"an architecture such as {_example(mapped)} (config.json: model_type {config.model_type}). Give "
-            "another model.name_or_path"
+            f"{cfg.name_or_path} is {said or config.model_type}, not a causal language model; "
+            f"expected an architecture such as {_example(mapped)} (config.json: model_type "
+            f"{config.model_type}). Give another model.name_or_path"
         )
     return mapped[0] if isinstance(mapped, tuple) else mapped
 
@@ -217,9 +219,9 @@ def check_causal(model: PreTrainedModel) -> None:
     ):
         name = model.hf_assets.model_class.__name__
         raise ModelError(
-            f"{name} attends in both directions, since is_decoder is false in its config.json: each token "
-            "would see the one that it must predict. Set is_decoder: true there, or give a causal "
-            "model as model.name_or_path"
+            f"{name} attends in both directions, since is_decoder is false in its config.json: "
+            "each token would see the one that it must predict. Set is_decoder: true there, or "
+            "give a causal model as model.name_or_path"
         )
 
 

@@ -85,7 +85,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _is_ours(file: Path, cls: type) -> bool:
-    """Whether `record` wrote the file: it is, to the letter, the dump of the config that it holds."""
+    """Whether `record` wrote the file: it is, to the letter, the dump of what it holds."""
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))
     except (ConfigError, OSError, UnicodeDecodeError):

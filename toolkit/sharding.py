@@ -45,8 +45,7 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceM
     if replicas < 1 or shards < 1 or replicas * shards != world_size:
         raise ShardingError(
             f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
-            f"{world_size} process{'' if world_size == 1 else 'es'}; -1 for dp_shard takes all that "
-            "dp_replicate leaves"
+            f"{world_size} processes; -1 for dp_shard takes all that dp_replicate leaves"
         )
     _check_reshard(cfg.reshard_after_forward, shards)
     if replicas == 1:
@@ -165,8 +164,8 @@ def _reshard(value: bool | int | str, mesh: DeviceMesh) -> bool | int:
 def _check_reshard(value: bool | int | str, ranks: int) -> None:
     if not isinstance(value, bool | str) and (value < 1 or ranks % value):
         raise ShardingError(
-            f"sharding.reshard_after_forward {value} must divide the {ranks} rank(s) that share a copy; give "
-            "a divisor, or true, false or auto"
+            f"sharding.reshard_after_forward {value} must divide the {ranks} rank(s) that share a "
+            "copy; give a divisor, or true, false or auto"
         )
 
 
