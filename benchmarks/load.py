@@ -2,10 +2,10 @@
 
     python benchmarks/load.py [--layers 20] [--ranks 2] [--repeats 5] [--output FILE]
 
-Writes a Llama checkpoint of more than 1 GB, then loads it on `ranks` gloo processes, alternating with a
-bare loop that reads the same rows with safetensors' `get_slice` into memory of its own and does nothing
-else. Once with the dtypes equal (a copy), once from bf16 to fp32 masters (a cast). The page cache is
-warm: the disk is not what is measured.
+Writes a Llama checkpoint of more than 1 GB, then loads it on `ranks` gloo processes, alternating
+with a bare loop that reads the same rows with safetensors' `get_slice` into memory of its own and
+does nothing else. Once with the dtypes equal (a copy), once from bf16 to fp32 masters (a cast). The
+page cache is warm: the disk is not what is measured.
 """
 
 import argparse
@@ -117,7 +117,9 @@ def bare(folder: str, slices: dict[str, tuple[slice, ...]]) -> list[torch.Tensor
 
 
 def anonymous() -> int:
-    """Return the anonymous resident memory of this process in bytes (mapped files are not counted)."""
+    """Return the anonymous resident memory of this process in bytes (mapped files are not
+    counted).
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -151,9 +153,12 @@ def row(dtype: str, found: list[dict]) -> str:
     bound = max(f["peak"] / (1.1 * f["shard"] + f["largest"]) for f in found)
     first = found[0]
     return (
-        f"| {dtype} | {first['file'] / 1e9:.2f} | {sum(f['requested'] for f in found) / first['file']:.4f} | "
-        f"{max(f['peak'] for f in found) / 1e6:,.0f} | {first['shard'] / 1e6:,.0f} | {first['largest'] / 1e6:,.0f} | "
-        f"{bound:.2f} | {statistics.median(ours):.2f} | {statistics.median(loop):.2f} | {ratio:.2f} |"
+        f"| {dtype} | {first['file'] / 1e9:.2f} | "
+        f"{sum(f['requested'] for f in found) / first['file']:.4f} | "
+        f"{max(f['peak'] for f in found) / 1e6:,.0f} | {first['shard'] / 1e6:,.0f} | "
+        f"{first['largest'] / 1e6:,.0f} | "
+        f"{bound:.2f} | {statistics.median(ours):.2f} | {statistics.median(loop):.2f} | "
+        f"{ratio:.2f} |"
     )
 
 
@@ -162,11 +167,15 @@ def report(lines: list[str], args: argparse.Namespace) -> str:
         [
             "# Loading a checkpoint into shards",
             "",
-            f"{args.ranks} gloo ranks, fp32 masters, warm page cache, {args.repeats} rounds in which the bare "
-            "`get_slice` loop over the same rows and `load_pretrained` take turns; medians. Peak is anonymous "
-            "memory above what was there before the call; the bound is 1.1 x shard + largest tensor.",
+            f"{args.ranks} gloo ranks, fp32 masters, warm page cache, {args.repeats} rounds in "
+            "which the bare "
+            "`get_slice` loop over the same rows and `load_pretrained` take turns; medians. Peak "
+            "is anonymous "
+            "memory above what was there before the call; the bound is 1.1 x shard + largest "
+            "tensor.",
             "",
-            "| file dtype | file GB | requested by all / file | peak MB | shard MB | largest tensor MB | peak / bound "
+            "| file dtype | file GB | requested by all / file | peak MB | shard MB | largest "
+            "tensor MB | peak / bound "
             "| load s | bare loop s | ratio |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *lines,

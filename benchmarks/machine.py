@@ -14,6 +14,7 @@ def describe(script: str, *packages: str) -> str:
     processor = next(names, platform.processor()).split(":")[-1].strip()
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     return (
-        f"Machine: {processor}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}. "
+        f"Machine: {processor}, {os.cpu_count()} cores; Python {platform.python_version()}, "
+        f"{versions}. "
         f"Written by `benchmarks/{script}`."
     )

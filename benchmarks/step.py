@@ -2,12 +2,13 @@
 
     python benchmarks/step.py [--rounds 40] [--output FILE]
 
-Two gloo ranks, two copies of one model with the same units and precision. In turn, one block of steps by
-the recipe's parts (Accelerate's loader over the sample order, `train_step`, the schedule, metrics with a
-line every 10 steps) and one by a loop as PyTorch's FSDP2 tutorial writes it (a plain DataLoader with the
-same sampler, transformers' loss weighted by the tokens of the global batch, clip, step, the mean loss over
-ranks, printed every 10 steps). Both see the same batches and
-end with the same loss. The difference is taken per pair of blocks; its confidence interval over the pairs.
+Two gloo ranks, two copies of one model with the same units and precision. In turn, one block of
+steps by the recipe's parts (Accelerate's loader over the sample order, `train_step`, the schedule,
+metrics with a line every 10 steps) and one by a loop as PyTorch's FSDP2 tutorial writes it (a plain
+DataLoader with the same sampler, transformers' loss weighted by the tokens of the global batch,
+clip, step, the mean loss over ranks, printed every 10 steps). Both see the same batches and
+end with the same loss. The difference is taken per pair of blocks; its confidence interval over the
+pairs.
 """
 
 import argparse
@@ -199,7 +200,8 @@ def row(name: str, found: dict) -> str:
     step = 1e3 * statistics.median(bare)
     middle = statistics.median(differences)
     return (
-        f"| {name} | {step:.2f} | {1e3 * statistics.median(ours):.2f} | {middle:+.2f} [{low:+.2f}, {high:+.2f}] | "
+        f"| {name} | {step:.2f} | {1e3 * statistics.median(ours):.2f} | {middle:+.2f} [{low:+.2f}, "
+        f"{high:+.2f}] | "
         f"{middle / step:+.1%} | {worst:.0e} |"
     )
 
@@ -218,8 +220,10 @@ def report(lines: list[str]) -> str:
         [
             "# What the recipe adds to a step",
             "",
-            f"2 gloo ranks, 1 thread each, fp32; blocks of {BLOCK} steps in random turn with a bare FSDP2 loop over the "
-            "same batches. Milliseconds a step, medians; the difference is the median over pairs of blocks, with "
+            f"2 gloo ranks, 1 thread each, fp32; blocks of {BLOCK} steps in random turn with a "
+            "bare FSDP2 loop over the "
+            "same batches. Milliseconds a step, medians; the difference is the median over pairs "
+            "of blocks, with "
             "its 95 % bootstrap interval.",
             "",
             "| model | bare ms | recipe ms | difference ms | share | losses differ by |",

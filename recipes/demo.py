@@ -1,4 +1,5 @@
-"""The demo: train a small model on this machine, export it, reload it with transformers, let it write.
+"""The demo: train a small model on this machine, export it, reload it with transformers, let it
+write.
 
     make demo            trains, or resumes, or only exports when the training is done
     make demo FRESH=1    starts anew
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from toolkit import commit
 from toolkit.metrics import read_metrics
@@ -40,9 +42,9 @@ def main() -> int:
     shutil.rmtree(export, ignore_errors=True)  # made from the run, and about to be made again
 
     bin_ = Path(sys.executable).parent
+    recipe = ["recipes/pretrain.py", "--config", str(CONFIG.relative_to(ROOT))]
     ran = call(
-        [str(bin_ / "accelerate"), "launch", *processes(), "recipes/pretrain.py"]
-        + ["--config", str(CONFIG.relative_to(ROOT)), "--output_dir", str(args.run)]
+        [str(bin_ / "accelerate"), "launch", *processes(), *recipe, "--output_dir", str(args.run)]
     )
     ran = ran or call(
         [str(bin_ / "toolkit"), "consolidate", str(args.run), "--output", str(export)]
@@ -52,7 +54,8 @@ def main() -> int:
     show(export)
     lines = [line for line in read_metrics(args.run) if "loss" in line]
     print(
-        f"\nloss     {lines[0]['loss']:.4f} (step {lines[0]['step']}) -> {lines[-1]['loss']:.4f} (step {lines[-1]['step']})"
+        f"\nloss     {lines[0]['loss']:.4f} (step {lines[0]['step']}) -> {lines[-1]['loss']:.4f} "
+        f"(step {lines[-1]['step']})"
     )
     print(f"export   {export.resolve()}")
     print(f"time     {time.time() - begun:.0f} s")
@@ -82,10 +85,12 @@ def show(export: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print(f"\n$ AutoModelForCausalLM.from_pretrained({str(export)!r})", flush=True)
-    model, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    model, info = loaded
     tokenizer = AutoTokenizer.from_pretrained(export)
     print(
-        f"missing keys: {sorted(info['missing_keys'])}, unexpected keys: {sorted(info['unexpected_keys'])}"
+        f"missing keys: {sorted(info['missing_keys'])}, unexpected keys: "
+        f"{sorted(info['unexpected_keys'])}"
     )
     torch.manual_seed(0)
     prompt = tokenizer(PROMPT, return_tensors="pt")

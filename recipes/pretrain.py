@@ -19,7 +19,7 @@ from toolkit.data.samples import Samples, check_enough, split
 from toolkit.data.text import load_documents
 from toolkit.data.tokenise import tokenise
 from toolkit.data.tokenizer import check_vocabulary, load_tokenizer, prepare_tokenizer
-from toolkit.hf_format import local_folder, read_weights, weight_files
+from toolkit.hf_format import assets_of, local_folder, read_weights, weight_files
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
 from toolkit.metrics import Clock, Metrics, flops_per_token, perplexity
 from toolkit.optim import build_optimizer, build_scheduler
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
-    # ---- What can be refused is refused here, before anything is loaded ------------------------------
+    # ---- What can be refused is refused here, before anything is loaded --------------------------
     folder = ranks.together(lambda: run_dir.claim(cfg))
     mesh = ranks.together(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
     ranks.together(lambda: refuse_misfits(cfg))
@@ -54,7 +54,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     train_set, eval_set = ranks.main_first(lambda: load_data(model, model_cfg, cfg))
     ranks.together(lambda: check_enough(train_set, run.world_size))
 
-    # ---- Where an earlier start left off --------------------------------------------------------------
+    # ---- Where an earlier start left off ---------------------------------------------------------
     found = checkpoint.newest(folder)
     batch_size = cfg.train.per_device_train_batch_size
     global_batch = batch_size * cfg.train.gradient_accumulation_steps * run.world_size
@@ -70,7 +70,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     if max_steps == -1:
         max_steps = math.ceil(cfg.train.num_train_epochs * len(train_set) / position.global_batch)
 
-    # ---- Model: bytes into the shards -----------------------------------------------------------------
+    # ---- Model: bytes into the shards ------------------------------------------------------------
     if found is not None:
         materialise(model, run.device)
     elif cfg.model.init == "random":
@@ -78,7 +78,8 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     else:
         report = load_pretrained(model, weights, run.device)
         run.say(
-            f"loaded {cfg.model.name_or_path}: {report.tensors} tensors, {report.file_bytes / 1e9:.2f} GB, "
+            f"loaded {cfg.model.name_or_path}: {report.tensors} tensors, "
+            f"{report.file_bytes / 1e9:.2f} GB, "
             f"this rank read {report.bytes_requested / 1e9:.2f} GB in {report.seconds:.1f} s"
         )
     launch.seed_everything(cfg.seed, run.rank)
@@ -90,7 +91,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         run.say(f"resuming {folder} after step {state.step} (from {found})")
     ranks.on_main(lambda: run_dir.record(folder, cfg))
 
-    # ---- Data: the same samples in the same order for any number of ranks -----------------------------
+    # ---- Data: the same samples in the same order for any number of ranks ------------------------
     first_step = state.step
     batches = run.loader(
         train_set,
@@ -119,7 +120,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     if first_step >= max_steps:
         run.say(f"nothing to do: {first_step} steps are done, train.max_steps is {max_steps}")
 
-    # ---- The loop -------------------------------------------------------------------------------------
+    # ---- The loop --------------------------------------------------------------------------------
     model.train()
     saved_at = first_step if found is not None else None
     stream = iter(batches)
@@ -128,7 +129,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         stats = training.train_step(
             model, optimizer, micro_batches, max_grad_norm=cfg.optim.max_grad_norm
         )
-        learning_rate = scheduler.get_last_lr()[0]
+        learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         position.advance()
 
@@ -148,7 +149,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
             run.say(f"saved {path}")
     checkpoint.wait()
 
-    # ---- What was done, and what comes next -----------------------------------------------------------
+    # ---- What was done, and what comes next ------------------------------------------------------
     summary = metrics.close()
     if summary["first_loss"] is not None:
         run.say(
@@ -208,12 +209,13 @@ def clock(
     model: models.PreTrainedModel, cfg: PretrainConfig, global_batch: int, world: int
 ) -> Clock:
     text = model.config.get_text_config()
-    looked_up = 0 if model.hf_assets.tied else model.get_input_embeddings().weight.numel()
+    width = getattr(text, "hidden_size", 0)
+    looked_up = 0 if assets_of(model).tied else models.vocabulary_size(model) * width
     work = flops_per_token(
         sum(p.numel() for p in model.parameters()),
         looked_up,
         len(models.decoder_layers(model)),
-        getattr(text, "hidden_size", 0),
+        width,
         cfg.data.sequence_length,
     )
     return Clock(global_batch * cfg.data.sequence_length, work, world)
@@ -229,16 +231,19 @@ def describe(
     run: launch.Run,
 ) -> str:
     """Return the lines that a run opens with: model, dtypes, data, batch."""
-    name = model.hf_assets.model_class.__name__
+    name = models.plain_name(model)
     held_out = 0 if eval_set is None else len(eval_set)
     return "\n".join(
         [
-            f"model      {name}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters, "
+            f"model      {name}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M "
+            "parameters, "
             f"{cfg.model.init} weights",
             f"sharding   {ledger(model, cfg.sharding)}",
-            f"data       {len(train_set):,} samples of {cfg.data.sequence_length} tokens to train on, "
+            f"data       {len(train_set):,} samples of {cfg.data.sequence_length} tokens to train "
+            "on, "
             f"{held_out:,} to evaluate; {train_set.tokens_dropped} tokens at the end left over",
-            f"batch      {position.global_batch} samples = {cfg.train.per_device_train_batch_size} a device "
+            f"batch      {position.global_batch} samples = {cfg.train.per_device_train_batch_size} "
+            "a device "
             f"x {accumulation} accumulated x {run.world_size} process(es) on {run.device.type}",
         ]
     )

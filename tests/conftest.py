@@ -1,4 +1,6 @@
-"""Shared pieces of the tests: tiny models and tokenizers made on the spot, and the way to run things."""
+"""Shared pieces of the tests: tiny models and tokenizers made on the spot, and the way to run
+things.
+"""
 
 import os
 import subprocess
@@ -49,7 +51,9 @@ def tiny_config(kind: str = "llama", **changes):
 def save_tiny_model(
     folder: Path, kind: str = "llama", shard: str = "5GB", seed: int = 0, **changes
 ) -> Path:
-    """Write a tiny pretrained checkpoint of `kind` into `folder`, with values everywhere; return it."""
+    """Write a tiny pretrained checkpoint of `kind` into `folder`, with values everywhere; return
+    it.
+    """
     from transformers import AutoModelForCausalLM
 
     dtype = changes.pop("dtype", torch.float32)
@@ -63,7 +67,9 @@ def save_tiny_model(
 
 
 def save_byte_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer whose ids are 0 for the end of text and 1 + byte; no training, 257 entries."""
+    """Write a tokenizer whose ids are 0 for the end of text and 1 + byte; no training, 257
+    entries.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

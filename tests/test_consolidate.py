@@ -32,6 +32,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from toolkit import consolidate as module
+from toolkit import streaming
 from toolkit.config import ModelConfig
 from toolkit.consolidate import consolidate, parse_size
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
@@ -340,9 +341,9 @@ def test_every_way_of_moving_bytes(
         for folder in (root / "llama/dcp-sharded", root / "columns"):
             for dtype in ("float32", "bfloat16"):
                 with monkeypatch.context() as patch:
-                    patch.setattr(module, "_DIRECT", direct)
-                    patch.setattr(module, "_BLOCK", 64)
-                    patch.setattr(module, "_RANGE", 100)
+                    patch.setattr(streaming, "_DIRECT", direct)
+                    patch.setattr(streaming, "_BLOCK", 64)
+                    patch.setattr(streaming, "_RANGE", 100)
                     if refused:
                         patch.setattr(os, "copy_file_range", refuse)
                     out = consolidate(
@@ -475,7 +476,7 @@ def test_failure_leaves_nothing_and_leftovers_are_replaced(
 
     run = root / "llama/sharded"
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_all", full)
+        patch.setattr(streaming, "write_all", full)
         with pytest.raises(ExportError, match="No space left on device"):
             consolidate(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

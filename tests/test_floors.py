@@ -1,4 +1,6 @@
-"""The house: a file imports only from floors below its own; some libraries enter through one door."""
+"""The house: a file imports only from floors below its own; some libraries enter through one
+door.
+"""
 
 import ast
 from pathlib import Path
@@ -9,7 +11,15 @@ from conftest import ROOT
 FLOORS = [
     {"__init__", "errors", "config"},
     {"ranks", "hf_format", "dcp_format", "commit", "models", "loss", "optim", "metrics"},
-    {"data.files", "data.text", "data.tokenizer", "data.tokenise", "data.samples", "data.order", "data.__init__"},
+    {
+        "data.files",
+        "data.text",
+        "data.tokenizer",
+        "data.tokenise",
+        "data.samples",
+        "data.order",
+        "data.__init__",
+    },
     {"run_dir", "sharding", "loading", "training", "checkpoint", "streaming", "launch"},
     {"consolidate", "summary"},
     {"cli", "__main__", "recipes"},
@@ -77,7 +87,9 @@ def violations(graph: dict[str, set[str]]) -> list[str]:
             if (name, target) in DRAWN:
                 continue
             if floor_of(target) >= floor_of(name):
-                bad.append(f"{name} (floor {floor_of(name)}) imports {target} (floor {floor_of(target)})")
+                bad.append(
+                    f"{name} (floor {floor_of(name)}) imports {target} (floor {floor_of(target)})"
+                )
     return bad
 
 

@@ -1,4 +1,5 @@
-"""The user's path: real launches of the recipe, compared with a plain PyTorch loop and with each other.
+"""The user's path: real launches of the recipe, compared with a plain PyTorch loop and with each
+other.
 
 The launches are the slow part (10 s each), so each serves several checks.
 """

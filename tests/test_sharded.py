@@ -73,7 +73,7 @@ def full(model) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- On every rank ---------------------------------------------------------------------------------
+# ---- On every rank -------------------------------------------------------------------------------
 
 
 def load_all(rank: int, world: int, folders: dict[str, str]) -> dict:
@@ -179,7 +179,7 @@ def train_all(rank: int, world: int, folders: dict[str, str], run_dir: str) -> d
     return found
 
 
-# ---- Tests -----------------------------------------------------------------------------------------
+# ---- Tests ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [2, 3])

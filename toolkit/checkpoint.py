@@ -1,15 +1,17 @@
 """The state of a run, saved so that it can be trusted and resumed so that nothing is lost.
 
 Owns what a state consists of, the digests of live tensors and their way into a torch DCP checkpoint
-and back. The folder protocol is `toolkit.commit`'s. Does not know the model's class; the assets for an
-export are copied, not understood.
+and back. The folder protocol is `toolkit.commit`'s. Does not know the model's class; the assets for
+an export are copied, not understood.
 
 [Note: digests] While saving, each rank hashes the rows (dim 0) of the model tensors that it holds:
-sha256 over name, row index and row bytes. A tensor's digest is the lane-wise wrapping sum of its rows'
-hashes, so it is the same for any number of shards, and needs one all-reduce of 32 bytes a tensor. Tensors
-of one dimension or none are hashed whole. It guards against accidents; the files' sha256 guards the bytes.
+sha256 over name, row index and row bytes. A tensor's digest is the lane-wise wrapping sum of its
+rows' hashes, so it is the same for any number of shards, and needs one all-reduce of 32 bytes a
+tensor. Tensors of one dimension or none are hashed whole. It guards against accidents; the files'
+sha256 guards the bytes.
 """
 
+import functools
 import hashlib
 import json
 import random
@@ -18,7 +20,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -98,8 +100,8 @@ def wait() -> None:
 def newest(run_dir: str | Path) -> Path | None:
     """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
 
-    One that fails is named loudly and renamed to `step-N.bad-*`; nothing is deleted. Reads and hashes
-    every file, split over the ranks.
+    One that fails is named loudly and renamed to `step-N.bad-*`; nothing is deleted. Reads and
+    hashes every file, split over the ranks.
     """
     while True:
         path = ranks.on_main(
@@ -109,37 +111,40 @@ def newest(run_dir: str | Path) -> Path | None:
             return None
         names = sorted(commit.read_manifest(path)["files"])
         mine = names[ranks.rank() :: ranks.world_size()]
-        damage = sum(ranks.gather(commit.damaged_files(path, mine)), [])
+        found = ranks.together(functools.partial(commit.damaged_files, path, mine))
+        damage = [one for part in ranks.gather(found) for one in part]
         if not damage:
             return path
-        aside = ranks.on_main(lambda p=path: commit.set_aside(p))
+        aside = ranks.on_main(functools.partial(commit.set_aside, path))
         if ranks.rank() == 0:
             listed = "; ".join(f"{n} {what}" for n, what in damage[:5])
             print(
-                f"WARNING: checkpoint {path.name} is damaged and not used ({listed}); moved to {aside}",
+                f"WARNING: checkpoint {path.name} is damaged and not used ({listed}); moved to "
+                f"{aside}",
                 flush=True,
             )
 
 
 def resume(state: TrainState, run_dir: str | Path, cfg: CheckpointConfig) -> int | None:
-    """Restore `state` in place from the newest checkpoint that verifies; return its step. Collective.
+    """Restore `state` from the newest checkpoint that verifies; return its step. Collective.
 
-    The model must be materialised. Works on any number of ranks, also unsharded in one process. Learning
-    rate and decay stay those of `state`'s optimizer: the schedule is moved to the step, not replaced.
+    The model must be materialised. Works on any number of ranks, also unsharded in one process.
+    Learning rate and decay stay those of `state`'s optimizer: the schedule is moved to the step,
+    not replaced.
 
     Returns:
         The step, or None when the run has no checkpoint.
 
     Raises:
-        CheckpointError: `state` asks for what the checkpoint lacks (names it), or its tensors have other
-            shapes: the architecture changed.
+        CheckpointError: `state` asks for what the checkpoint lacks (names it), or its tensors have
+            other shapes: the architecture changed.
     """
     path = newest(run_dir)
     return None if path is None else restore(state, path)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors: step, tokens, world_size, data, schedule, ..."""
+    """Return what a checkpoint holds beside tensors: step, tokens, world size, data position."""
     return json.loads((checkpoint / _STATE).read_text("utf-8"))
 
 
@@ -222,7 +227,9 @@ def _optimizer_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_scalars(state: TrainState) -> dict[str, dict[str, float]]:
-    """Return {state name: {value: ...}} of the optimizer's numbers, one default and its exceptions."""
+    """Return {state name: {value: ...}} of the optimizer's numbers, one default and its
+    exceptions.
+    """
     found: dict[str, dict[str, float]] = {}
     for name, values in _optimizer_state(state):
         for key, value in values.items():
@@ -265,7 +272,8 @@ def _check_model(
         said.append(f"{len(dtypes)} have another storage dtype: {'; '.join(sorted(dtypes)[:2])}")
     if said:
         raise CheckpointError(
-            f"{checkpoint} is of another model: {'; '.join(said)}. Use the model it was trained with, or "
+            f"{checkpoint} is of another model: {'; '.join(said)}. Use the model it was trained "
+            "with, or "
             "another output_dir"
         )
 
@@ -318,7 +326,8 @@ def _fill_optimizer(
                     values[key] = torch.tensor(per_name[name], dtype=torch.float32)
             if values:
                 entries[index] = values
-    # The optimizer's own function knows where each state belongs; the groups stay those of this run.
+    # The optimizer's own function knows where each state belongs; the groups stay those of this
+    # run.
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
@@ -389,7 +398,9 @@ def _json_only(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hash_split(folder: Path) -> dict[str, dict[str, Any]]:
-    """Fsync and hash all files below `folder`, split over the ranks; return the union on every rank."""
+    """Fsync and hash all files below `folder`, split over the ranks; return the union on every
+    rank.
+    """
     names = ranks.on_main(lambda: sorted(commit.files_below(folder)))
     mine = names[ranks.rank() :: ranks.world_size()]
     found = ranks.together(lambda: commit.hash_files(folder, mine))
@@ -397,7 +408,9 @@ def _hash_split(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def tensor_digests(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return name -> {"shape", "dtype", "digest"} of every model tensor. Collective; see [Note: digests]."""
+    """Return name -> {"shape", "dtype", "digest"} of every model tensor. Collective; see [Note:
+    digests].
+    """
     tensors = _model_tensors(model)
     lanes = torch.zeros(len(tensors), 4, dtype=torch.int64)
     for i, (name, tensor) in enumerate(tensors.items()):
@@ -435,7 +448,9 @@ def _local_digest(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the wrapping sum of the hashes of `rows` [n, ...], whose first has global index `first`."""
+    """Return the wrapping sum of the hashes of `rows` [n, ...], whose first has global index
+    `first`.
+    """
     flat = rows.detach().cpu().contiguous().reshape(rows.shape[0], -1).view(torch.uint8).numpy()
     prefix = hashlib.sha256(name.encode() + b"\0")
     total = numpy.zeros(4, dtype=numpy.uint64)
@@ -454,8 +469,9 @@ def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:
 
 def _write_rng(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    _version, words, gauss = random.getstate()
+    # The legacy form is a tuple; numpy's stubs allow the other one too.
+    _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor(
@@ -476,7 +492,8 @@ def _restore_rng(checkpoint: Path, saved_world: int) -> None:
     if saved_world != ranks.world_size():
         if ranks.rank() == 0:
             print(
-                f"resuming on {ranks.world_size()} rank(s) what {saved_world} saved: weights, optimizer and "
+                f"resuming on {ranks.world_size()} rank(s) what {saved_world} saved: weights, "
+                "optimizer and "
                 "data continue exactly, random state (dropout) is derived anew",
                 flush=True,
             )

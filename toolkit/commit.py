@@ -5,8 +5,8 @@
     step-N.bad-*   failed verification at resume; kept for a look, never read
     step-N.trash-* being deleted
 
-COMMIT holds the sha256 of manifest.json and alone decides. Owns these names, the order of fsyncs, and
-retention. Knows neither tensors nor ranks: one process calls it.
+COMMIT holds the sha256 of manifest.json and alone decides. Owns these names, the order of fsyncs,
+and retention. Knows neither tensors nor ranks: one process calls it.
 """
 
 import hashlib
@@ -100,8 +100,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def damaged_files(checkpoint: Path, only: Iterable[str] | None = None) -> list[tuple[str, str]]:
     """Return (file, what is wrong) for every file that is not what the manifest says.
 
-    Reads and hashes the files named in `only` (all by default) and looks for files that the manifest
-    does not know.
+    Reads and hashes the files named in `only` (all by default) and looks for files that the
+    manifest does not know.
     """
     files = read_manifest(checkpoint)["files"]
     names = list(files) if only is None else list(only)
@@ -124,7 +124,9 @@ def begin(run_dir: str | Path, step: int) -> Path:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Fsync the files `names` below `folder`; return name -> {"size", "sha256"} for the manifest."""
+    """Fsync the files `names` below `folder`; return name -> {"size", "sha256"} for the
+    manifest.
+    """
     names = list(names)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda n: _sync_and_hash(folder / n), names), strict=True))
@@ -163,8 +165,8 @@ def set_aside(checkpoint: Path) -> Path:
 def prune(run_dir: str | Path, keep: int | None) -> list[Path]:
     """Delete all but the newest `keep` committed checkpoints, and leftovers; return what went.
 
-    Leftovers are unfinished (`tmp`) and half-deleted (`trash`) folders. Call it only after the newest
-    checkpoint is committed. `None` keeps all.
+    Leftovers are unfinished (`tmp`) and half-deleted (`trash`) folders. Call it only after the
+    newest checkpoint is committed. `None` keeps all.
     """
     root = Path(run_dir) / CHECKPOINTS
     gone = [p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)]

@@ -6,6 +6,7 @@ no file and no model. Knows neither torch nor the files a run will read.
 
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 import sys
@@ -33,8 +34,8 @@ class ModelConfig:
     """`pretrained` reads the weights of the checkpoint; `random` draws new ones and needs only its
     config.json."""
     dtype: Dtype | Literal["auto"] = "float32"
-    """Storage dtype of the parameters (the master weights that the optimizer updates); `auto` is the
-    checkpoint's own."""
+    """Storage dtype of the parameters (the master weights that the optimizer updates); `auto` is
+    the checkpoint's own."""
     tokenizer_name_or_path: str | None = None
     """Folder or Hub id of the tokenizer, where it is not the model's."""
     train_tokenizer: bool = False
@@ -61,7 +62,8 @@ class ShardingConfig:
     """Dtype of the gradient reduction between ranks."""
     reshard_after_forward: bool | int | Literal["auto"] = "auto"
     """Free a unit's gathered parameters after its forward (`true`: least memory; `false`: one
-    all-gather less; an integer: reshard to that many ranks). `auto` frees every unit but the root."""
+    all-gather less; an integer: reshard to that many ranks). `auto` frees every unit but the
+    root."""
     dp_replicate: int = 1
     """Number of replicas of the sharded model (HSDP); the processes are dp_replicate x dp_shard."""
     dp_shard: int = -1
@@ -144,7 +146,9 @@ class TrainConfig:
     logging_steps: int = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: int | None = None
-    """Evaluate every so many steps and at the end; empty: at the end only, where there is eval data."""
+    """Evaluate every so many steps and at the end; empty: at the end only, where there is eval
+    data.
+    """
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,9 @@ class CheckpointConfig:
     save_steps: int = 500
     """A checkpoint every so many steps, and at the end."""
     save_total_limit: int | None = 2
-    """Keep the newest so many (at least 2, so that one is whole while another is written); empty: all."""
+    """Keep the newest so many (at least 2, so that one is whole while another is written); empty:
+    all.
+    """
 
 
 @dataclass(frozen=True)
@@ -287,7 +293,8 @@ def check(cfg: Any) -> None:
         )
     if saving.save_total_limit is not None and saving.save_total_limit < 2:
         raise ConfigError(
-            f"checkpoint.save_total_limit must be at least 2, got {saving.save_total_limit}: the last "
+            f"checkpoint.save_total_limit must be at least 2, got {saving.save_total_limit}: the "
+            "last "
             "good checkpoint stays until the next one is whole"
         )
     if not 0 <= data.eval_split < 1:
@@ -358,7 +365,7 @@ class _Help(DefaultHelpFormatter):
 
 def _config_files(args: Sequence[str]) -> list[Path]:
     files = [a.split("=", 1)[1] for a in args if a.startswith("--config=")]
-    files += [b for a, b in zip(args, args[1:], strict=False) if a == "--config"]
+    files += [b for a, b in itertools.pairwise(args) if a == "--config"]
     for file in files:
         if not Path(file).is_file():
             what = "is not a file" if Path(file).exists() else "does not exist"

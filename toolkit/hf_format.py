@@ -1,9 +1,10 @@
-"""The Hugging Face folder: weight files and their index, what travels beside the weights, key names.
+"""The Hugging Face folder: weight files and their index, what travels beside the weights, key
+names.
 
 Owns the safetensors headers and the index (read with suspicion: they come from outside), the assets
-that an export needs (config, generation config, tokenizer, the key names of the source), and the way
-from transformers' parameter names back to the names of the source checkpoint. Knows nothing of DCP
-or of ranks.
+that an export needs (config, generation config, tokenizer, the key names of the source), and the
+way from transformers' parameter names back to the names of the source checkpoint. Knows nothing of
+DCP or of ranks.
 """
 
 import json
@@ -76,9 +77,9 @@ class TensorEntry:
 class HFAssets:
     """What a Hugging Face folder needs beside the trained weights.
 
-    `conversions` (transformers' own mapping from source keys to parameters, computed on the unsharded
-    model) and `model_class` (before sharding changes it) live in memory only: they follow from the
-    config.
+    `conversions` (transformers' own mapping from source keys to parameters, computed on the
+    unsharded model) and `model_class` (before sharding changes it) live in memory only: they follow
+    from the config.
     """
 
     config: dict[str, Any]
@@ -91,7 +92,7 @@ class HFAssets:
     """Parameter name -> name of the parameter that it is tied to and stored under."""
     resized: bool = False
     """Whether embedding and head have another number of rows than the source."""
-    conversions: list[Any] | None = None
+    conversions: list[Any] = field(default_factory=list)
     model_class: type[PreTrainedModel] | None = None
 
     def save(self, folder: Path) -> None:
@@ -118,6 +119,20 @@ class HFAssets:
         return assets
 
 
+def assets_of(model: torch.nn.Module) -> HFAssets:
+    """Return the assets that `build_on_meta` attached to `model`.
+
+    Raises:
+        ModelError: there are none: the model was built in another way.
+    """
+    assets = getattr(model, "hf_assets", None)
+    if not isinstance(assets, HFAssets):
+        raise ModelError(
+            f"{type(model).__name__} carries no Hugging Face assets; build it with build_on_meta"
+        )
+    return assets
+
+
 # --------------------------------------------------------------------------------------------------
 # Reading a folder
 # --------------------------------------------------------------------------------------------------
@@ -142,10 +157,11 @@ def local_folder(name_or_path: str, revision: str | None = None) -> Path:
         found = cached_file(name_or_path, "config.json", revision=revision)
     except OSError as error:
         raise ModelError(
-            f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model that "
+            f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
+            "that "
             f"the Hub gives: {_first_line(error)}"
         ) from error
-    return Path(found).parent
+    return Path(str(found)).parent
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -172,7 +188,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
-    """Return what belongs beside the weights: generation config, tokenizer, template, custom code."""
+    """Return what belongs beside the weights: generation config, tokenizer, template, custom
+    code.
+    """
     files = {n: (folder / n).read_bytes() for n in _ASSET_FILES if (folder / n).is_file()}
     files |= {p.name: p.read_bytes() for p in sorted(folder.glob("*.py")) if p.is_file()}
     return files
@@ -352,13 +370,16 @@ class ExportGroup:
     outputs: dict[str, tuple[int, ...]]
     """Exported name -> shape."""
     converted: bool
-    """Whether `convert_back` must be called; else the bytes of the one source are those of the output."""
+    """Whether `convert_back` must be called; else the bytes of the one source are those of the
+    output.
+    """
 
 
 def conversion_mapping(model: PreTrainedModel) -> list[Any]:
     """Return transformers' mapping from source keys to the parameters of `model`.
 
-    Call it before `fully_shard`: the sharded class counts as custom code there and loses its mapping.
+    Call it before `fully_shard`: the sharded class counts as custom code there and loses its
+    mapping.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -395,7 +416,7 @@ def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
     parameters = model.state_dict()
     for key in assets.source:
         rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
-    model._weight_conversions = [c for c in mapping if c.was_used()]
+    vars(model)["_weight_conversions"] = [c for c in mapping if c.was_used()]
 
 
 def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGroup]:
@@ -413,7 +434,8 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
     state = model.state_dict()
     reverse = [c.reverse_transform() for c in reversed(_export_conversions(model))]
     converters = split_mapping(reverse)[1]
-    plain, together = [], {}
+    plain: list[str] = []
+    together: dict[str, list[str]] = {}
     for name in names:
         target, pattern = apply_converters(name, converters)
         if pattern is None:
@@ -453,8 +475,8 @@ def convert_back(
 
 def _export_conversions(model: PreTrainedModel) -> list[Any]:
     """Return what `revert_weight_conversion` would turn back for `model`."""
-    if getattr(model, "_weight_conversions", None) is not None:
-        return model._weight_conversions
+    if isinstance(own := getattr(model, "_weight_conversions", None), list):
+        return own
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

@@ -1,8 +1,8 @@
 """Accelerate: which processes a run has, their device, their random state, their batches.
 
 Owns the door between the launcher and the library: the only file that imports `accelerate` and the
-only one that reads the environment. Does not know the model, and Accelerate never sees it: sharding is
-`toolkit.sharding`'s alone.
+only one that reads the environment. Does not know the model, and Accelerate never sees it: sharding
+is `toolkit.sharding`'s alone.
 """
 
 import atexit
@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
 
-# Nodes of one job may start minutes apart; a rank that never comes should not be waited for all night.
+# Nodes of one job may start minutes apart; a rank that never comes should not be waited for all
+# night.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 # Saving and exporting take their time on some ranks while the others wait.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
@@ -59,9 +60,11 @@ class Run:
             print(text, flush=True)
 
     def loader(self, dataset: Dataset, batches: Sampler, workers: int = 0) -> Any:
-        """Return Accelerate's loader: batch i of `batches` goes to rank i % world_size, on its device.
+        """Return Accelerate's loader: batch i of `batches` goes to rank i % world_size, on its
+        device.
 
-        `batches` must yield a multiple of world_size batches: Accelerate would repeat samples to fill up.
+        `batches` must yield a multiple of world_size batches: Accelerate would repeat samples to
+        fill up.
         """
         # A generator of its own: an iterator draws a seed, which must not come from dropout's.
         loader = DataLoader(
@@ -74,8 +77,8 @@ class Run:
 def start() -> Iterator[Run]:
     """Bring up the processes of the run; take them down at the end, also after an error.
 
-    Works under `accelerate launch`, `torchrun` and plain `python` (one process). Every run has a process
-    group, so that one process is no special case.
+    Works under `accelerate launch`, `torchrun` and plain `python` (one process). Every run has a
+    process group, so that one process is no special case.
 
     Raises:
         LaunchError: fewer processes than asked for, processes that do not find each other, more
@@ -100,7 +103,8 @@ def start() -> Iterator[Run]:
         if accelerator.num_processes != world or accelerator.process_index != rank:
             raise LaunchError(
                 f"the launcher started process {rank} of {world}, Accelerate sees "
-                f"{accelerator.process_index} of {accelerator.num_processes}; use a file of accelerate_configs/"
+                f"{accelerator.process_index} of {accelerator.num_processes}; use a file of "
+                "accelerate_configs/"
             )
         yield Run(accelerator, accelerator.device, rank, world)
     finally:
@@ -109,10 +113,11 @@ def start() -> Iterator[Run]:
 
 
 def guarded(main: Callable[[], None]) -> None:
-    """Run `main` as a program: a `ToolkitError` ends it with one line and a non-zero exit on each rank.
+    """Run `main` as a program: a `ToolkitError` ends it with one line and a non-zero exit on each
+    rank.
 
-    Exit codes: 1 for a failure, 2 for a configuration that cannot be read. Where all ranks fail alike,
-    one of them says so.
+    Exit codes: 1 for a failure, 2 for a configuration that cannot be read. Where all ranks fail
+    alike, one of them says so.
     """
     try:
         main()
@@ -137,9 +142,9 @@ def guarded(main: Callable[[], None]) -> None:
 def _leave(code: int) -> None:
     """End a launched process here, after its exit handlers, without tearing the interpreter down.
 
-    Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets go of a
-    tensor while the interpreter ends wants the GIL and aborts the process (seen once in ten loaded runs
-    with torch 2.13): a finished run would be reported as failed.
+    Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
+    go of a tensor while the interpreter ends wants the GIL and aborts the process (seen once in ten
+    loaded runs with torch 2.13): a finished run would be reported as failed.
     """
     if "RANK" in os.environ:
         atexit._run_exitfuncs()
@@ -149,7 +154,9 @@ def _leave(code: int) -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed python, numpy and torch, each rank differently: two ranks must not drop the same units."""
+    """Seed python, numpy and torch, each rank differently: two ranks must not drop the same
+    units.
+    """
     key = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
     random.seed(int.from_bytes(key[:8], "little"))
     numpy.random.seed(int.from_bytes(key[8:12], "little"))
@@ -185,7 +192,8 @@ def _asked() -> tuple[int, int, int]:
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         raise LaunchError(
-            "accelerate launch was asked for several processes and started one: distributed_type MULTI_CPU "
+            "accelerate launch was asked for several processes and started one: distributed_type "
+            "MULTI_CPU "
             "and --cpu --num_processes N do that. Use --config_file accelerate_configs/cpu.yaml "
             "--num_processes N, or torchrun --nproc_per_node N"
         )
@@ -227,13 +235,15 @@ def _refuse_other_engines() -> None:
     ):
         if _flag(name):
             raise LaunchError(
-                f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. Use a file "
+                f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. "
+                "Use a file "
                 "of accelerate_configs/"
             )
     if _flag("ACCELERATE_USE_FSDP"):
         if os.environ.get("RANK", "0") == "0":
             print(
-                "note: fsdp_config of the Accelerate YAML is not read; the sections sharding and model of the "
+                "note: fsdp_config of the Accelerate YAML is not read; the sections sharding and "
+                "model of the "
                 "toolkit's config decide how the model is sharded",
                 file=sys.stderr,
             )

@@ -26,7 +26,14 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.errors import LoadingError
-from toolkit.hf_format import TensorEntry, local_folder, read_weights, split_mapping, weight_files
+from toolkit.hf_format import (
+    TensorEntry,
+    assets_of,
+    local_folder,
+    read_weights,
+    split_mapping,
+    weight_files,
+)
 
 # A block of rows is drawn from one seed: small enough to stream, the same for every world size.
 _BLOCK_ELEMENTS = 2**22
@@ -95,17 +102,18 @@ def check_fits(model: PreTrainedModel, path: str | Path) -> None:
         return
     twin.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     twin._adjust_missing_and_unexpected_keys(info)
-    info.missing_keys -= set(model.hf_assets.tied)
+    info.missing_keys -= set(assets_of(model).tied)
     _refuse_misfit(model, folder, info)
 
 
 def init_weights(model: PreTrainedModel, device: torch.device | str, seed: int) -> None:
     """Materialise `model` on `device` with random weights. Every rank draws only its rows.
 
-    The distribution is the architecture's own (`_init_weights`); the values depend on `seed` and the
-    parameter's name alone: not on the number of ranks, the device or the other parameters. DTensor's
-    own random operators repeat themselves on a CPU mesh, so the initialisation is recorded on meta and
-    replayed row block by row block. Costs one draw of this rank's shard on the CPU.
+    The distribution is the architecture's own (`_init_weights`); the values depend on `seed` and
+    the parameter's name alone: not on the number of ranks, the device or the other parameters.
+    DTensor's own random operators repeat themselves on a CPU mesh, so the initialisation is
+    recorded on meta and replayed row block by row block. Costs one draw of this rank's shard on the
+    CPU.
 
     Raises:
         LoadingError: the architecture computes a parameter in a way that cannot be replayed.
@@ -260,7 +268,7 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> No
 
 def _resized_rows(model: PreTrainedModel, name: str, entry: TensorEntry) -> int | None:
     """Return the new number of rows of an embedding or head that `resize_embeddings` changed."""
-    if not getattr(model.hf_assets, "resized", False):
+    if not getattr(assets_of(model), "resized", False):
         return None
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         for leaf, parameter in () if module is None else module.named_parameters():
@@ -290,7 +298,7 @@ def _drive_loader(
     config = LoadStateDictConfig(
         device_map={"": home},
         dtype=next(model.parameters()).dtype,
-        weight_mapping=copy.deepcopy(model.hf_assets.conversions),
+        weight_mapping=copy.deepcopy(assets_of(model).conversions),
     )
     shown = logging.is_progress_bar_enabled()
     if not bar:
@@ -319,14 +327,15 @@ def _finalize(model: PreTrainedModel, home: torch.device, info: Any) -> None:
         model._finalize_model_loading(model, LoadStateDictConfig(device_map={"": home}), info)
     finally:
         logging.set_verbosity(level)
-    info.missing_keys -= set(model.hf_assets.tied)
+    info.missing_keys -= set(assets_of(model).tied)
 
 
 def _unsliceable(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
     """Return the source keys whose conversion does not commute with taking rows of the result.
 
-    Stacking experts (`MergeModulelist(0)`) and joining or cutting along another dim than 0 do; every
-    other conversion is done on the whole tensors. So is stacking where some rank would get no expert.
+    Stacking experts (`MergeModulelist(0)`) and joining or cutting along another dim than 0 do;
+    every other conversion is done on the whole tensors. So is stacking where some rank would get no
+    expert.
     """
     from transformers.core_model_loading import (
         Chunk,
@@ -335,7 +344,7 @@ def _unsliceable(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
         rename_source_key,
     )
 
-    renamings, converters = split_mapping(copy.deepcopy(model.hf_assets.conversions))
+    renamings, converters = split_mapping(copy.deepcopy(assets_of(model).conversions))
     if not converters or not any(isinstance(p, DTensor) for p in model.parameters()):
         return set()
     state = model.state_dict()
@@ -358,7 +367,9 @@ def _unsliceable(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
 
 
 def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
-    """Whether sharding dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2, 0)."""
+    """Whether sharding dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2,
+    0).
+    """
     if not isinstance(tensor, DTensor):
         return False
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -377,11 +388,11 @@ def _convert_then_slice(
     from transformers.core_model_loading import rename_source_key
 
     with torch.device("meta"):
-        twin = model.hf_assets.model_class._from_config(
+        twin = plain_class(model)._from_config(
             copy.deepcopy(model.config), dtype=next(model.parameters()).dtype
         )
-    twin.hf_assets = model.hf_assets
-    renamings, converters = split_mapping(copy.deepcopy(model.hf_assets.conversions))
+    twin.hf_assets = assets_of(model)
+    renamings, converters = split_mapping(copy.deepcopy(assets_of(model).conversions))
     state = model.state_dict()
     groups: dict[str, dict[str, Any]] = {}
     for key, source in sources.items():
@@ -431,19 +442,20 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         name = self._names.get(target.untyped_storage()._cdata) if target is not None else None
-        if name is not None and func._schema.is_mutable:
+        if target is not None and name is not None and func._schema.is_mutable:
             others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.Tensor)]
             if any(a.is_meta for a in others):
                 raise LoadingError(
-                    f"the random start of {name} depends on another parameter ({func}), which cannot be "
-                    "drawn shard by shard; save a random start with transformers and load that"
+                    f"the random start of {name} depends on another parameter ({func}), which "
+                    "cannot be drawn shard by shard; save a random start with transformers and "
+                    "load that"
                 )
             self.writes[name].append(
                 _Write(
                     func,
                     tuple(target.shape),
                     target.stride(),
-                    target.storage_offset(),
+                    int(target.storage_offset()),
                     args[1:],
                     kwargs,
                 )
@@ -459,7 +471,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> None:
-    """Compute buffers, and parameters from `seed`; without a seed their memory is left as it comes."""
+    """Compute buffers, and parameters from `seed`; without a seed their memory is left as it
+    comes.
+    """
     home = getattr(model, "parameter_device", None) or device
     originals = dict(model.named_parameters())
     aliases = _aliases(model)
@@ -474,15 +488,15 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
     with _as_library_code(model), torch.random.fork_rng(devices=[]), _Recorder(plain) as recorder:
         torch.manual_seed(seed or 0)  # for what an architecture computes outside its parameters
         for module in model.modules():
-            if hasattr(
-                module, "reset_parameters"
-            ):  # torch's own, where `_init_weights` adds nothing
-                module.reset_parameters()
+            # torch's own initialisation, where `_init_weights` adds nothing
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
         model.initialize_weights()
     never = [n for n, writes in recorder.writes.items() if not writes]
     if never and seed is not None:
         raise LoadingError(
-            f"{_plain_name(model)} has no initialisation for {', '.join(never[:5])}; save a random start "
+            f"{_plain_name(model)} has no initialisation for {', '.join(never[:5])}; save a random "
+            "start "
             "with transformers and load that"
         )
     for name, reference in originals.items():
@@ -594,7 +608,8 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     except ImportError as error:
         raise LoadingError(
-            f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use 2.11 to 2.13"
+            f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use 2.11 to "
+            "2.13"
         ) from error
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
@@ -623,7 +638,9 @@ def _place(model: nn.Module, name: str, part: torch.Tensor, reference: torch.Ten
 def _replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    table = module._parameters if leaf in module._parameters else module._buffers
+    table: dict[str, Any] = (
+        module._parameters if leaf in module._parameters else module._buffers  # type: ignore[assignment]
+    )
     table[leaf] = value
 
 
@@ -654,17 +671,20 @@ def _as_library_code(model: PreTrainedModel) -> Iterator[None]:
     `fully_shard` changes the class of the model, which then counts as custom code: modules without
     tensors of their own would be left uninitialised (falcon_h1's buffers, for one).
     """
-    plain = model.hf_assets.model_class
-    model.is_custom_code = plain.is_custom_code if plain is not None else model.is_custom_code
+    vars(model)["is_custom_code"] = plain_class(model).is_custom_code
     try:
         yield
     finally:
-        del model.is_custom_code
+        del vars(model)["is_custom_code"]
+
+
+def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the model's class as it was before sharding changed it."""
+    return assets_of(model).model_class or type(model)
 
 
 def _plain_name(model: PreTrainedModel) -> str:
-    plain = model.hf_assets.model_class
-    return (plain or type(model)).__name__
+    return plain_class(model).__name__
 
 
 def _gone(error: Exception) -> LoadingError:

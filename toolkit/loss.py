@@ -1,9 +1,9 @@
 """The causal-LM loss: a sum over supervised tokens that never holds all logits at once.
 
 Owns how hidden states and labels become one number. Does not know the class of the model: where the
-head is a linear layer whose output reaches the caller untouched, the loss is computed inside the head,
-chunk by chunk; where a model changes its logits afterwards (soft caps, scales), it is computed from
-those.
+head is a linear layer whose output reaches the caller untouched, the loss is computed inside the
+head, chunk by chunk; where a model changes its logits afterwards (soft caps, scales), it is
+computed from those.
 """
 
 import weakref
@@ -34,9 +34,9 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
 def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the sum of the cross entropies of the supervised tokens of one micro-batch, 0-d fp32.
 
-    The logits of one chunk of tokens exist at a time (256 MB at most in fp32). Where there are several
-    chunks, each is computed again in the backward: 2 x hidden x vocabulary FLOPs a token more. A batch
-    without supervised tokens gives an exact 0 with a gradient of zeros.
+    The logits of one chunk of tokens exist at a time (256 MB at most in fp32). Where there are
+    several chunks, each is computed again in the backward: 2 x hidden x vocabulary FLOPs a token
+    more. A batch without supervised tokens gives an exact 0 with a gradient of zeros.
 
     Args:
         model: a causal LM, sharded or not.
@@ -63,9 +63,9 @@ def _from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Tensor]) -> bool:
     """Whether what the head answers is what the model answers. Found out once a model, by trying.
 
-    Costs one forward of one sample, without gradient and without touching the random state, so that a
-    resumed run draws the same dropout as an undisturbed one. Every rank finds the same: it follows from
-    the model's code.
+    Costs one forward of one sample, without gradient and without touching the random state, so that
+    a resumed run draws the same dropout as an undisturbed one. Every rank finds the same: it
+    follows from the model's code.
     """
     if model not in _known:
         one = {k: v[:1] for k, v in batch.items()}
@@ -91,8 +91,8 @@ class _OtherUse(Exception):
 class _LossInHead:
     """While entered, `head` answers hidden states [B, T, H] with the loss sum.
 
-    The weight is used inside the head's own forward, where FSDP has gathered it: anywhere else it may
-    be a shard.
+    The weight is used inside the head's own forward, where FSDP has gathered it: anywhere else it
+    may be a shard.
     """
 
     def __init__(self, head: nn.Linear, labels: torch.Tensor):
@@ -102,14 +102,14 @@ class _LossInHead:
 
     def __enter__(self) -> "_LossInHead":
         self._own = self._head.__dict__.get("forward")
-        self._head.forward = self._forward  # type: ignore[method-assign]
+        vars(self._head)["forward"] = self._forward
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._own is None:
-            del self._head.forward
+            del vars(self._head)["forward"]
         else:
-            self._head.forward = self._own  # type: ignore[method-assign]
+            vars(self._head)["forward"] = self._own
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.result is not None or hidden.shape[:-1] != self._labels.shape:

@@ -3,8 +3,8 @@
 Owns tokens/s, MFU, memory and their files. Knows neither the loop nor trackers.
 
 [Note: MFU] Model FLOPs utilisation after PaLM (Chowdhery et al. 2022, appendix B): 6 N + 12 L H T
-operations a token for N parameters without the embedding lookup, L layers of width H and sequences of T
-tokens, divided by the device's dense bf16 peak. Recomputation does not count as work.
+operations a token for N parameters without the embedding lookup, L layers of width H and sequences
+of T tokens, divided by the device's dense bf16 peak. Recomputation does not count as work.
 """
 
 import json
@@ -60,14 +60,17 @@ class Clock:
 def flops_per_token(
     parameters: int, embedding: int, layers: int, width: int, sequence_length: int
 ) -> float:
-    """Return the training FLOPs of one token; `embedding` are parameters that are only looked up."""
+    """Return the training FLOPs of one token; `embedding` are parameters that are only looked
+    up.
+    """
     return 6.0 * (parameters - embedding) + 12.0 * layers * width * sequence_length
 
 
 class Metrics:
     """Collects one run's steps and writes them on the main process; a no-op on the others.
 
-    The tensors of a step are read only when a line is due, so that the device never waits in between.
+    The tensors of a step are read only when a line is due, so that the device never waits in
+    between.
     """
 
     def __init__(
@@ -127,11 +130,15 @@ class Metrics:
             self._show(line)
 
     def check_finite(self, step: int) -> None:
-        """Raise `TrainingError` when a step up to here was not finite: such weights are not saved."""
+        """Raise `TrainingError` when a step up to here was not finite: such weights are not
+        saved.
+        """
         if self._bad is not None and bool(self._bad):
             raise TrainingError(
-                f"the loss or the gradient norm became NaN or infinite by step {step}; nothing was saved since. "
-                "Lower optim.learning_rate, raise optim.warmup_steps, or look at the data of these steps; "
+                f"the loss or the gradient norm became NaN or infinite by step {step}; nothing was "
+                "saved since. "
+                "Lower optim.learning_rate, raise optim.warmup_steps, or look at the data of these "
+                "steps; "
                 "the last checkpoint is good"
             )
 
@@ -197,7 +204,8 @@ class Metrics:
         mfu = f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         print(
             f"step {line['step']:>{len(str(self._last))}}/{self._last}  {text}  "
-            f"grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}{mfu}  eta {_duration(left)}",
+            f"grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}{mfu}  eta "
+            f"{_duration(left)}",
             flush=True,
         )
 

@@ -18,6 +18,7 @@ from toolkit.errors import ModelError
 from toolkit.hf_format import (
     HFAssets,
     asset_files,
+    assets_of,
     conversion_mapping,
     local_folder,
     read_config,
@@ -29,8 +30,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     """Build the model of `cfg` on the meta device: every shape, no bytes, ties in place.
 
     Parameters have the storage dtype `cfg.dtype`; those that transformers keeps in fp32 for half
-    precision stay fp32. `model.hf_assets` holds what an export needs. Costs milliseconds a layer and
-    no memory; the folder needs a config.json but no weights.
+    precision stay fp32. `model.hf_assets` holds what an export needs. Costs milliseconds a layer
+    and no memory; the folder needs a config.json but no weights.
 
     Raises:
         ModelError: no such folder, no usable config, or not a causal LM.
@@ -139,7 +140,7 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
     said = (getattr(config, "architectures", None) or [None])[0]
     if said in known:
         return getattr(transformers, said)
-    mapped = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
     if mapped is None or (said is not None and not said.endswith("Model")):
         raise ModelError(
@@ -151,7 +152,9 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
 
 
 def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
-    """Return the dtype in which parameters are stored; `auto` is the checkpoint's, else bfloat16."""
+    """Return the dtype in which parameters are stored; `auto` is the checkpoint's, else
+    bfloat16.
+    """
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype)
     said = getattr(config, "dtype", None)
@@ -165,8 +168,8 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the decoder layers of `model`, name -> module, in the order of definition.
 
     They are the modules of the classes in `_no_split_modules`, and the elements of the largest
-    outermost `ModuleList` where those leave it uncovered; outermost only, and never one that holds a
-    tied embedding.
+    outermost `ModuleList` where those leave it uncovered; outermost only, and never one that holds
+    a tied embedding.
     """
     from transformers import PreTrainedModel as Base
 
@@ -217,7 +220,7 @@ def check_causal(model: PreTrainedModel) -> None:
         False in (getattr(m, "is_decoder", True), getattr(m, "is_causal", True))
         for m in model.modules()
     ):
-        name = model.hf_assets.model_class.__name__
+        name = plain_name(model)
         raise ModelError(
             f"{name} attends in both directions, since is_decoder is false in its config.json: "
             "each token would see the one that it must predict. Set is_decoder: true there, or "
@@ -242,7 +245,14 @@ def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of the input embedding."""
-    return model.get_input_embeddings().weight.shape[0]
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
+
+
+def plain_name(model: nn.Module) -> str:
+    """Return the name of the model's class as it was before sharding changed it."""
+    return (assets_of(model).model_class or type(model)).__name__
 
 
 def _said(error: BaseException) -> str:
@@ -296,7 +306,9 @@ def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:
 
 
 def _resize(model: PreTrainedModel, pristine: dict[str, Any], folder: Path, trust: bool) -> bool:
-    """Give embedding and head one row per token of the tokenizer, in `model` and its config.json."""
+    """Give embedding and head one row per token of the tokenizer, in `model` and its
+    config.json.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)

@@ -3,8 +3,8 @@
 A rank that raises alone leaves the others waiting in a collective until a timeout. Everything that
 can fail on one rank only (reading files, checking data) goes through the functions here.
 
-Owns the small object exchanges between ranks. Knows nothing of models, devices or launchers. Without
-an initialised process group every function is the plain call.
+Owns the small object exchanges between ranks. Knows nothing of models, devices or launchers.
+Without an initialised process group every function is the plain call.
 """
 
 from collections.abc import Callable
@@ -72,8 +72,7 @@ def main_first(fn: Callable[[], T]) -> T:
     result = together(fn if rank() == 0 else lambda: None)
     if world_size() == 1:
         return result  # type: ignore[return-value]
-    others = together((lambda: result) if rank() == 0 else fn)
-    return others  # type: ignore[return-value]
+    return together((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
 
 
 def _raise_together(failure: BaseException | None, group: dist.ProcessGroup | None) -> None:

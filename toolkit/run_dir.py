@@ -1,6 +1,7 @@
 """The run directory: which run it holds, and whether this start may go on in it.
 
-Owns `config.yaml` and the comparison of a start with what is there. Does not know what the settings do.
+Owns `config.yaml` and the comparison of a start with what is there. Does not know what the settings
+do.
 """
 
 import os
@@ -34,7 +35,8 @@ def claim(cfg: Any) -> Path:
     strangers = present - {TOKENIZER, commit.CHECKPOINTS}
     if strangers and CONFIG not in present:
         raise ConfigError(
-            f"output_dir {folder} holds files that are not a run's ({', '.join(sorted(strangers)[:3])}); "
+            f"output_dir {folder} holds files that are not a run's "
+            f"({', '.join(sorted(strangers)[:3])}); "
             "give an empty or new folder"
         )
     if not holds_work(folder):
@@ -60,7 +62,8 @@ def claim(cfg: Any) -> Path:
             f"{n} was {old!r}, is {new!r}" for n, (old, new) in list(changed.items())[:4]
         )
         raise ConfigError(
-            f"output_dir {folder} holds another run: {listed}. Give another output_dir, or the settings of "
+            f"output_dir {folder} holds another run: {listed}. Give another output_dir, or the "
+            "settings of "
             f"that run ({folder / CONFIG})"
         )
     return folder

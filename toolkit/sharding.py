@@ -1,4 +1,5 @@
-"""FSDP2 applied to a Hugging Face causal LM: the mesh, the units, precision, recomputation, offload.
+"""FSDP2 applied to a Hugging Face causal LM: the mesh, the units, precision, recomputation,
+offload.
 
 Owns how parameters are laid out over devices; the only file that imports `torch.distributed.fsdp`.
 Does not know where the bytes come from: it shards a model on meta.
@@ -77,7 +78,8 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
     layers = decoder_layers(model)
     if not layers:
         raise ShardingError(
-            f"{type(model).__name__} has no decoder layers to shard (_no_split_modules is empty and it "
+            f"{type(model).__name__} has no decoder layers to shard (_no_split_modules is empty "
+            "and it "
             "holds no ModuleList)"
         )
     if cfg.activation_checkpointing in (True, "full"):
@@ -100,7 +102,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
     if plain:
         raise ShardingError(f"{len(plain)} parameter(s) were not sharded: {', '.join(plain[:5])}")
     # Where the bytes belong, for whoever brings them: host memory under offload.
-    model.parameter_device = torch.device("cpu") if cfg.cpu_offload else None
+    vars(model)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def units(model: nn.Module, cfg: ShardingConfig) -> list[Unit]:
     members: dict[str, list[DTensor]] = {name: [] for name in owners}
     for name, parameter in model.named_parameters():
         owner = max((o for o in owners if o == "" or name.startswith(o + ".")), key=len)
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
         members[owner].append(parameter)
     return [
         Unit(
@@ -141,7 +144,8 @@ def ledger(model: nn.Module, cfg: ShardingConfig) -> str:
     largest = max(found, key=lambda u: u.bytes_gathered)
     stored = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     return (
-        f"{len(found)} units, {sum(u.bytes_stored for u in found) / 1e6:,.1f} MB of parameters a rank, largest "
+        f"{len(found)} units, {sum(u.bytes_stored for u in found) / 1e6:,.1f} MB of parameters a "
+        "rank, largest "
         f"unit gathered {largest.bytes_gathered / 1e6:,.1f} MB; dtypes: stored and optimised "
         f"{'/'.join(stored)}, computed {cfg.param_dtype}, reduced {cfg.reduce_dtype}"
     )
@@ -172,9 +176,9 @@ def _check_reshard(value: bool | int | str, ranks: int) -> None:
 def _recompute_in_backward(layer: nn.Module) -> None:
     """Recompute `layer`'s forward in the backward pass, inside its FSDP unit.
 
-    The layer's forward is replaced, not the module wrapped: names stay those of the plain model, and
-    the recomputation runs on parameters that are gathered and inputs that are cast already (from
-    outside, torch 2.11 and 2.12 lose that cast).
+    The layer's forward is replaced, not the module wrapped: names stay those of the plain model,
+    and the recomputation runs on parameters that are gathered and inputs that are cast already
+    (from outside, torch 2.11 and 2.12 lose that cast).
     """
     forward: Callable = layer.forward
 

@@ -5,13 +5,14 @@ reduction on the last micro-batch only, the norm of a sharded gradient. Knows no
 
 [Note: token weighting] The loss is the mean over the supervised tokens of the global batch. So the
 tokens of all micro-batches of all ranks are counted first (one all-reduce of one integer), and each
-micro-batch contributes its sum divided by that count. FSDP averages gradients over ranks, where a sum is
-meant: each contribution is multiplied by the number of ranks. A rank without supervised tokens
-contributes zero, not the NaN of an empty mean.
+micro-batch contributes its sum divided by that count. FSDP averages gradients over ranks, where a
+sum is meant: each contribution is multiplied by the number of ranks. A rank without supervised
+tokens contributes zero, not the NaN of an empty mean.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,16 +45,17 @@ def train_step(
 ) -> StepStats:
     """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
 
-    See [Note: token weighting]. Costs one small all-reduce more than the bare forward and backward, and
-    reduces gradients once a step.
+    See [Note: token weighting]. Costs one small all-reduce more than the bare forward and backward,
+    and reduces gradients once a step.
 
     Args:
         model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
         optimizer: over its parameters; stepped and its gradients cleared.
-        micro_batches: dicts on the device with `input_ids` and unshifted `labels` [B, T]; every rank
-            has as many.
+        micro_batches: dicts on the device with `input_ids` and unshifted `labels` [B, T]; every
+            rank has as many.
         max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
-        sync_each: reduce gradients after every micro-batch: more traffic, no unsharded gradient kept.
+        sync_each: reduce gradients after every micro-batch: more traffic, no unsharded gradient
+            kept.
 
     Raises:
         TrainingError: no micro-batches.
@@ -62,8 +64,8 @@ def train_step(
         raise TrainingError(
             "train_step got no micro-batches; every rank needs as many, at least one"
         )
-    sharded = hasattr(model, "set_requires_gradient_sync")
-    world = dist.get_world_size() if sharded and dist.is_initialized() else 1
+    sharded: Any = model if hasattr(model, "set_requires_gradient_sync") else None
+    world = dist.get_world_size() if sharded is not None and dist.is_initialized() else 1
     tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
     if world > 1:
         dist.all_reduce(tokens)
@@ -71,9 +73,9 @@ def train_step(
     total = torch.zeros((), device=tokens.device)
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
-        if sharded:
-            model.set_requires_gradient_sync(last or sync_each)
-            model.set_is_last_backward(last)
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(last or sync_each)
+            sharded.set_is_last_backward(last)
         contribution = loss_sum(model, batch) * scale
         contribution.backward()
         total += contribution.detach()
@@ -86,7 +88,8 @@ def train_step(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients to a global norm of at most `max_norm`; return the norm before. Collective.
+    """Scale the gradients to a global norm of at most `max_norm`; return the norm before.
+    Collective.
 
     The norm is that of the whole gradient: each rank's shards are counted once. 0 does not clip.
     """
@@ -104,8 +107,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Return the mean loss over all supervised tokens of all ranks' `batches`, 0-d. Collective.
 
-    Every rank must bring as many batches (pad with labels of -100): FSDP gathers in each forward. Its
-    exponential is the perplexity. NaN when there is no supervised token at all.
+    Every rank must bring as many batches (pad with labels of -100): FSDP gathers in each forward.
+    Its exponential is the perplexity. NaN when there is no supervised token at all.
     """
     was_training = model.training
     model.eval()
