@@ -43,7 +43,9 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     mesh = ranks.together(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
     ranks.together(lambda: refuse_misfits(cfg))
     model_cfg = ranks.main_first(
-        lambda: prepare_tokenizer(cfg.model, cfg.data, folder / run_dir.TOKENIZER)
+        lambda: prepare_tokenizer(
+            cfg.model, cfg.data, folder / run_dir.TOKENIZER, keep=run_dir.holds_work(folder)
+        )
     )
     model = ranks.together(lambda: models.build_on_meta(model_cfg))
     ranks.together(lambda: models.check_causal(model))

@@ -349,3 +349,20 @@ def test_workers_fork_without_a_warning(tokenizer, monkeypatch, capfd):
     assert "TOKENIZERS_PARALLELISM" not in os.environ  # the parent stays parallel
     again = tokenise(rows(TEXTS), tokenizer, CFG, 600)
     assert again["input_ids"][:] == tokens["input_ids"][:3]
+
+
+def test_other_text_trains_another_tokenizer_unless_a_run_has_used_it(tmp_path: Path) -> None:
+    """A start that came to nothing leaves its tokenizer behind: it must not serve other text."""
+    folder = tmp_path / "model"
+    LlamaConfig(vocab_size=300).save_pretrained(folder)
+    model = ModelConfig(str(folder), init="random", train_tokenizer=True)
+    found = {}
+    for name, text in (("one", "aaaa bbbb " * 200), ("two", "cccc dddd " * 200)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        data = DataConfig(train_files=str(tmp_path / f"{name}.txt"))
+        prepare_tokenizer(model, data, tmp_path / "tokenizer")
+        found[name] = (tmp_path / "tokenizer/tokenizer.json").read_bytes()
+    assert found["one"] != found["two"]
+    data = DataConfig(train_files=str(tmp_path / "one.txt"))
+    prepare_tokenizer(model, data, tmp_path / "tokenizer", keep=True)
+    assert (tmp_path / "tokenizer/tokenizer.json").read_bytes() == found["two"]

@@ -210,6 +210,8 @@ def weight_files(
             which is missing or outside the folder.
     """
     remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
+    if _obtain(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
+        return [folder / SINGLE_FILE]
     if _obtain(folder, INDEX_FILE, remote, revision):
         index = _read_index(folder / INDEX_FILE)
         names = sorted(set(index.values()))
@@ -227,8 +229,6 @@ def weight_files(
                 f"{', '.join(missing[:5])}; complete the download or the copy of {folder}"
             )
         return [folder / n for n in names]
-    if _obtain(folder, SINGLE_FILE, remote, revision):
-        return [folder / SINGLE_FILE]
     others = sorted(
         p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf")
     )

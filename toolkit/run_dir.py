@@ -32,7 +32,9 @@ def claim(cfg: Any) -> Path:
         raise ConfigError(f"output_dir {folder} is a file or a broken link; give a folder")
     _check_writable(folder)
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    strangers = present - {TOKENIZER, commit.CHECKPOINTS}
+    # What a start that was killed may have left: whole pieces of a run, and unfinished ones.
+    ours = (TOKENIZER, f"{TOKENIZER}.tmp", commit.CHECKPOINTS, f"{CONFIG}.tmp")
+    strangers = {name for name in present if not (name in ours or name.startswith(ours[1] + "-"))}
     if strangers and CONFIG not in present:
         raise ConfigError(
             f"output_dir {folder} holds files that are not a run's "
@@ -63,8 +65,7 @@ def claim(cfg: Any) -> Path:
         )
         raise ConfigError(
             f"output_dir {folder} holds another run: {listed}. Give another output_dir, or the "
-            "settings of "
-            f"that run ({folder / CONFIG})"
+            f"settings of that run ({folder / CONFIG})"
         )
     return folder
 

@@ -47,21 +47,27 @@ _FILES = (
 )
 """Any of these makes a folder a tokenizer's."""
 
+_MADE_OF = "made_of.txt"
+"""Beside a trained tokenizer: the fingerprint of its text, and its vocabulary size."""
+
 log = logging.getLogger(__name__)
 
 
-def prepare_tokenizer(model: ModelConfig, data: DataConfig, folder: Path) -> ModelConfig:
+def prepare_tokenizer(
+    model: ModelConfig, data: DataConfig, folder: Path, *, keep: bool = False
+) -> ModelConfig:
     """Return `model` with `tokenizer_name_or_path` set to the tokenizer that the run will use.
 
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
     byte-level BPE of the model's vocabulary size, trained on the training text into `folder` (or
-    found there from an earlier start). Where there is none and the data is tokenised already,
-    `model` comes back as it is. Writes files: call it on one rank first.
+    found there from an earlier start on the same text). Where there is none and the data is
+    tokenised already, `model` comes back as it is. Writes files: call it on one rank first.
 
     Args:
         model: the model, and what is said about its tokenizer.
         data: the training text.
         folder: where a trained tokenizer goes; it appears there whole or not at all.
+        keep: a run has trained with the one in `folder`: use it, whatever the text is now.
 
     Raises:
         DataError: there is none, and the data is text.
@@ -72,7 +78,8 @@ def prepare_tokenizer(model: ModelConfig, data: DataConfig, folder: Path) -> Mod
         return model
     if _has_tokenizer(model):
         return replace(model, tokenizer_name_or_path=model.name_or_path)
-    if model.train_tokenizer and (folder / "tokenizer.json").is_file():
+    trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
+    if trained and keep:
         return replace(model, tokenizer_name_or_path=str(folder))
     documents = load_documents(data, data.train_files)
     if "input_ids" in documents.column_names:
@@ -83,13 +90,20 @@ def prepare_tokenizer(model: ModelConfig, data: DataConfig, folder: Path) -> Mod
             "model.tokenizer_name_or_path to a folder or Hub id, or model.train_tokenizer: true to "
             "train one on the text, or give data with a column input_ids"
         )
+    vocab_size = _vocab_size(model)
+    made_of = f"{documents._fingerprint} {vocab_size}"
+    if trained and _read(folder / _MADE_OF) == made_of:
+        return replace(model, tokenizer_name_or_path=str(folder))
+    if trained:
+        shutil.rmtree(folder)  # of an earlier start on other text, which came to nothing
     if model.init == "pretrained" and ranks.rank() == 0:
         log.warning(
             "training a new tokenizer for the pretrained weights of %s: their embeddings were "
             "learned with another one. Set model.tokenizer_name_or_path where that one is known",
             model.name_or_path,
         )
-    train_tokenizer(documents, _vocab_size(model), folder)
+    train_tokenizer(documents, vocab_size, folder)
+    (folder / _MADE_OF).write_text(made_of, "utf-8")
     return replace(model, tokenizer_name_or_path=str(folder))
 
 
@@ -195,6 +209,10 @@ def train_tokenizer(documents: datasets.Dataset, vocab_size: int, folder: Path) 
         raise DataError(f"cannot write the tokenizer to {folder}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _read(file: Path) -> str | None:
+    return file.read_text("utf-8") if file.is_file() else None
 
 
 def _training_text(documents: datasets.Dataset, limit: int) -> Iterator[str]:
