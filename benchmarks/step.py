@@ -126,7 +126,7 @@ def with_toolkit(run: launch.Run, folder: str, length: int, size: int, steps: in
     model = build_on_meta(ModelConfig(folder, init="random"))
     apply_fsdp(model, init_mesh("cpu", 2, FP32), FP32)
     init_weights(model, "cpu", 0)
-    cfg = OptimConfig(learning_rate=1e-3)
+    cfg = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, steps)
     data = Tokens(model.config.vocab_size, length)
@@ -163,7 +163,10 @@ def with_bare_fsdp(rank: int, folder: str, length: int, size: int, steps: int):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     init_weights(model, "cpu", 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
     scheduler = get_scheduler("linear", optimizer, 0, steps)
     data = Tokens(model.config.vocab_size, length)
     every = GlobalBatches(SampleOrder(len(data), 0), 0, steps, size, 1, 2)

@@ -9,8 +9,8 @@ import contextlib
 import copy
 import hashlib
 import math
+import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +33,7 @@ from toolkit.hf_format import (
     split_mapping,
     weight_files,
 )
+from toolkit.shard_reader import FileTensor, Reader
 
 # A block of rows is drawn from one seed: small enough to stream, the same for every world size.
 _BLOCK_ELEMENTS = 2**22
@@ -69,9 +69,7 @@ def load_pretrained(
             shapes, a damaged file, a parameter left on meta.
     """
     begun = time.perf_counter()
-    report = ranks.together(lambda: _load(model, path, torch.device(device), begun))
-    ranks.together(lambda: check_materialised(model))
-    return report
+    return ranks.together(lambda: _load(model, path, torch.device(device), begun))
 
 
 def check_fits(model: PreTrainedModel, path: str | Path) -> None:
@@ -151,56 +149,6 @@ def check_materialised(model: nn.Module) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Source:
-    """A tensor in a file, read slice by slice into memory of its own.
-
-    Quacks like safetensors' slice, which transformers' loader expects. Its result never aliases the
-    mapped file: where the loader would not cast, the slice is copied.
-    """
-
-    requested = 0
-    _lock = threading.Lock()
-
-    def __init__(
-        self, inner: Any, entry: TensorEntry, dtypes: set[torch.dtype], rows: int | None = None
-    ):
-        self._inner, self._entry = inner, entry
-        self._copy = entry.dtype in dtypes
-        self._rows = entry.shape[0] if rows is None else rows
-
-    def get_shape(self) -> list[int]:
-        return [self._rows, *self._entry.shape[1:]] if self._entry.shape else []
-
-    def get_dtype(self) -> str:
-        return self._inner.get_dtype()
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        if self._entry.shape and self._rows != self._entry.shape[0]:
-            piece = self._resized(index)
-        else:
-            piece = self._inner[index]
-            piece = piece.clone() if self._copy else piece
-        with _Source._lock:
-            _Source.requested += piece.numel() * self._entry.dtype.itemsize
-        return piece
-
-    def _resized(self, index: Any) -> torch.Tensor:
-        """Rows of an embedding whose number of rows changed: new ones are the mean of the old."""
-        index = (index,) if not isinstance(index, tuple) else index
-        rows = index[0] if isinstance(index[0], slice) else slice(None)
-        begin, end, _ = rows.indices(self._rows)
-        old = self._entry.shape[0]
-        kept = self._inner[(slice(min(begin, old), min(end, old)), *index[1:])].clone()
-        fresh = end - max(begin, old)
-        if fresh <= 0:
-            return kept
-        total = torch.zeros(self._entry.shape[1:], dtype=torch.float64)
-        for start in range(0, old, 4096):
-            total += self._inner[start : min(start + 4096, old)].double().sum(0)
-        mean = (total / old).to(self._entry.dtype)
-        return torch.cat([kept, mean.expand(fresh, *mean.shape)[(slice(None), *index[1:])]])
-
-
 def _load(
     model: PreTrainedModel, path: str | Path, device: torch.device, begun: float
 ) -> LoadReport:
@@ -208,15 +156,15 @@ def _load(
     entries = read_weights(weight_files(folder, str(path)))
     _check_shapes(model, entries)
     home = getattr(model, "parameter_device", None) or device
-    dtypes = {p.dtype for p in model.parameters()} if home.type == "cpu" else set()
-    _Source.requested = 0
-    handles = {f: safe_open(f, framework="pt") for f in {e.file for e in entries.values()}}
-    sources = {}
-    for name, entry in entries.items():
-        rows = _resized_rows(model, name, entry)
-        sources[name] = _Source(handles[entry.file].get_slice(name), entry, dtypes, rows)
-    whole = _unsliceable(model, sources)
-    with _as_library_code(model):
+    # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
+    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    dtype = dtypes.pop() if len(dtypes) == 1 and home.type == "cpu" else None
+    with Reader() as reader, _as_library_code(model):
+        sources = {
+            name: FileTensor(reader, name, entry, dtype, _resized_rows(model, name, entry))
+            for name, entry in entries.items()
+        }
+        whole = _unsliceable(model, sources)
         bar = ranks.rank() == 0 and sys.stderr.isatty()
         info = _drive_loader(
             model, {k: s for k, s in sources.items() if k not in whole}, home, bar=bar
@@ -226,10 +174,11 @@ def _load(
         _finalize(model, home, info)
     _settle_buffers(model, device)
     _refuse_misfit(model, folder, info)
+    check_materialised(model)
     return LoadReport(
         len(entries),
         sum(e.nbytes for e in entries.values()),
-        _Source.requested,
+        reader.requested,
         time.perf_counter() - begun,
     )
 
@@ -304,13 +253,34 @@ def _drive_loader(
     if not bar:
         logging.disable_progress_bar()
     try:
-        info, _ = convert_and_load_state_dict_in_model(
-            model=model, state_dict=sources, load_config=config, disk_offload_index=None
-        )
+        with _own_thread(home):
+            info, _ = convert_and_load_state_dict_in_model(
+                model=model, state_dict=sources, load_config=config, disk_offload_index=None
+            )
     finally:
         if shown:
             logging.enable_progress_bar()
     return info
+
+
+@contextlib.contextmanager
+def _own_thread(home: torch.device) -> Iterator[None]:
+    """Let transformers' loader copy in this thread where the copies stay in host memory.
+
+    Its pool pays where bytes go on to a device. On CPUs the ranks are the parallelism, and the
+    pool's threads fight with them over cores and interpreter (docs/decisions.md has the figures).
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"  # the loader's only switch
+    before = os.environ.get(name)
+    if home.type == "cpu":
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def _finalize(model: PreTrainedModel, home: torch.device, info: Any) -> None:
