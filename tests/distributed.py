@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -37,3 +38,7 @@ def _entry(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tup
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+    # Gloo's threads may abort an interpreter that is going down: see `launch._leave`.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,10 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import transformers
+from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -79,10 +77,7 @@ def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _write_sharded(rank: int, port: int, root: str) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+def _write_sharded(rank: int, world: int, root: str) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     for name in MODELS:
         model = trained(Path(root) / name / "source")
@@ -95,7 +90,6 @@ def _write_sharded(rank: int, port: int, root: str) -> None:
         for key, tensor in stored(trained(Path(root) / "llama" / "source")).items()
     }
     dcp.save(columns, checkpoint_id=Path(root) / "columns")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +98,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("consolidate")
     for name in MODELS:
         write_source(root / name / "source", name)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_write_sharded, (port, str(root)), nprocs=RANKS)
+    run_ranks(_write_sharded, RANKS, str(root))
     for name in MODELS:
         dcp.save(stored(trained(root / name / "source")), checkpoint_id=root / name / "dcp-single")
         for kind in ("sharded", "single"):
