@@ -22,7 +22,7 @@ from toolkit.metrics import read_metrics
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "recipes/configs/pretrain_tiny.yaml"
 CPU = ROOT / "accelerate_configs/cpu.yaml"
-PROMPT = "def "
+PROMPT = "    def __init__(self"
 
 
 def main() -> int:
