@@ -66,10 +66,8 @@ def save_tiny_model(
     return folder
 
 
-def save_byte_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer whose ids are 0 for the end of text and 1 + byte; no training, 257
-    entries.
-    """
+def save_byte_tokenizer(folder: Path, extra: int = 0) -> Path:
+    """Write a tokenizer: id 0 ends a text, then the 256 bytes, then `extra` added tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -78,9 +76,9 @@ def save_byte_tokenizer(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
-        folder
-    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    wrapped.add_tokens([f"<extra-{i}>" for i in range(extra)])
+    wrapped.save_pretrained(folder)
     return folder
 
 

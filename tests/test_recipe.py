@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from conftest import (
+    BIN,
     ROOT,
     accelerate,
     free_port,
@@ -236,6 +237,18 @@ def losses_without_rng(run: Path, command, step: int) -> list[float]:
 
 def _digests(run: Path) -> dict:
     return commit.read_manifest(checkpoint.newest(run))["tensors"]
+
+
+def test_no_arguments_run_the_demo_and_say_so(tmp_path):
+    """`accelerate launch recipes/pretrain.py`, here with two settings that keep it short."""
+    launcher = [str(BIN / "accelerate"), "launch"]
+    few = ["--train.max_steps", "2", "--data.sequence_length", "32", "--output_dir", str(tmp_path)]
+    result = run_recipe(launcher, *few)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "running the demo's config" in result.stdout
+    assert "LlamaForCausalLM" in result.stdout
+    assert f"toolkit consolidate {tmp_path}" in result.stdout
+    assert len(read(tmp_path)) == 2
 
 
 def test_another_number_of_processes_resumes(runs, tiny_llama, text_file, tmp_path):

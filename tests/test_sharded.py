@@ -4,11 +4,12 @@ One group of processes serves many checks; the plain side runs in the test itsel
 """
 
 import contextlib
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_tiny_model, tiny_config
+from conftest import save_byte_tokenizer, save_tiny_model, tiny_config
 from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -16,7 +17,9 @@ from transformers import AutoModelForCausalLM
 from toolkit import checkpoint, commit, loading
 from toolkit.config import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
 from toolkit.consolidate import consolidate
+from toolkit.launch import seed_everything
 from toolkit.loading import init_weights, load_pretrained
+from toolkit.loss import loss_sum
 from toolkit.models import build_on_meta
 from toolkit.optim import build_optimizer
 from toolkit.sharding import apply_fsdp, init_mesh
@@ -130,8 +133,6 @@ def train_all(rank: int, world: int, folders: dict[str, str], run_dir: str) -> d
         ("untied", ShardingConfig(param_dtype="float32", dp_replicate=2), 1),
         ("untied", ShardingConfig(param_dtype="float32", reshard_after_forward=False), 1),
     ):
-        if cfg.cpu_offload:
-            continue  # pinned memory needs an accelerator
         model = shard(folders[name], world, cfg)
         load_pretrained(model, folders[name], "cpu")
         model.train()
@@ -141,6 +142,7 @@ def train_all(rank: int, world: int, folders: dict[str, str], run_dir: str) -> d
         stats = [train_step(model, optimizer, micro) for _ in range(2)]
         key = (
             name,
+            cfg.cpu_offload,
             cfg.dp_replicate,
             cfg.activation_checkpointing,
             cfg.reshard_after_forward,
@@ -352,6 +354,74 @@ def train_half(rank: int, world: int, folder: str, run: str):
     train_step(model, optimizer, [batch(2, seed=rank)])
     checkpoint.save(checkpoint.TrainState(model, optimizer, step=1), run, SAVING)
     return full(model), run
+
+
+def test_resized_embeddings_keep_old_rows_and_start_new_ones_at_their_mean(folders, tmp_path):
+    import shutil
+
+    folder = Path(shutil.copytree(folders["untied"], tmp_path / "model"))
+    save_byte_tokenizer(folder, extra=80)  # 337 ids for 300 rows
+    for rank in run_ranks(load_resized, 2, str(folder)):
+        source = plain(folders["untied"]).state_dict()
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert rank[name].shape == (337, 32)
+            assert torch.equal(rank[name][:300], source[name])
+            mean = source[name].double().mean(0).float()
+            torch.testing.assert_close(rank[name][300:], mean.expand(37, -1))
+
+
+def load_resized(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    model = build_on_meta(ModelConfig(folder, resize_embeddings=True))
+    apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)
+    load_pretrained(model, folder, "cpu")
+    assert model.hf_assets.config["vocab_size"] == 337
+    return full(model)
+
+
+def test_full_activation_checkpointing_computes_each_layer_twice(folders):
+    calls = {}
+    for setting in ("none", "full"):
+        cfg = ShardingConfig(param_dtype="float32", activation_checkpointing=setting)
+        with _world_of_one():
+            model = shard(folders["untied"], 1, cfg)
+            load_pretrained(model, folders["untied"], "cpu")
+            model.train()
+            seen: list[int] = []
+            model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_, s=seen: s.append(1))
+            loss_sum(model, batch(2))  # finds out once how the head is used
+            seen.clear()
+            loss_sum(model, batch(2)).backward()
+            calls[setting] = len(seen)
+    assert calls == {"none": 1, "full": 2}
+
+
+def test_ranks_draw_different_dropout_and_runs_repeat_it():
+    drawn = []
+    for seed, rank in ((1, 0), (1, 1), (2, 0), (1, 0)):
+        seed_everything(seed, rank)
+        drawn.append((torch.rand(3).tolist(), random.random()))
+    assert drawn[0] == drawn[3]
+    assert len({str(d) for d in drawn}) == 3
+
+
+def test_chunks_of_the_loss_equal_the_whole(folders, monkeypatch):
+    """Many chunks, one chunk and transformers' own loss: the same value and gradients."""
+    from toolkit import loss
+
+    model = plain(folders["tied"]).train()
+    rows = batch(4)
+    expected = model(**rows).loss
+    expected.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    tokens = (rows["labels"][:, 1:] != -100).sum()
+    for elements in (300, 300 * 7, 2**26):
+        monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", elements)
+        model.zero_grad()
+        found = loss_sum(model, rows) / tokens
+        found.backward()
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad - gradients[name]).abs().max() < 1e-6, name
 
 
 def test_refused_shardings(folders):
