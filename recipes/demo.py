@@ -33,6 +33,11 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first")
     args = parser.parse_args()
     begun = time.time()
+    if (args.run / "config.yaml").is_file() and "tiny_llama" not in (
+        args.run / "config.yaml"
+    ).read_text("utf-8"):
+        print(f"{args.run} holds a run that is not the demo's; give another RUN", file=sys.stderr)
+        return 1
     export = args.run.with_name(args.run.name + "-hf")
     if args.fresh:
         print(f"FRESH=1: starting anew, deleting {args.run} and {export}")

@@ -49,6 +49,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     )
     model = ranks.together(lambda: models.build_on_meta(model_cfg))
     ranks.together(lambda: models.check_causal(model))
+    ranks.together(lambda: models.check_layerdrop(model.config))
     weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
     if cfg.model.init == "pretrained":
         ranks.together(lambda: check_fits(model, weights))

@@ -88,7 +88,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
     for module, name in (
         (tokenizer, "train_tokenizer"),
         (tokenise, "tokenise"),
-        (loading, "_load"),
+        (loading, "_stream"),
         (loading, "_draw"),
         (checkpoint, "save"),
     ):
@@ -191,7 +191,7 @@ def test_the_settings_of_these_tests_are_good(start, tmp_path) -> None:
     """The control: what the cases below spoil one by one runs as it is."""
     done = start()
     assert done.code == 0, done.err
-    assert done.did == ["tokenise", "_load", "save"]
+    assert done.did == ["tokenise", "_stream", "save"]
     assert (tmp_path / "run/checkpoints/step-00000001/COMMIT").is_file()
 
 
@@ -207,6 +207,7 @@ def test_the_settings_of_these_tests_are_good(start, tmp_path) -> None:
             ["--sharding.param_dtype", "float16"],
             ["sharding.param_dtype", "float16", "use bfloat16"],
         ),
+        (["--model.dtype", "float16"], ["model.dtype float16", "use float32 or bfloat16"]),
         (["--checkpoint.save_total_limit", "1"], ["save_total_limit must be at least 2, got 1"]),
         (["--optim.adam_beta2", "1.5"], ["optim.adam_beta2", "below 1", "1.5"]),
         (["--data.num_workers", "-1"], ["data.num_workers", "-1"]),
@@ -347,6 +348,10 @@ MODEL_CASES = {
     "positions": (
         spoil_config(max_position_embeddings=16),
         ["data.sequence_length is 32", "16 positions", "at most 16"],
+    ),
+    "layers dropped at random": (
+        spoil_config(decoder_layerdrop=0.1),
+        ["decoder_layerdrop is 0.1", "Set it to 0.0"],
     ),
     "broken tokenizer": (
         write("tokenizer.json", "{"),

@@ -443,7 +443,11 @@ def test_output_in_the_way_and_bad_arguments(root: Path, tmp_path: Path) -> None
 
 
 def test_a_damaged_checkpoint_is_refused(root: Path, tmp_path: Path) -> None:
-    for name, message in (("dcp/.metadata", "other bytes"), ("hf/config.json", "other bytes")):
+    for name, message in (
+        ("dcp/.metadata", "other bytes"),
+        ("dcp/__1_0.distcp", "other bytes"),
+        ("hf/config.json", "other bytes"),
+    ):
         run = tmp_path / name.replace("/", "-")
         shutil.copytree(root / "llama/sharded", run)
         file = run / "checkpoints/step-00000007" / name
@@ -455,7 +459,7 @@ def test_a_damaged_checkpoint_is_refused(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "llama/sharded", tmp_path / "short")
     shard = tmp_path / "short/checkpoints/step-00000007/dcp/__1_0.distcp"
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp is missing or not"):
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp is \d+ bytes long, expected"):
         consolidate(tmp_path / "short", tmp_path / "out")
 
 

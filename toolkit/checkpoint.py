@@ -109,7 +109,7 @@ def newest(run_dir: str | Path) -> Path | None:
         )
         if path is None:
             return None
-        names = sorted(commit.read_manifest(path)["files"])
+        names = ranks.on_main(lambda p=path: sorted(commit.read_manifest(p)["files"]))  # type: ignore[misc]
         mine = names[ranks.rank() :: ranks.world_size()]
         found = ranks.together(functools.partial(commit.damaged_files, path, mine))
         damage = [one for part in ranks.gather(found) for one in part]
@@ -199,7 +199,7 @@ def restore(state: TrainState, checkpoint: Path) -> int:
         state.data.load_state_dict(_piece(saved, "data", checkpoint))
     state.step, state.tokens = saved["step"], saved["tokens"]
     state.extra.update(saved["extra"])
-    _restore_rng(checkpoint, saved["world_size"])
+    ranks.together(lambda: _restore_rng(checkpoint, saved["world_size"], state.step))
     return state.step
 
 
@@ -487,7 +487,7 @@ def _write_rng(folder: Path) -> None:
     save_file(tensors, folder / f"rank-{ranks.rank():05d}.safetensors")
 
 
-def _restore_rng(checkpoint: Path, saved_world: int) -> None:
+def _restore_rng(checkpoint: Path, saved_world: int, step: int) -> None:
     """Restore this rank's random state; on another number of ranks derive one, and say so."""
     if saved_world != ranks.world_size():
         if ranks.rank() == 0:
@@ -497,6 +497,10 @@ def _restore_rng(checkpoint: Path, saved_world: int) -> None:
                 "data continue exactly, random state (dropout) is derived anew",
                 flush=True,
             )
+        key = hashlib.sha256(f"{torch.initial_seed()}/{ranks.rank()}/{step}".encode()).digest()
+        random.seed(int.from_bytes(key[:8], "little"))
+        numpy.random.seed(int.from_bytes(key[8:12], "little"))
+        torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
         return
     file = checkpoint / _RNG / f"rank-{ranks.rank():05d}.safetensors"
     if not file.is_file():

@@ -2,6 +2,7 @@
 
     step-N.tmp-*   being written; never read
     step-N         has all its files, a manifest of their sizes and hashes, and COMMIT, written last
+    step-N.old-*   committed before under the same step; counts until the new step-N is committed
     step-N.bad-*   failed verification at resume; kept for a look, never read
     step-N.trash-* being deleted
 
@@ -25,6 +26,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 _STEP = re.compile(r"step-(\d{8,})")
+_OLD = re.compile(r"step-(\d{8,})\.old-.*")
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|trash)-.*")
 
 
@@ -40,6 +42,10 @@ def committed_steps(run_dir: str | Path) -> dict[int, Path]:
     for path in root.iterdir() if root.is_dir() else ():
         match = _STEP.fullmatch(path.name)
         if match and is_committed(path):
+            found[int(match[1])] = path
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _OLD.fullmatch(path.name)
+        if match and int(match[1]) not in found and is_committed(path):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
 
@@ -118,6 +124,7 @@ def begin(run_dir: str | Path, step: int) -> Path:
     """Create and return the empty temporary folder in which the checkpoint of `step` is written."""
     root = Path(run_dir) / CHECKPOINTS
     root.mkdir(parents=True, exist_ok=True)
+    _sync_folder(root.parent)
     folder = root / f"{step_name(step)}.tmp-{os.urandom(4).hex()}"
     folder.mkdir()
     return folder
@@ -143,7 +150,7 @@ def commit(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
     for below, _, _ in os.walk(folder):
         _sync_folder(Path(below))
     if target.exists():  # a committed or broken checkpoint of the same step: step aside first
-        kind = "trash" if is_committed(target) else "bad"
+        kind = "old" if is_committed(target) else "bad"
         os.rename(target, f"{target}.{kind}-{os.urandom(4).hex()}")
     os.rename(folder, target)
     _sync_folder(target.parent)
@@ -169,11 +176,16 @@ def prune(run_dir: str | Path, keep: int | None) -> list[Path]:
     newest checkpoint is committed. `None` keeps all.
     """
     root = Path(run_dir) / CHECKPOINTS
-    gone = [p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)]
     steps = committed_steps(run_dir)
+    kept = set(steps.values())
+    gone = [
+        p
+        for p in root.iterdir()
+        if _LEFTOVER.fullmatch(p.name) or (_OLD.fullmatch(p.name) and p not in kept)
+    ]
     if keep is not None:
         for step in sorted(steps)[:-keep]:
-            trash = steps[step].with_name(f"{steps[step].name}.trash-{os.urandom(4).hex()}")
+            trash = root / f"{step_name(step)}.trash-{os.urandom(4).hex()}"
             os.rename(steps[step], trash)
             gone.append(trash)
         _sync_folder(root)

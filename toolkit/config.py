@@ -297,6 +297,11 @@ def check(cfg: Any) -> None:
             "last "
             "good checkpoint stays until the next one is whole"
         )
+    if cfg.model.dtype == "float16":
+        raise ConfigError(
+            "model.dtype float16 cannot hold master weights (AdamW's second moment underflows to "
+            "0); use float32 or bfloat16"
+        )
     if not 0 <= data.eval_split < 1:
         raise ConfigError(f"data.eval_split is a share from 0 to below 1, got {data.eval_split}")
     if data.dataset_name and data.train_files:

@@ -48,6 +48,11 @@ _ASSET_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tiktoken.model",
+    "spm.model",
+    "sentencepiece.model",
+    "emoji.json",
+    "dict.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -429,15 +434,17 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
     Raises:
         ExportError: two parameters would leave under one name.
     """
-    from transformers.core_model_loading import apply_converters
-
     state = model.state_dict()
     reverse = [c.reverse_transform() for c in reversed(_export_conversions(model))]
     converters = split_mapping(reverse)[1]
     plain: list[str] = []
     together: dict[str, list[str]] = {}
     for name in names:
-        target, pattern = apply_converters(name, converters)
+        target, pattern = name, None
+        for converter in converters:
+            target, pattern = converter.rename_source_key(target)
+            if pattern is not None:  # at most one converter takes a parameter
+                break
         if pattern is None:
             plain.append(name)
         else:

@@ -28,7 +28,7 @@ from toolkit.errors import ConfigError, LaunchError, ToolkitError
 # Nodes of one job may start minutes apart; a rank that never comes should not be waited for all
 # night.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
-# Saving and exporting take their time on some ranks while the others wait.
+# Of training's own collectives; what waits for one rank's work has a day (`ranks`).
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
 
 
@@ -107,9 +107,13 @@ def start() -> Iterator[Run]:
                 "accelerate_configs/"
             )
         yield Run(accelerator, accelerator.device, rank, world)
-    finally:
-        if dist.is_initialized():
+    except BaseException:
+        # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
+        # a rank that fails just leaves, so that the launcher ends the others.
+        if world == 1:
             dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def guarded(main: Callable[[], None]) -> None:
@@ -136,18 +140,24 @@ def guarded(main: Callable[[], None]) -> None:
         _leave(code)
         sys.exit(code)
     except KeyboardInterrupt:
+        _leave(130)
         sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        _leave(1)
+        sys.exit(1)
 
 
 def _leave(code: int) -> None:
-    """End a launched process here, after its exit handlers, without tearing the interpreter down.
+    """End a launched process here, a good one after its exit handlers, without tearing it down.
 
     Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
     go of a tensor while the interpreter ends wants the GIL and aborts the process (seen once in ten
     loaded runs with torch 2.13): a finished run would be reported as failed.
     """
     if "RANK" in os.environ:
-        atexit._run_exitfuncs()
+        if code == 0:
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

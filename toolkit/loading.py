@@ -69,7 +69,12 @@ def load_pretrained(
             shapes, a damaged file, a parameter left on meta.
     """
     begun = time.perf_counter()
-    return ranks.together(lambda: _load(model, path, torch.device(device), begun))
+    # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
+    stream = ranks.together(lambda: _stream(model, path, torch.device(device)))
+    ranks.together(lambda: _settle(model, torch.device(device), stream))
+    return LoadReport(
+        stream.tensors, stream.file_bytes, stream.requested, time.perf_counter() - begun
+    )
 
 
 def check_fits(model: PreTrainedModel, path: str | Path) -> None:
@@ -149,38 +154,60 @@ def check_materialised(model: nn.Module) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _load(
-    model: PreTrainedModel, path: str | Path, device: torch.device, begun: float
-) -> LoadReport:
+@dataclass(frozen=True)
+class _Streamed:
+    """What `_stream` read, and transformers' account of the keys."""
+
+    folder: Path
+    info: Any
+    tensors: int
+    file_bytes: int
+    requested: int
+
+
+def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _Streamed:
+    """Read this rank's slices into the parameters of `model`."""
     folder = local_folder(str(path))
     entries = read_weights(weight_files(folder, str(path)))
     _check_shapes(model, entries)
-    home = getattr(model, "parameter_device", None) or device
+    home = _home(model, device)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
-    dtype = dtypes.pop() if len(dtypes) == 1 and home.type == "cpu" else None
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
     with Reader() as reader, _as_library_code(model):
         sources = {
-            name: FileTensor(reader, name, entry, dtype, _resized_rows(model, name, entry))
+            name: FileTensor(
+                reader,
+                name,
+                entry,
+                dtype=dtype,
+                rows=_resized_rows(model, name, entry),
+                copy=home.type == "cpu",
+            )
             for name, entry in entries.items()
         }
         whole = _unsliceable(model, sources)
         bar = ranks.rank() == 0 and sys.stderr.isatty()
-        info = _drive_loader(
-            model, {k: s for k, s in sources.items() if k not in whole}, home, bar=bar
-        )
+        sliced = {k: s for k, s in sources.items() if k not in whole}
+        info = _drive_loader(model, sliced, home, bar=bar)
         if whole:
             _convert_then_slice(model, {k: sources[k] for k in whole}, home, info)
-        _finalize(model, home, info)
+    nbytes = sum(e.nbytes for e in entries.values())
+    return _Streamed(folder, info, len(entries), nbytes, reader.requested)
+
+
+def _settle(model: PreTrainedModel, device: torch.device, stream: _Streamed) -> None:
+    """Tie, initialise buffers, and refuse what does not fit or stayed on meta."""
+    with _as_library_code(model):
+        _finalize(model, _home(model, device), stream.info)
     _settle_buffers(model, device)
-    _refuse_misfit(model, folder, info)
+    _refuse_misfit(model, stream.folder, stream.info)
     check_materialised(model)
-    return LoadReport(
-        len(entries),
-        sum(e.nbytes for e in entries.values()),
-        reader.requested,
-        time.perf_counter() - begun,
-    )
+
+
+def _home(model: nn.Module, device: torch.device) -> torch.device:
+    """Return where parameters live: host memory under offload, else the device."""
+    return getattr(model, "parameter_device", None) or device
 
 
 def _refuse_misfit(model: PreTrainedModel, folder: Path, info: Any) -> None:
@@ -253,7 +280,7 @@ def _drive_loader(
     if not bar:
         logging.disable_progress_bar()
     try:
-        with _own_thread(home):
+        with _own_thread(home), _parts_stay_where_they_are():
             info, _ = convert_and_load_state_dict_in_model(
                 model=model, state_dict=sources, load_config=config, disk_offload_index=None
             )
@@ -444,7 +471,7 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
     """Compute buffers, and parameters from `seed`; without a seed their memory is left as it
     comes.
     """
-    home = getattr(model, "parameter_device", None) or device
+    home = _home(model, device)
     originals = dict(model.named_parameters())
     aliases = _aliases(model)
     plain = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in originals.items()}
@@ -456,7 +483,9 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
     for name, buffer in list(model.named_buffers()):
         _replace(model, name, torch.empty_like(buffer, device="cpu"))
     with _as_library_code(model), torch.random.fork_rng(devices=[]), _Recorder(plain) as recorder:
-        torch.manual_seed(seed or 0)  # for what an architecture computes outside its parameters
+        torch.default_generator.manual_seed(
+            seed or 0
+        )  # for what an architecture computes outside its parameters
         for module in model.modules():
             # torch's own initialisation, where `_init_weights` adds nothing
             if callable(reset := getattr(module, "reset_parameters", None)):
@@ -591,18 +620,36 @@ def _place(model: nn.Module, name: str, part: torch.Tensor, reference: torch.Ten
     """Put this rank's `part` under `name`, laid out as `reference` is."""
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
-        value = DTensor.from_local(
-            value.contiguous(),
-            reference.device_mesh,
-            reference.placements,
-            run_check=False,
-            shape=reference.shape,
-            stride=reference.stride(),
-        )
+        value = _laid_out_as(reference, value)
     if isinstance(reference, nn.Parameter) or name in dict(_named(model)):
         value = nn.Parameter(value, requires_grad=reference.requires_grad)
     value._is_hf_initialized = True  # type: ignore[attr-defined]
     _replace(model, name, value)
+
+
+def _laid_out_as(reference: DTensor, part: torch.Tensor) -> DTensor:
+    """Return the DTensor whose local part is `part`, wherever that is.
+
+    `DTensor.from_local` would move it to the mesh's device; under offload it belongs in host
+    memory.
+    """
+    return DTensor(part.contiguous(), reference._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+@contextlib.contextmanager
+def _parts_stay_where_they_are() -> Iterator[None]:
+    """Let transformers' loader wrap local parts without moving them; see `_laid_out_as`."""
+    import transformers.core_model_loading as loader
+
+    name = "_dtensor_from_local_like"
+    if not hasattr(loader, name):
+        raise _gone(AttributeError(f"core_model_loading.{name}"))
+    before = getattr(loader, name)
+    setattr(loader, name, lambda part, reference: _laid_out_as(reference, part))
+    try:
+        yield
+    finally:
+        setattr(loader, name, before)
 
 
 def _replace(model: nn.Module, name: str, value: torch.Tensor) -> None:

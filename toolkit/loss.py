@@ -71,10 +71,15 @@ def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Te
         one = {k: v[:1] for k, v in batch.items()}
         device = one["labels"].device
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            inside = _LossInHead(head, one.pop("labels"))
             try:
-                with _LossInHead(head, one.pop("labels")) as inside:
+                with inside:
                     _known[model] = model(**one).logits is inside.result
-            except _OtherUse:
+            except torch.OutOfMemoryError:
+                raise
+            except (_OtherUse, IndexError, TypeError, ValueError, RuntimeError):
+                # The model does something with its logits that a number does not bear. Any other
+                # fault shows itself again on the way that computes the loss from logits.
                 _known[model] = False
     return _known[model]
 

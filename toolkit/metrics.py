@@ -153,6 +153,8 @@ class Metrics:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave what happens inside (evaluation, saving) out of the rates."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # steps under way are not part of the pause
         begun = time.perf_counter()
         try:
             yield

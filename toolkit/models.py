@@ -161,7 +161,13 @@ def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> t
     if said is None:
         source = source_dtypes(folder) or {}
         return torch.float32 if set(source.values()) == {"F32"} else torch.bfloat16
-    return getattr(torch, said) if isinstance(said, str) else said
+    dtype = getattr(torch, said) if isinstance(said, str) else said
+    if dtype == torch.float16:
+        raise ModelError(
+            f"{cfg.name_or_path} is stored in float16, which cannot hold master weights (AdamW's "
+            "second moment underflows to 0); set model.dtype: float32"
+        )
+    return dtype
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -241,6 +247,22 @@ def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
             f"data.sequence_length is {sequence_length}, the model has {limit} positions "
             f"(max_position_embeddings); use at most {limit}"
         )
+
+
+def check_layerdrop(config: PreTrainedConfig) -> None:
+    """Refuse LayerDrop: each rank would skip other layers and gather shards of different ones.
+
+    Raises:
+        ModelError: names the setting.
+    """
+    for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
+        value = getattr(config.get_text_config(), name, 0.0)
+        if isinstance(value, float | int) and value > 0:
+            raise ModelError(
+                f"{name} is {value} in config.json: ranks would skip different layers, whose "
+                "shards "
+                "then mix. Set it to 0.0 there"
+            )
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

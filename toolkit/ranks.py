@@ -7,14 +7,18 @@ Owns the small object exchanges between ranks. Knows nothing of models, devices 
 Without an initialised process group every function is the plain call.
 """
 
+import datetime
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
 
 T = TypeVar("T")
+
+_PATIENCE = datetime.timedelta(days=1)
+_groups: dict[Any, dist.ProcessGroup] = {}
 
 
 def rank() -> int:
@@ -32,7 +36,7 @@ def broadcast(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_patient_group())
     return box[0]
 
 
@@ -41,11 +45,11 @@ def gather(value: T) -> list[T]:
     if world_size() == 1:
         return [value]
     values: list = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_patient_group())
     return values
 
 
-def together(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def together(fn: Callable[[], T]) -> T:
     """Run `fn` on every rank; when it fails on any of them, raise on all of them.
 
     The rank that failed raises its own exception. The others raise a `ToolkitError` of the same
@@ -57,7 +61,7 @@ def together(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         result = fn()
     except Exception as error:
         failure = error
-    _raise_together(failure, group)
+    _raise_together(failure)
     return result  # type: ignore[return-value]
 
 
@@ -75,7 +79,19 @@ def main_first(fn: Callable[[], T]) -> T:
     return together((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
 
 
-def _raise_together(failure: BaseException | None, group: dist.ProcessGroup | None) -> None:
+def _patient_group() -> dist.ProcessGroup:
+    """Return a gloo group of all ranks that waits a day: one rank may tokenise for hours.
+
+    Created at the first exchange, which every rank takes part in.
+    """
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups.clear()  # of a process group that is gone
+        _groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return _groups[world]
+
+
+def _raise_together(failure: BaseException | None) -> None:
     if world_size() == 1:
         if failure is not None:
             raise failure
@@ -88,8 +104,7 @@ def _raise_together(failure: BaseException | None, group: dist.ProcessGroup | No
             if ours
             else (ToolkitError, f"{type(failure).__name__}: {failure}")
         )
-    said: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
+    said: list[Any] = gather(mine)
     failed = [i for i, what in enumerate(said) if what is not None]
     if not failed:
         return
@@ -97,6 +112,6 @@ def _raise_together(failure: BaseException | None, group: dist.ProcessGroup | No
     if error is None:
         kind, text = said[failed[0]]
         error = kind(f"{text} (on rank {failed[0]})")
-    if dist.get_rank(group) != failed[0]:
+    if rank() != failed[0]:
         error.already_said = True  # type: ignore[union-attr]  # the first that failed prints it
     raise error

@@ -100,5 +100,8 @@ def record(folder: Path, cfg: Any) -> None:
     """Write the resolved config into the run directory, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{CONFIG}.tmp"
-    temporary.write_text(config.dump(cfg), "utf-8")
+    with open(temporary, "w", encoding="utf-8") as f:
+        f.write(config.dump(cfg))
+        f.flush()
+        os.fsync(f.fileno())
     os.replace(temporary, folder / CONFIG)

@@ -59,8 +59,9 @@ class FileTensor:
         reader: the open files.
         name: of the tensor.
         entry: where the tensor is.
-        dtype: the storage dtype to cast floating values to while copying; None returns what may
-            point into the file, for a caller that moves it to another device at once.
+        dtype: the storage dtype to cast floating values to while copying; None keeps the file's.
+        copy: False returns what may point into the file, uncast, for a caller that moves it to
+            another device at once.
         rows: number of rows to pretend to have: an embedding that was resized. New rows are the
             mean of the old ones.
     """
@@ -72,11 +73,12 @@ class FileTensor:
         entry: TensorEntry,
         dtype: torch.dtype | None = None,
         rows: int | None = None,
+        copy: bool = True,
     ):
         self._reader, self._inner, self._entry = reader, reader.tensor(name, entry), entry
-        self._dtype = dtype
-        if dtype is not None and not entry.dtype.is_floating_point:
-            self._dtype = entry.dtype
+        cast = dtype is not None and entry.dtype.is_floating_point
+        self._dtype = dtype if cast and dtype is not None else entry.dtype
+        self._copy = copy
         self._shape = entry.shape if rows is None else (rows, *entry.shape[1:])
 
     def get_shape(self) -> list[int]:
@@ -91,7 +93,7 @@ class FileTensor:
         """Return a part of the tensor; only that part is read."""
         piece = self._inner[index] if self._shape == self._entry.shape else self._resized(index)
         self._reader.count(piece.numel() * self._entry.dtype.itemsize)
-        if self._dtype is None:
+        if not self._copy:
             return piece
         return own_memory(piece.shape, self._dtype).copy_(piece)
 

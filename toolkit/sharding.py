@@ -82,6 +82,15 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
             "and it "
             "holds no ModuleList)"
         )
+    stored: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        stored.setdefault(parameter.dtype, name)
+    if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
+        listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
+        raise ShardingError(
+            f"parameters of several storage dtypes cannot share a unit: {listed}; set model.dtype: "
+            "float32"
+        )
     if cfg.activation_checkpointing in (True, "full"):
         for layer in layers.values():
             _recompute_in_backward(layer)
