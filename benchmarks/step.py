@@ -78,7 +78,7 @@ def main() -> None:
         ).save_pretrained(toy)
         for name, folder, length, size, rounds in (
             ("toy (2 layers of 32)", toy, 32, 2, args.rounds),
-            ("the demo's (4 layers of 256)", DEMO, 256, 8, max(4, args.rounds // 4)),
+            ("the demo's (3 layers of 256)", DEMO, 256, 8, max(4, args.rounds // 4)),
         ):
             mp.spawn(measure, (str(folder), length, size, rounds, scratch), nprocs=2)
             lines.append(row(name, json.loads(Path(scratch, "0.json").read_text())))
