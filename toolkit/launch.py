@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy
 import torch
 import torch.distributed as dist
@@ -98,6 +99,8 @@ def start() -> Iterator[Run]:
             )
         torch.accelerator.set_device_index(local)
     _connect(device_type, rank, world)
+    if rank or not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # one set of bars, and none in a log
     try:
         accelerator = Accelerator(cpu=cpu, mixed_precision="no")
         if accelerator.num_processes != world or accelerator.process_index != rank:
