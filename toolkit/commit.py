@@ -124,7 +124,7 @@ def begin(run_dir: str | Path, step: int) -> Path:
     """Create and return the empty temporary folder in which the checkpoint of `step` is written."""
     root = Path(run_dir) / CHECKPOINTS
     root.mkdir(parents=True, exist_ok=True)
-    _sync_folder(root.parent)
+    sync(root.parent)
     folder = root / f"{step_name(step)}.tmp-{os.urandom(4).hex()}"
     folder.mkdir()
     return folder
@@ -148,16 +148,16 @@ def commit(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
     target = folder.parent / step_name(step)
     _write_synced(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     for below, _, _ in os.walk(folder):
-        _sync_folder(Path(below))
+        sync(Path(below))
     if target.exists():  # a committed or broken checkpoint of the same step: step aside first
         kind = "old" if is_committed(target) else "bad"
         os.rename(target, f"{target}.{kind}-{os.urandom(4).hex()}")
     os.rename(folder, target)
-    _sync_folder(target.parent)
+    sync(target.parent)
     digest = hashlib.sha256((target / MANIFEST).read_bytes()).hexdigest()
     _write_synced(target / COMMIT, digest + "\n")
-    _sync_folder(target)
-    _sync_folder(target.parent)
+    sync(target)
+    sync(target.parent)
     return target
 
 
@@ -165,7 +165,7 @@ def set_aside(checkpoint: Path) -> Path:
     """Rename a checkpoint that failed verification to `step-N.bad-*`; nothing is deleted."""
     bad = checkpoint.with_name(f"{checkpoint.name}.bad-{os.urandom(4).hex()}")
     os.rename(checkpoint, bad)
-    _sync_folder(bad.parent)
+    sync(bad.parent)
     return bad
 
 
@@ -188,7 +188,7 @@ def prune(run_dir: str | Path, keep: int | None) -> list[Path]:
             trash = root / f"{step_name(step)}.trash-{os.urandom(4).hex()}"
             os.rename(steps[step], trash)
             gone.append(trash)
-        _sync_folder(root)
+        sync(root)
     for path in gone:
         shutil.rmtree(path)
     return gone
@@ -228,8 +228,9 @@ def _write_synced(file: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Fsync a file, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

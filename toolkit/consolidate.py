@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from toolkit.commit import damaged_files, find_checkpoint, is_committed, read_manifest
+from toolkit.commit import damaged_files, find_checkpoint, is_committed, read_manifest, sync
 from toolkit.config import ModelConfig
 from toolkit.dcp_format import (
     METADATA_FILE,
@@ -113,7 +113,7 @@ def consolidate(
         _write_weights(plan, staging)
         _verify(plan, staging)
         for name in plan.assets:
-            _sync(staging / name)
+            sync(staging / name)
     return str(Path(output).expanduser())
 
 
@@ -236,7 +236,7 @@ def _staged(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         os.close(lock)
 
@@ -630,14 +630,6 @@ def _verify(plan: _Plan, folder: Path) -> None:
             raise ExportError(
                 f"{name} reads back as {found.get(name)}, planned was {planned.get(name)}"
             )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _more(names: list[str]) -> str:
