@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit.config import ModelConfig, ShardingConfig
 from toolkit.hf_format import read_weights, weight_files
-from toolkit.loading import load_pretrained, local_slices
+from toolkit.layout import local_slices
+from toolkit.loading import load_pretrained
 from toolkit.models import build_on_meta
 from toolkit.sharding import apply_fsdp, init_mesh
 

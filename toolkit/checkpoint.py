@@ -37,6 +37,7 @@ from toolkit import commit, ranks
 from toolkit.config import CheckpointConfig
 from toolkit.dcp_format import TrustedLoadPlanner, TrustedReader
 from toolkit.errors import CheckpointError
+from toolkit.layout import local_slices
 
 _DCP, _HF, _RNG, _STATE = "dcp", "hf", "rng", "state.json"
 # Keys of config.json that say nothing about what the model computes in training.
@@ -438,13 +439,9 @@ def _local_digest(name: str, tensor: torch.Tensor) -> torch.Tensor:
     coordinates = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
     if any(c > 0 for c, placement in coordinates if not placement.is_shard()):
         return nothing  # of replicas only the first counts
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
     local = tensor.to_local()
-    return rows_digest(name, local, offset[0]) if local.numel() else nothing
+    first = local_slices(tensor)[0].start
+    return rows_digest(name, local, first) if local.numel() else nothing
 
 
 def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:

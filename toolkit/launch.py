@@ -1,8 +1,8 @@
 """Accelerate: which processes a run has, their device, their random state, their batches.
 
 Owns the door between the launcher and the library: the only file that imports `accelerate` and the
-only one that reads the environment. Does not know the model, and Accelerate never sees it: sharding
-is `toolkit.sharding`'s alone.
+only one that reads what the launcher says in the environment. Does not know the model, and
+Accelerate never sees it: sharding is `toolkit.sharding`'s alone.
 """
 
 import atexit
@@ -76,7 +76,7 @@ class Run:
 
 @contextmanager
 def start() -> Iterator[Run]:
-    """Bring up the processes of the run; take them down at the end, also after an error.
+    """Bring up the processes of the run, and take the process group down after a good end.
 
     Works under `accelerate launch`, `torchrun` and plain `python` (one process). Every run has a
     process group, so that one process is no special case.
@@ -155,7 +155,7 @@ def _leave(code: int) -> None:
     """End a launched process here, a good one after its exit handlers, without tearing it down.
 
     Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
-    go of a tensor while the interpreter ends wants the GIL and aborts the process (seen once in ten
+    go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
     loaded runs with torch 2.13): a finished run would be reported as failed.
     """
     if "RANK" in os.environ:
@@ -206,9 +206,8 @@ def _asked() -> tuple[int, int, int]:
     if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         raise LaunchError(
             "accelerate launch was asked for several processes and started one: distributed_type "
-            "MULTI_CPU "
-            "and --cpu --num_processes N do that. Use --config_file accelerate_configs/cpu.yaml "
-            "--num_processes N, or torchrun --nproc_per_node N"
+            "MULTI_CPU and --cpu --num_processes N do that. Use --config_file "
+            "accelerate_configs/cpu.yaml --num_processes N, or torchrun --nproc_per_node N"
         )
     return 0, 1, 0
 
@@ -249,15 +248,13 @@ def _refuse_other_engines() -> None:
         if _flag(name):
             raise LaunchError(
                 f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. "
-                "Use a file "
-                "of accelerate_configs/"
+                "Use a file of accelerate_configs/"
             )
     if _flag("ACCELERATE_USE_FSDP"):
         if os.environ.get("RANK", "0") == "0":
             print(
                 "note: fsdp_config of the Accelerate YAML is not read; the sections sharding and "
-                "model of the "
-                "toolkit's config decide how the model is sharded",
+                "model of the toolkit's config decide how the model is sharded",
                 file=sys.stderr,
             )
         # Accelerate would shard a second time, and transformers would leave parameters on meta.

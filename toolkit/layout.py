@@ -1,0 +1,24 @@
+"""Which part of a sharded tensor this rank holds.
+
+Owns the one private function of torch that tells. Knows nothing of where the bytes are.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import ShardingError
+
+
+def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Return which part of the global tensor this rank holds, a slice a dim."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    except ImportError as error:
+        raise ShardingError(
+            f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use 2.11 to "
+            "2.13"
+        ) from error
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
