@@ -6,7 +6,7 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench clean
+.PHONY: help install demo test check format bench architectures clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/tokenise.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/step.py
+
+architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
+	$(BIN)/python tests/architectures.py --write docs/architectures.md
 
 clean:  ## Remove the virtual environment and the demo's run
 	rm -rf $(VENV) $(RUN)

@@ -23,14 +23,17 @@ from toolkit.hf_format import assets_of, local_folder, read_weights, weight_file
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
 from toolkit.metrics import Clock, Metrics, flops_per_token, perplexity
 from toolkit.optim import build_optimizer, build_scheduler
-from toolkit.sharding import apply_fsdp, init_mesh, ledger
+from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
+from toolkit.unit_table import ledger_line, unit_table
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 
 
 def main() -> None:
     own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
-    cfg = config.parse(PretrainConfig, default_file=None if own else DEMO_CONFIG)
+    cfg = config.parse(
+        PretrainConfig, default_file=None if own else DEMO_CONFIG, defaults=launch.settings()
+    )
     with launch.start() as run:
         if not own:
             run.say(f"no --config and no model given: running the demo's config, {DEMO_CONFIG}")
@@ -128,9 +131,14 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     saved_at = first_step if found is not None else None
     stream = iter(batches)
     for step in range(first_step + 1, max_steps + 1):
+        unshard_early(model)
         micro_batches = list(islice(stream, accumulation))
         stats = training.train_step(
-            model, optimizer, micro_batches, max_grad_norm=cfg.optim.max_grad_norm
+            model,
+            optimizer,
+            micro_batches,
+            max_grad_norm=cfg.optim.max_grad_norm,
+            sync_each=cfg.train.sync_each_batch,
         )
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
@@ -241,7 +249,8 @@ def describe(
             f"model      {name}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M "
             "parameters, "
             f"{cfg.model.init} weights",
-            f"sharding   {ledger(model, cfg.sharding)}",
+            *unit_table(model, cfg.sharding).splitlines(),
+            f"dtypes     {ledger_line(model, cfg.sharding)}",
             f"data       {len(train_set):,} samples of {cfg.data.sequence_length} tokens to train "
             "on, "
             f"{held_out:,} to evaluate; {train_set.tokens_dropped} tokens at the end left over",

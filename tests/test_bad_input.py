@@ -27,6 +27,7 @@ from conftest import (
     run_recipe,
     save_byte_tokenizer,
     save_tiny_model,
+    torchrun,
 )
 from safetensors.torch import load_file, save_file
 
@@ -220,7 +221,7 @@ def test_wrong_settings_end_before_anything_begins(start, tmp_path, flags, said)
 
 def test_a_mesh_that_does_not_make_the_processes(start, tmp_path) -> None:
     done = start("--sharding.dp_replicate", "2")
-    refused(done, "dp_replicate 2 x dp_shard -1", "1 process", "-1 for dp_shard")
+    refused(done, "dp_replicate 2 x dp_shard -1", "1 process", "-1 takes all")
     refused(start("--sharding.reshard_after_forward", "3"), "reshard_after_forward 3", "divide")
     assert not (tmp_path / "run").exists()
 
@@ -779,6 +780,7 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(launch, "_leave", sys.exit)  # the real one would end this process
+    monkeypatch.setattr(launch, "_LET_SPEAK", datetime.timedelta())
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for rank in ("0", "1", "2"):
@@ -794,6 +796,7 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
 def test_what_every_process_sees_is_said_once(monkeypatch, capsys) -> None:
     """Settings are read before the processes know each other, by each of them."""
     monkeypatch.setattr(launch, "_leave", sys.exit)
+    monkeypatch.setattr(launch, "_LET_SPEAK", datetime.timedelta())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def main() -> None:
@@ -806,6 +809,25 @@ def test_what_every_process_sees_is_said_once(monkeypatch, capsys) -> None:
             launch.guarded(main)
         assert end.value.code == 2
     assert capsys.readouterr().err == "error: seed must be an integer\n"
+
+
+def test_it_is_said_although_another_process_fails_first(tmp_path) -> None:
+    """The launcher ends rank 0 as soon as rank 1 has left, and rank 1 has nothing to say."""
+    (tmp_path / "late.py").write_text(
+        "import os, time\n"
+        "from toolkit import launch\n"
+        "from toolkit.errors import ConfigError\n"
+        "def main():\n"
+        "    time.sleep(2 if os.environ['RANK'] == '0' else 0)\n"
+        "    raise ConfigError('seed must be an integer')\n"
+        "launch.guarded(main)\n"
+    )
+    command = [*torchrun(2, free_port()), str(tmp_path / "late.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("error: seed must be an integer") == 1, done.stderr
 
 
 def test_accelerate_launch_that_starts_one_process_of_two(tmp_path, tiny_llama, text_file) -> None:

@@ -210,7 +210,7 @@ def test_an_unknown_setting_is_named_with_the_known_ones(refusal, tmp_path) -> N
     assert "'optimizer'" in said
     assert "known in the top level: model, sharding, data, optim, train, " in said
     assert "unknown setting 'train.max-steps'" in refusal(MODEL, "--train.max-steps", "1")
-    assert "data.train_files takes a value" in refusal(MODEL + "data: {train_files: {a: b}}")
+    assert "data.train_files takes a value" in refusal(MODEL, "--data.train_files.a", "b")
     assert "unknown setting '1'" in refusal(MODEL + "1: 2")
     assert "unknown setting 'config'" in refusal(MODEL + "config: other.yaml")
 
@@ -230,6 +230,10 @@ def test_an_unknown_setting_is_named_with_the_known_ones(refusal, tmp_path) -> N
             "must be true or false, an integer or auto, got later",
         ),
         ("data: {train_files: [1, 2]}", "data.train_files must be text or a list, got [1, 2]"),
+        (
+            "data: {train_files: {a: b}}",
+            "data.train_files must be text or a list, got {'a': 'b'}",
+        ),
         (
             "data: {max_eval_samples: few}",
             "data.max_eval_samples must be an integer or empty, got few",
@@ -335,7 +339,8 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
         ("optim: {adam_beta1: 1}", "optim.adam_beta1 must be from 0 to below 1, got 1"),
         ("optim: {min_lr_rate: 2}", "optim.min_lr_rate is a share from 0 to 1, got 2"),
         ("sharding: {dp_shard: 0}", "sharding.dp_shard must be at least 1, or -1"),
-        ("sharding: {dp_replicate: -1}", "sharding.dp_replicate must be at least 1, got -1"),
+        ("sharding: {dp_replicate: 0}", "sharding.dp_replicate must be at least 1, or -1"),
+        ("sharding: {dp_replicate: -2}", "or -1 for all ranks that the other leaves, got -2"),
         ("sharding: {param_dtype: float16}", "sharding.param_dtype float16 needs loss scaling"),
         ("sharding: {reduce_dtype: float16}", "sharding.reduce_dtype float16 needs loss scaling"),
     ],

@@ -11,11 +11,18 @@ from conftest import ROOT
 FLOORS = [
     {"__init__", "errors", "config"},
     {
+        "accelerate_yaml",
         "ranks",
         "hf_format",
         "shard_reader",
         "recorded_init",
         "layout",
+        "patterns",
+        "tables",
+        "fake_world",
+        "recompute",
+        "prefetch",
+        "units",
         "dcp_format",
         "commit",
         "models",
@@ -33,12 +40,16 @@ FLOORS = [
         "data.__init__",
     },
     {"run_dir", "sharding", "loading", "training", "checkpoint", "streaming", "launch"},
-    {"consolidate", "summary"},
+    {"consolidate", "summary", "unit_table"},
     {"cli", "__main__", "recipes"},
 ]
 DRAWN = {
     ("config", "errors"),
     ("models", "hf_format"),
+    ("models", "patterns"),
+    ("units", "models"),
+    ("units", "patterns"),
+    ("optim", "layout"),
     ("shard_reader", "hf_format"),
     ("recorded_init", "layout"),
     ("data.text", "data.files"),
@@ -53,7 +64,7 @@ ONE_DOOR = {
     "huggingface_hub": set(),
     "peft": set(),
 }
-NO_TORCH = {"__init__", "errors", "config", "commit", "cli", "__main__"}
+NO_TORCH = {"__init__", "errors", "config", "accelerate_yaml", "commit", "cli", "__main__"}
 
 
 def modules() -> dict[str, Path]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import __version__
-from toolkit.errors import ToolkitError
+from toolkit.errors import ConfigError, ToolkitError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except ToolkitError as error:
-        return _fail(str(error))
+        return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -80,11 +80,21 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = commands.add_parser(
         "inspect",
-        help="show what a run or a checkpoint holds",
-        description="Show what a run or a checkpoint holds: steps, bytes, dtypes, sharding.",
+        help="show what a run or a checkpoint holds, or how a run would be sharded",
+        description="Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding), or, "
+        "with --plan, the FSDP2 units and dtypes of a run that has not begun: one process, no "
+        "weights, no GPU.",
         allow_abbrev=False,
     )
-    sub.add_argument("path", metavar="RUN_OR_CHECKPOINT")
+    what = sub.add_mutually_exclusive_group(required=True)
+    what.add_argument("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
+    what.add_argument("--plan", metavar="CONFIG", help="config of a recipe (YAML)")
+    sub.add_argument(
+        "--world_size",
+        type=int,
+        metavar="N",
+        help="with --plan: number of processes (default: dp_replicate x dp_shard of the config)",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.set_defaults(run=_inspect)
     return parser
@@ -113,6 +123,10 @@ def _consolidate(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    if args.plan is not None:
+        return _inspect_plan(args)
+    if args.world_size is not None:
+        return _fail("--world_size goes with --plan CONFIG", code=2)
     from toolkit.summary import render, summarise
 
     summary = summarise(args.path)
@@ -120,6 +134,15 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fail(message: str) -> int:
+def _inspect_plan(args: argparse.Namespace) -> int:
+    from toolkit import config
+    from toolkit.unit_table import plan_summary, render_plan
+
+    plan = plan_summary(config.load(config.PretrainConfig, args.plan), args.world_size)
+    print(json.dumps(plan) if args.json else render_plan(plan), flush=True)
+    return 0
+
+
+def _fail(message: str, code: int = 1) -> int:
     print(f"toolkit: error: {' '.join(message.split())}", file=sys.stderr)
-    return 1
+    return code

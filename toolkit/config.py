@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,9 @@ class ModelConfig:
     training text before the run."""
     resize_embeddings: bool = False
     """Grow or shrink the embedding and the head to the tokenizer's length."""
+    frozen_parameters: list[str] = field(default_factory=list)
+    """Patterns of parameter names that are not trained, such as `model.embed_tokens.*`; `*` matches
+    anything."""
     attn_implementation: str | None = None
     """Attention kernel as transformers names it (`sdpa`, `eager`, `flash_attention_2`, ...); empty:
     transformers' choice."""
@@ -54,24 +57,89 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How parameters are laid out over the devices, and in which dtype they compute."""
+    """How parameters are laid out over the devices, in which dtype they compute, and what is
+    computed twice.
 
+    A *pattern* names modules: a class (`LlamaMLP`), a whole name (`model.layers.*.mlp`), or the end
+    of one (`mlp.gate`); `*` matches anything, dots included. A pattern that matches nothing is an
+    error.
+    """
+
+    # ---- Mesh
+    dp_replicate: int = -1
+    """Number of replicas of the sharded model (HSDP); the processes are dp_replicate x dp_shard.
+    -1: as many as dp_shard leaves."""
+    dp_shard: int = -1
+    """Number of ranks that share one copy of the model; -1: all that dp_replicate leaves. 1 is
+    plain data parallelism, for models that fit on one device."""
+
+    # ---- Units: what is gathered, and freed, together
+    layer_classes: list[str] = field(default_factory=list)
+    """Patterns of the modules that become units; empty: the decoder layers of the model."""
+    layers_per_unit: int = 1
+    """Put every so many consecutive layers into one unit: fewer, larger all-gathers."""
+    sublayer_units: bool = False
+    """Make units of the attention and the MLP of each layer too: less memory, more all-gathers."""
+    embedding_units: bool = False
+    """Make units of the embedding (freed after use) and of the head (kept until the backward); tied
+    ones share a unit. Else both stay in the root, gathered throughout."""
+    base_model_unit: bool = False
+    """Make a unit of the base model inside the one with the head."""
+    ignored_parameters: list[str] = field(default_factory=list)
+    """Patterns of parameter names that are not sharded: a full copy on every rank, in the storage
+    dtype, with its gradient averaged over the ranks."""
+
+    # ---- Precision
     param_dtype: Dtype = "bfloat16"
     """Dtype of the gathered parameters and of the computation."""
     reduce_dtype: Dtype = "float32"
     """Dtype of the gradient reduction between ranks."""
+    output_dtype: Dtype | None = None
+    """Dtype that the model's outputs are cast to; empty: as they are computed."""
+    cast_forward_inputs: bool = True
+    """Cast floating inputs of each unit to its param_dtype."""
+    param_dtype_overrides: dict[str, Dtype] = field(default_factory=dict)
+    """Pattern -> param_dtype of modules that compute in another dtype, such as `{"mlp.gate":
+    float32, lm_head: float32}`. Their results are cast back, except those of the head."""
+
+    # ---- Memory against traffic
     reshard_after_forward: bool | int | Literal["auto"] = "auto"
     """Free a unit's gathered parameters after its forward (`true`: least memory; `false`: one
     all-gather less; an integer: reshard to that many ranks). `auto` frees every unit but the
     root."""
-    dp_replicate: int = 1
-    """Number of replicas of the sharded model (HSDP); the processes are dp_replicate x dp_shard."""
-    dp_shard: int = -1
-    """Number of ranks that share one copy of the model; -1: all that dp_replicate leaves."""
+    reshard_after_forward_overrides: dict[str, bool | int] = field(default_factory=dict)
+    """Pattern -> reshard_after_forward of the units that it names."""
+    forward_prefetch: int = 0
+    """Gather so many units ahead in the forward, in the order in which they ran in the first one;
+    0: PyTorch's own overlap."""
+    backward_prefetch: int = 0
+    """Gather so many units ahead in the backward; 0: PyTorch's own (one)."""
+    prefetch_order: list[str] = field(default_factory=list)
+    """Names of the units in the order in which they run, to prefetch from the first step on; a
+    wrong order is an error that shows the right one. Empty: recorded in the first forward."""
+    unshard_early: bool = False
+    """Start gathering the root before a step's inputs are prepared."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory."""
-    activation_checkpointing: bool | Literal["none", "full"] = "none"
-    """`full` (or true) recomputes each decoder layer's activations in the backward pass."""
+    pin_memory: bool = True
+    """Page-lock what cpu_offload and activation_offload keep in host memory: faster copies, memory
+    that cannot be swapped. Without effect on CPUs."""
+
+    # ---- Recomputation and compilation
+    activation_checkpointing: bool | int | Literal["none", "full", "selective"] = "none"
+    """Recompute activations in the backward: of each decoder layer (`full` or true), of every k-th
+    (an integer), or all but matrix products and attention (`selective`)."""
+    activation_checkpointing_modules: list[str] = field(default_factory=list)
+    """Patterns of the modules that activation_checkpointing covers; empty: the decoder layers."""
+    activation_offload: bool = False
+    """Move what activation_checkpointing keeps to host memory until the backward."""
+    torch_compile: bool | Literal["none", "layer", "model"] = "none"
+    """Compile each decoder layer (`layer` or true; one graph for identical layers), or the whole
+    sharded `model`. Best with samples of one length: each new shape compiles anew."""
+    torch_compile_backend: str = "inductor"
+    """Backend of torch.compile."""
+    torch_compile_mode: str | None = None
+    """Mode of torch.compile, such as max-autotune-no-cudagraphs."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +211,9 @@ class TrainConfig:
     """Samples of one evaluation forward on one process; empty: as in training."""
     gradient_accumulation_steps: int = 1
     """Micro-batches of one optimizer step on one process."""
+    sync_each_batch: bool = False
+    """Reduce gradients after every micro-batch: no unsharded gradient is kept between them, and
+    gradient_accumulation_steps times the traffic."""
     logging_steps: int = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: int | None = None
@@ -193,13 +264,20 @@ class PretrainConfig:
 # --------------------------------------------------------------------------------------------------
 
 
-def parse(cls: type, args: Sequence[str] | None = None, default_file: Path | None = None) -> Any:
+def parse(
+    cls: type,
+    args: Sequence[str] | None = None,
+    default_file: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:
     """Read a `cls` from `--config FILE` and `--section.field value` flags, later ones winning.
 
     Args:
         cls: a config dataclass such as `PretrainConfig`.
         args: the command line without the program's name; `sys.argv[1:]` where None.
         default_file: the config used when `args` name no `--config`.
+        defaults: dotted setting -> value that stands where neither a file nor a flag says
+            otherwise, such as what the launch configuration asks for.
 
     Raises:
         ConfigError: an unknown key (the known ones are listed), a wrong type, or settings that
@@ -207,7 +285,11 @@ def parse(cls: type, args: Sequence[str] | None = None, default_file: Path | Non
         SystemExit: after `--help` and `--print_config`.
     """
     args = list(sys.argv[1:] if args is None else args)
+    defaults = dict(defaults or {})
     parser = _parser(cls)
+    for name in defaults:
+        _check_path(cls, name, "launch configuration")
+    parser.set_defaults(defaults)
     if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
         args = ["--config", str(default_file), *args]
     for file in _config_files(args):
@@ -227,11 +309,20 @@ def parse(cls: type, args: Sequence[str] | None = None, default_file: Path | Non
     except ArgumentError as error:
         raise ConfigError(_in_plain_words(cls, " ".join(str(error).split()))) from error
     cfg = cls(**{f.name: sections[f.name] for f in dataclasses.fields(cls)})
-    for name, value in _flat(dataclasses.asdict(cfg)).items():
+    for name, value in _flat(cfg).items():
         kind = _check_path(cls, name, "")
         if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
             raise ConfigError(f"{name} must be {_in_words(kind)}, got nothing (null)")
-    check(cfg)
+    try:
+        check(cfg)
+    except ConfigError as error:
+        flat, said = _flat(cfg), str(error)
+        blamed = [n for n, v in defaults.items() if re.search(rf"{n}\b", said) and flat[n] == v]
+        if not blamed:
+            raise
+        raise ConfigError(
+            f"{error} ({', '.join(blamed)} came from the launch configuration)"
+        ) from error
     return cfg
 
 
@@ -261,7 +352,7 @@ def check(cfg: Any) -> None:
         "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
         "train.logging_steps": train.logging_steps,
         "checkpoint.save_steps": saving.save_steps,
-        "sharding.dp_replicate": cfg.sharding.dp_replicate,
+        "sharding.layers_per_unit": cfg.sharding.layers_per_unit,
         "train.eval_steps": train.eval_steps,
         "train.per_device_eval_batch_size": train.per_device_eval_batch_size,
         "data.max_eval_samples": data.max_eval_samples,
@@ -269,15 +360,6 @@ def check(cfg: Any) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    for name, dtype in (
-        ("param_dtype", cfg.sharding.param_dtype),
-        ("reduce_dtype", cfg.sharding.reduce_dtype),
-    ):
-        if dtype == "float16":
-            raise ConfigError(
-                f"sharding.{name} float16 needs loss scaling, which this training has not; use "
-                "bfloat16 or float32"
-            )
     if data.sequence_length < 2:
         raise ConfigError(
             f"data.sequence_length must be at least 2 (a token and the one it predicts), "
@@ -318,16 +400,64 @@ def check(cfg: Any) -> None:
             raise ConfigError(f"optim.{name} must be from 0 to below 1, got {getattr(optim, name)}")
     if not 0 <= optim.min_lr_rate <= 1:
         raise ConfigError(f"optim.min_lr_rate is a share from 0 to 1, got {optim.min_lr_rate}")
-    shards = cfg.sharding.dp_shard
-    if shards != -1 and shards < 1:
+    _check_sharding(cfg.sharding)
+
+
+def _check_sharding(cfg: ShardingConfig) -> None:
+    for name in ("dp_replicate", "dp_shard"):
+        value = getattr(cfg, name)
+        if value != -1 and value < 1:
+            raise ConfigError(
+                f"sharding.{name} must be at least 1, or -1 for all ranks that the other leaves, "
+                f"got {value}"
+            )
+    for name in ("forward_prefetch", "backward_prefetch"):
+        if getattr(cfg, name) < 0:
+            raise ConfigError(
+                f"sharding.{name} is a number of units, 0 or more, got {getattr(cfg, name)}"
+            )
+    dtypes = {
+        "param_dtype": cfg.param_dtype,
+        "reduce_dtype": cfg.reduce_dtype,
+        **{f"param_dtype_overrides[{k}]": v for k, v in cfg.param_dtype_overrides.items()},
+    }
+    for name, dtype in dtypes.items():
+        if dtype == "float16":
+            raise ConfigError(
+                f"sharding.{name} float16 needs loss scaling, which this training has not; use "
+                "bfloat16 or float32"
+            )
+    every = cfg.activation_checkpointing
+    if isinstance(every, int) and not isinstance(every, bool) and every < 1:
         raise ConfigError(
-            f"sharding.dp_shard must be at least 1, or -1 for all ranks, got {shards}"
+            f"sharding.activation_checkpointing must be true, false, none, full, selective or a "
+            f"number k >= 1 (every k-th layer), got {every}"
         )
+    if cfg.layers_per_unit > 1 and cfg.sublayer_units:
+        raise ConfigError(
+            "sharding.layers_per_unit makes units coarser than a layer, sublayer_units finer; set "
+            "one of them"
+        )
+    if cfg.prefetch_order and not (cfg.forward_prefetch or cfg.backward_prefetch):
+        raise ConfigError(
+            "sharding.prefetch_order without a depth does nothing; set forward_prefetch or "
+            "backward_prefetch to 1 or more"
+        )
+    recomputes = every not in (False, "none")
+    for name, asked in (
+        ("activation_checkpointing_modules", cfg.activation_checkpointing_modules),
+        ("activation_offload", cfg.activation_offload),
+    ):
+        if asked and not recomputes:
+            raise ConfigError(
+                f"sharding.{name} without activation_checkpointing does nothing; set "
+                "sharding.activation_checkpointing: full"
+            )
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
-    before, after = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    before, after = _flat(old), _flat(new)
     names = [n for n in {**before, **after} if _listed(before.get(n)) != _listed(after.get(n))]
     return {n: (before.get(n), after.get(n)) for n in names}
 
@@ -419,7 +549,7 @@ def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
         known = _check_path(cls, f"{prefix}{key}", where)
         if dataclasses.is_dataclass(known) and not isinstance(value, dict):
             raise ConfigError(f"{prefix}{key} ({where}) is a section of settings, got {value!r}")
-        if isinstance(value, dict):
+        if dataclasses.is_dataclass(known):
             _check_keys(cls, value, where, f"{prefix}{key}.")
 
 
@@ -477,6 +607,8 @@ def _in_words(kind: Any) -> str:
         return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
     if typing.get_origin(kind) is list:
         return "a list"
+    if typing.get_origin(kind) is dict:
+        return f"a mapping from text to {_in_words(typing.get_args(kind)[1])}"
     if kind in names:
         return names[kind]
     return (
@@ -490,11 +622,13 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
+def _flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted name -> value of every field below a config; a dict is one value."""
     out: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
+    for part in dataclasses.fields(cfg):
+        value = getattr(cfg, part.name)
+        if dataclasses.is_dataclass(value):
+            out |= _flat(value, f"{prefix}{part.name}.")
         else:
-            out[prefix + key] = value
+            out[prefix + part.name] = value
     return out

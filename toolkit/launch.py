@@ -11,6 +11,7 @@ import hashlib
 import os
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from toolkit import accelerate_yaml
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
 
 # Nodes of one job may start minutes apart; a rank that never comes should not be waited for all
@@ -31,6 +33,8 @@ from toolkit.errors import ConfigError, LaunchError, ToolkitError
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 # Of training's own collectives; what waits for one rank's work has a day (`ranks`).
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
+# How long a process that has nothing to add waits for the one that speaks for its machine.
+_LET_SPEAK = datetime.timedelta(seconds=10)
 
 
 # What says how many processes another launcher started, without telling torch.
@@ -74,6 +78,26 @@ class Run:
         return self.accelerator.prepare_data_loader(loader, device_placement=True)
 
 
+def settings() -> dict[str, Any]:
+    """Return what the launch configuration says on sharding, as defaults for `config.parse`.
+
+    An Accelerate FSDP YAML becomes dotted settings (`sharding.cpu_offload`); what it asks for in
+    vain is a note on stderr, once for all processes. Call it before `start`, and once: afterwards
+    nobody else can obey the YAML.
+
+    Raises:
+        LaunchError: a launch configuration for another engine, for float16, or with a value that
+            is none.
+    """
+    _refuse_other_engines()
+    found, notes = accelerate_yaml.translate(os.environ)
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    _hide_from_accelerate()
+    return found
+
+
 @contextmanager
 def start() -> Iterator[Run]:
     """Bring up the processes of the run, and take the process group down after a good end.
@@ -86,6 +110,14 @@ def start() -> Iterator[Run]:
             processes than devices, or a launch configuration for another engine.
     """
     _refuse_other_engines()
+    if accelerate_yaml.is_fsdp(os.environ) and os.environ.get("RANK", "0") == "0":
+        print(
+            "note: fsdp_config of the Accelerate YAML is not read by this program, which does not "
+            "ask for launch.settings()",
+            file=sys.stderr,
+            flush=True,
+        )
+    _hide_from_accelerate()
     cpu = not torch.accelerator.is_available() or _flag("ACCELERATE_USE_CPU")
     rank, world, local = _asked()
     device_type = "cpu" if cpu else torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
@@ -139,6 +171,10 @@ def guarded(main: Callable[[], None]) -> None:
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
             if os.environ.get("TOOLKIT_TRACEBACK"):
                 traceback.print_exc()
+        elif before_ranks_met and not alone:
+            # The launcher ends all processes at the first exit, also one that has not spoken yet.
+            # At the speaker's own exit it ends this one, asleep or not.
+            time.sleep(_LET_SPEAK.total_seconds())
         code = 2 if isinstance(error, ConfigError) else 1
         _leave(code)
         sys.exit(code)
@@ -250,17 +286,15 @@ def _refuse_other_engines() -> None:
                 f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. "
                 "Use a file of accelerate_configs/"
             )
-    if _flag("ACCELERATE_USE_FSDP"):
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                "note: fsdp_config of the Accelerate YAML is not read; the sections sharding and "
-                "model of the toolkit's config decide how the model is sharded",
-                file=sys.stderr,
-            )
-        # Accelerate would shard a second time, and transformers would leave parameters on meta.
-        for name in [n for n in os.environ if n.startswith("FSDP_")]:
-            del os.environ[name]
-        os.environ["ACCELERATE_USE_FSDP"] = "false"
+
+
+def _hide_from_accelerate() -> None:
+    """Remove what is translated from the environment: one engine shards, and it is not Accelerate.
+
+    See `accelerate_yaml.is_translated` for what would obey it.
+    """
+    for name in [n for n in os.environ if accelerate_yaml.is_translated(n)]:
+        del os.environ[name]
 
 
 def _flag(name: str) -> bool:

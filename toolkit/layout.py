@@ -1,9 +1,10 @@
-"""Which part of a sharded tensor this rank holds.
+"""Which part of a sharded tensor this rank holds, and that it is the sharded one.
 
 Owns the one private function of torch that tells. Knows nothing of where the bytes are.
 """
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import ShardingError
@@ -22,3 +23,15 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what units of `model` still hold gathered, so that its parameters are the sharded ones.
+
+    A forward without a backward leaves the root gathered (and every unit that keeps its parameters
+    after the forward): `model.parameters()` are then plain tensors, and an optimizer built from
+    them would update what nobody reads.
+    """
+    for module in model.modules():
+        if callable(free := getattr(module, "reshard", None)):
+            free()

@@ -33,7 +33,7 @@ from toolkit.hf_format import (
     weight_files,
 )
 from toolkit.layout import local_slices
-from toolkit.recorded_init import Recorder, replay
+from toolkit.recorded_init import Recorder
 from toolkit.shard_reader import FileTensor, Reader
 
 
@@ -170,7 +170,7 @@ def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _
     _check_shapes(model, entries)
     home = _home(model, device)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
-    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    dtypes = {t.dtype for t in model.state_dict().values() if t.dtype.is_floating_point}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     with Reader() as reader, _as_library_code(model):
         sources = {
@@ -195,12 +195,33 @@ def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _
 
 
 def _settle(model: PreTrainedModel, device: torch.device, stream: _Streamed) -> None:
-    """Tie, initialise buffers, and refuse what does not fit or stayed on meta."""
+    """Tie, compute buffers, and refuse what does not fit or stayed on meta."""
+    info = stream.info
     with _as_library_code(model):
-        _finalize(model, _home(model, device), stream.info)
+        _tie_loaded(model, info)
+    _refuse_misfit(model, stream.folder, info)
+    _fill_gaps(model, device)
     _settle_buffers(model, device)
-    _refuse_misfit(model, stream.folder, stream.info)
     check_materialised(model)
+
+
+def _tie_loaded(model: PreTrainedModel, info: Any) -> None:
+    """Let transformers tie, and settle which keys may be missing or left over."""
+    if not hasattr(model, "_adjust_missing_and_unexpected_keys"):
+        raise _gone(AttributeError("PreTrainedModel._adjust_missing_and_unexpected_keys"))
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    info.missing_keys -= set(assets_of(model).tied)
+
+
+def _fill_gaps(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute what no checkpoint holds: buffers, and parameters that may be missing."""
+    persistent = model.state_dict().keys()
+    buffers = {n: b for n, b in model.named_buffers() if b.is_meta or n not in persistent}
+    parameters = {n: p for n, p in model.named_parameters() if _local(p).is_meta}
+    twin, recorder = _build_recorded(model, seed=0)
+    _compute_buffers(model, twin, recorder, buffers)
+    _compute_parameters(model, twin, recorder, parameters, _home(model, device), seed=0)
 
 
 def _home(model: nn.Module, device: torch.device) -> torch.device:
@@ -308,23 +329,6 @@ def _own_thread(home: torch.device) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _finalize(model: PreTrainedModel, home: torch.device, info: Any) -> None:
-    """Let transformers tie, initialise buffers and settle which missing keys matter."""
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    if not hasattr(model, "_finalize_model_loading"):
-        raise _gone(AttributeError("PreTrainedModel._finalize_model_loading"))
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # its table of keys; ours is the error below
-    try:
-        model._finalize_model_loading(model, LoadStateDictConfig(device_map={"": home}), info)
-    finally:
-        logging.set_verbosity(level)
-    info.missing_keys -= set(assets_of(model).tied)
-
-
 def _unsliceable(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
     """Return the source keys whose conversion does not commute with taking rows of the result.
 
@@ -389,6 +393,10 @@ def _convert_then_slice(
     twin.hf_assets = assets_of(model)
     renamings, converters = split_mapping(copy.deepcopy(assets_of(model).conversions))
     state = model.state_dict()
+    # The live tensors: those of a state_dict are detached, and would come back frozen.
+    live = {**dict(model.named_buffers()), **dict(_named(model))}
+    for name, parameter in twin.named_parameters():  # some stay in fp32 where others are halved
+        parameter.data = torch.empty_like(parameter, dtype=live[name].dtype)
     groups: dict[str, dict[str, Any]] = {}
     for key, source in sources.items():
         target, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
@@ -401,9 +409,9 @@ def _convert_then_slice(
         for name, tensor in list(twin.state_dict().items()):
             if tensor.is_meta:
                 continue
-            reference = state[name]
+            reference = live[name]
             part = tensor[local_slices(reference)] if isinstance(reference, DTensor) else tensor
-            _place(model, name, part.to(home, copy=True), reference)
+            _place(model, [name], part.to(home, copy=True), reference)
             info.missing_keys.discard(name)
             _replace(twin, name, torch.empty_like(tensor, device="meta"))
 
@@ -418,41 +426,85 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
     comes.
     """
     home = _home(model, device)
-    originals = dict(model.named_parameters())
-    aliases = _aliases(model)
-    plain = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in originals.items()}
-    for name, tensor in plain.items():
-        for alias in aliases[name]:
-            _replace(
-                model, alias, nn.Parameter(tensor, requires_grad=originals[name].requires_grad)
-            )
-    for name, buffer in list(model.named_buffers()):
-        _replace(model, name, torch.empty_like(buffer, device="cpu"))
-    with _as_library_code(model), torch.random.fork_rng(devices=[]), Recorder(plain) as recorder:
-        torch.default_generator.manual_seed(
-            seed or 0
-        )  # for what an architecture computes outside its parameters
-        for module in model.modules():
-            # torch's own initialisation, where `_init_weights` adds nothing
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-        model.initialize_weights()
-    never = [n for n, writes in recorder.writes.items() if not writes]
-    if never and seed is not None:
+    twin, recorder = _build_recorded(model, seed or 0)
+    if seed is not None and recorder.guessed:
         raise LoadingError(
-            f"{_plain_name(model)} has no initialisation for {', '.join(never[:5])}; save a random "
-            "start "
-            "with transformers and load that"
+            f"the random start of {_plain_name(model)} depends on values that are drawn on the way "
+            f"({recorder.guessed[0]}); save a random start with transformers and load that"
         )
-    for name, reference in originals.items():
-        if seed is None:
+    _compute_buffers(model, twin, recorder, dict(model.named_buffers()))
+    parameters = dict(model.named_parameters())
+    if seed is None:
+        aliases = _aliases(model)
+        for name, reference in parameters.items():
             part = torch.empty_like(_local(reference), device=home)
-        else:
-            part = replay(recorder.writes[name], name, reference, seed)
-        for alias in aliases[name]:
-            _place(model, alias, part.to(home), reference)
+            _place(model, aliases[name], part, reference)
+    else:
+        _compute_parameters(model, twin, recorder, parameters, home, seed)
     model.tie_weights()
     _settle_buffers(model, device)
+
+
+def _build_recorded(model: PreTrainedModel, seed: int) -> tuple[PreTrainedModel, Recorder]:
+    """Build the model once more, as transformers does, and record how its tensors begin.
+
+    In fp32, rounded once at the end: `from_pretrained` computes buffers so, too.
+    """
+    recorder = Recorder()
+    try:
+        with torch.random.fork_rng(devices=[]), recorder:
+            # For what an architecture draws outside its parameters: the same on every rank.
+            torch.default_generator.manual_seed(seed)
+            twin = plain_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
+    except Exception as error:  # an architecture may do anything on its way
+        raise LoadingError(
+            f"{_plain_name(model)} begins in a way that cannot be recorded "
+            f"({type(error).__name__}: {error}); save a start with transformers and load that"
+        ) from error
+    recorder.name(dict(twin.named_parameters()))
+    return twin, recorder
+
+
+def _compute_buffers(
+    model: PreTrainedModel, twin: PreTrainedModel, recorder: Recorder, wanted: dict[str, Any]
+) -> None:
+    computed = dict(twin.named_buffers())
+    for name, buffer in wanted.items():
+        whole = tuple(slice(0, n) for n in buffer.shape)
+        with _named_fault(model, name):
+            value = recorder.replay(computed[name], whole, buffer.dtype, seed=0)
+        _replace(model, name, value)
+
+
+def _compute_parameters(
+    model: PreTrainedModel,
+    twin: PreTrainedModel,
+    recorder: Recorder,
+    wanted: dict[str, Any],
+    home: torch.device,
+    seed: int,
+) -> None:
+    computed, aliases = dict(_named(twin)), _aliases(model)
+    for name, reference in wanted.items():
+        slices = (
+            local_slices(reference)
+            if isinstance(reference, DTensor)
+            else tuple(slice(0, n) for n in reference.shape)
+        )
+        with _named_fault(model, name):
+            part = recorder.replay(computed[name], slices, reference.dtype, seed)
+        _place(model, aliases[name], part.to(home), reference)
+
+
+@contextlib.contextmanager
+def _named_fault(model: PreTrainedModel, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (LoadingError, KeyError) as error:
+        raise LoadingError(
+            f"the start of {name} of {_plain_name(model)} cannot be computed ({error}); save a "
+            "random start with transformers and load that"
+        ) from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -460,15 +512,16 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
 # --------------------------------------------------------------------------------------------------
 
 
-def _place(model: nn.Module, name: str, part: torch.Tensor, reference: torch.Tensor) -> None:
-    """Put this rank's `part` under `name`, laid out as `reference` is."""
+def _place(model: nn.Module, names: list[str], part: torch.Tensor, reference: torch.Tensor) -> None:
+    """Put this rank's `part` under all of `names`, laid out as `reference` is."""
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
         value = _laid_out_as(reference, value)
-    if isinstance(reference, nn.Parameter) or name in dict(_named(model)):
+    if isinstance(reference, nn.Parameter):
         value = nn.Parameter(value, requires_grad=reference.requires_grad)
     value._is_hf_initialized = True  # type: ignore[attr-defined]
-    _replace(model, name, value)
+    for name in names:
+        _replace(model, name, value)
 
 
 def _laid_out_as(reference: DTensor, part: torch.Tensor) -> DTensor:

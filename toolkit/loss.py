@@ -70,7 +70,11 @@ def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Te
     if model not in _known:
         one = {k: v[:1] for k, v in batch.items()}
         device = one["labels"].device
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),  # not worth a compilation
+        ):
             inside = _LossInHead(head, one.pop("labels"))
             try:
                 with inside:
@@ -81,6 +85,9 @@ def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Te
                 # The model does something with its logits that a number does not bear. Any other
                 # fault shows itself again on the way that computes the loss from logits.
                 _known[model] = False
+                # A forward that ended half-way leaves a sharded model in the middle of one.
+                if callable(recover := getattr(model, "reset_iter_state", None)):
+                    recover()
     return _known[model]
 
 

@@ -4,7 +4,9 @@ Owns the way from a checkpoint folder or Hub id to a model without bytes. Knows 
 """
 
 import copy
+import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from toolkit.hf_format import (
     read_config,
     source_dtypes,
 )
+from toolkit.patterns import matching_parameters, plain_class_name
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
@@ -39,6 +42,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     folder = local_folder(cfg.name_or_path, cfg.revision)
     config = load_config(cfg)
     model_class = causal_lm_class(config, cfg)
+    _check_stands_alone(model_class, cfg)
+    config = _own_section(config, model_class)
     dtype = storage_dtype(cfg, config, folder)
     if cfg.attn_implementation is not None:
         config._attn_implementation = cfg.attn_implementation
@@ -55,10 +60,14 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         section.use_cache = (
             False  # training has no use for it; the export keeps the pristine config
         )
-    for pattern, kept in model._get_dtype_plan(dtype).items():
-        for name, parameter in model.named_parameters():
-            if pattern in name:
-                parameter.data = torch.empty_like(parameter, dtype=kept)
+    if dtype != torch.float32:
+        for name in kept_in_fp32(model):
+            parameter = model.get_parameter(name)
+            parameter.data = torch.empty_like(parameter, dtype=torch.float32)
+        for name in _matching_fp32(model, dict(model.named_buffers())):
+            path, _, leaf = name.rpartition(".")
+            buffers = model.get_submodule(path)._buffers
+            buffers[leaf] = torch.empty_like(model.get_buffer(name), dtype=torch.float32)
     tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg.tokenizer_name_or_path, cfg.revision)
@@ -66,6 +75,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     if cfg.resize_embeddings:
         resized = _resize(model, pristine, tokenizer_folder, cfg.trust_remote_code)
     model.tie_weights()
+    for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
+        model.get_parameter(name).requires_grad_(False)
     files = asset_files(tokenizer_folder)
     if tokenizer_folder != folder:
         files.pop("generation_config.json", None)
@@ -151,6 +162,33 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
     return mapped[0] if isinstance(mapped, tuple) else mapped
 
 
+def _check_stands_alone(model_class: type[PreTrainedModel], cfg: ModelConfig) -> None:
+    """Refuse a drafter, which continues another model's keys and values and reads no text itself.
+
+    Raises:
+        ModelError: names the class.
+    """
+    if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
+        raise ModelError(
+            f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
+            "values of the model it assists (shared_kv_states): it cannot be trained on text by "
+            "itself. Give the model that it assists as model.name_or_path"
+        )
+
+
+def _own_section(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """Return the part of `config` that the class is built from.
+
+    That is the text section where config.json describes more (images, sound) than the language
+    model that is trained; `AutoModelForCausalLM` takes it out in the same way.
+    """
+    wanted = model_class.config_class
+    if wanted is None or isinstance(config, wanted):
+        return config
+    text = config.get_text_config()
+    return text if isinstance(text, wanted) else config
+
+
 def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """Return the dtype in which parameters are stored; `auto` is the checkpoint's, else
     bfloat16.
@@ -173,31 +211,104 @@ def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> t
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the decoder layers of `model`, name -> module, in the order of definition.
 
-    They are the modules of the classes in `_no_split_modules`, and the elements of the largest
-    outermost `ModuleList` where those leave it uncovered; outermost only, and never one that holds
-    a tied embedding.
+    They are the elements of its stacks (every outermost `ModuleList` that holds more than a
+    fiftieth of the parameters) and the modules of the classes in `_no_split_modules`; of nested
+    ones the outermost, but the layers rather than a stage that stacks several. Never one that holds
+    an embedding or the head, or a parameter tied to something that is no layer. Layers may share
+    parameters with each other.
     """
-    from transformers import PreTrainedModel as Base
-
     classes: set[str] = set()
     for module in model.modules():
-        if isinstance(module, Base):
+        if isinstance(module, PreTrainedModel):
             classes.update(getattr(module, "_no_split_modules", None) or [])
-    tied = _tied_parameters(model)
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if name and type(module).__name__.removeprefix("FSDP") in classes and _splits(module, tied):
-            found[name] = module
-    stack = _largest_stack(model)
-    for name, module in stack.items():
-        inside = any(
-            f == name or f.startswith(name + ".") or name.startswith(f + ".") for f in found
+    named = dict(model.named_modules())
+    by_class = {n for n, m in named.items() if n and plain_class_name(m) in classes}
+    found: set[str] = set()
+    for name in by_class | _stacked(model):
+        stages = [
+            f"{name}.{inner}"
+            for inner, child in named[name].named_modules()
+            if isinstance(child, nn.ModuleList)
+            and sum(f"{name}.{inner}.{i}" in by_class for i in range(len(child))) > 1
+        ]
+        if not stages:
+            found.add(name)
+    apart = _kept_apart(model, named, found)
+    own = [n for n in named if n in found and not apart.intersection(map(id, _own(named[n])))]
+    own = [n for n in own if next(named[n].parameters(), None) is not None]
+    chosen = set(own)
+    return {n: named[n] for n in own if not any(outer in chosen for outer in _outer(n))}
+
+
+def _outer(name: str) -> list[str]:
+    """Return the names of the modules around `name`, the root left out."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters())
+
+
+def _stacked(model: nn.Module) -> set[str]:
+    """Return the names of the elements of the stacks that matter, outermost lists only."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
+    total = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            total -= module.weight.numel()
+    found = set()
+    for name, stack in lists.items():
+        if any(outer in lists for outer in _outer(name)):
+            continue
+        if sum(p.numel() for p in stack.parameters()) * 50 < total:
+            continue
+        for i, child in enumerate(stack):
+            if not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Embedding):
+                found.add(f"{name}.{i}")
+    return found
+
+
+def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str]) -> set[int]:
+    """Return the parameters that no layer may hold: of embedding and head, and ties beyond
+    layers.
+    """
+    apart: set[int] = set()
+    if isinstance(model, PreTrainedModel):
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            apart.update(map(id, () if module is None else module.parameters()))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for key, aliases in names.items():
+        inside = [any(outer in layers for outer in _outer(alias)) for alias in aliases]
+        if len(aliases) > 1 and not all(inside):
+            apart.add(key)
+    return apart
+
+
+def kept_in_fp32(model: nn.Module) -> list[str]:
+    """Return the parameters that transformers keeps in fp32 where the model runs in bfloat16.
+
+    Raises:
+        ModelError: the installed transformers does not say.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return []
+    return _matching_fp32(model, dict(model.named_parameters()))
+
+
+def _matching_fp32(model: PreTrainedModel, tensors: dict[str, Any]) -> list[str]:
+    """Return which of `tensors` transformers keeps in fp32."""
+    if not hasattr(model, "_get_dtype_plan"):
+        raise ModelError(
+            f"transformers {transformers.__version__} has no PreTrainedModel._get_dtype_plan; "
+            "install one from 5.17 to 5.23"
         )
-        if not inside and _splits(module, tied):
-            found[name] = module
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    outermost = [n for n in found if not any(n != o and n.startswith(o + ".") for o in found)]
-    return {n: found[n] for n in sorted(outermost, key=order.__getitem__)}
+    plan = model._get_dtype_plan(torch.bfloat16)
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in plan]
+    names = [n for n, t in tensors.items() if t.is_floating_point()]
+    return [n for n in names if any(p.search(n) for p in patterns)]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -281,31 +392,6 @@ def _said(error: BaseException) -> str:
     """Return what a library said, on one line that ends where a sentence or the patience does."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 400 else text[:400].rsplit(" ", 1)[0] + " ..."
-
-
-def _splits(module: nn.Module, tied: set[int]) -> bool:
-    """Whether a module can be a unit of its own: it has parameters, none of them tied elsewhere."""
-    own = [id(p) for p in module.parameters()]
-    return bool(own) and not tied.intersection(own)
-
-
-def _tied_parameters(model: nn.Module) -> set[int]:
-    names = tied_names(model)
-    by_name = dict(model.named_parameters(remove_duplicate=False))
-    return {id(by_name[n]) for n in names}
-
-
-def _largest_stack(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the elements of the outermost ModuleList with the most parameters."""
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
-    outermost = {
-        n: m for n, m in lists.items() if not any(n != o and n.startswith(o + ".") for o in lists)
-    }
-    if not outermost:
-        return {}
-    size = {n: sum(p.numel() for p in m.parameters()) for n, m in outermost.items()}
-    best = max(size, key=size.__getitem__)
-    return {f"{best}.{i}": child for i, child in enumerate(outermost[best])}
 
 
 def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:

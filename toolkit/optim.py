@@ -6,10 +6,12 @@ optimizer after sharding, so that its state is born sharded.
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from toolkit.config import OptimConfig
+from toolkit.layout import reshard
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
@@ -18,10 +20,19 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     Matrices decay; vectors and scalars (norms, biases) do not. Fused is exact on DTensors and 4 to
     6 times faster than the plain loop on CPU. State: two tensors of the parameters' size and dtype.
     """
+    reshard(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        # One call does not take sharded and replicated parameters together.
+        {
+            "params": [p for p in trainable if decays(p) and isinstance(p, DTensor) == sharded],
+            "weight_decay": decay,
+        }
+        for sharded in (True, False)
+        for decays, decay in (
+            (lambda p: p.ndim >= 2, cfg.weight_decay),
+            (lambda p: p.ndim < 2, 0.0),
+        )
     ]
     return torch.optim.AdamW(
         [g for g in groups if g["params"]],

@@ -1,13 +1,11 @@
-"""FSDP2 applied to a Hugging Face causal LM: the mesh, the units, precision, recomputation,
-offload.
+"""FSDP2 applied to a Hugging Face causal LM: the mesh, and the plan of its units carried out.
 
 Owns how parameters are laid out over devices; the only file that imports `torch.distributed.fsdp`.
-Does not know where the bytes come from: it shards a model on meta.
+Does not know where the bytes come from: it shards a model on meta. Which modules are units is
+`units`' plan, what is computed twice `recompute`'s, what is gathered ahead `prefetch`'s.
 """
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +18,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from toolkit.config import ShardingConfig
 from toolkit.errors import ShardingError
-from toolkit.models import decoder_layers
+from toolkit.patterns import matching_modules
+from toolkit.prefetch import Prefetch
+from toolkit.recompute import recompute_in_backward
+from toolkit.units import Unit, UnitPlan, plan_units
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
+_PLAN = "fsdp_units"  # where a sharded model keeps the plan of its units
 
 
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
@@ -40,161 +41,204 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceM
         ShardingError: dp_replicate x dp_shard is not the number of processes, or
             `reshard_after_forward` does not divide the ranks that share a copy.
     """
-    replicas, shards = cfg.dp_replicate, cfg.dp_shard
-    if shards == -1:
-        shards = world_size // replicas
-    if replicas < 1 or shards < 1 or replicas * shards != world_size:
-        raise ShardingError(
-            f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
-            f"{world_size} processes; -1 for dp_shard takes all that dp_replicate leaves"
-        )
-    _check_reshard(cfg.reshard_after_forward, shards)
+    replicas, shards = mesh_shape(world_size, cfg)
     if replicas == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=(SHARD,))
     return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(REPLICATE, SHARD))
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
-    """Shard `model` in place, bottom up: each decoder layer, then the root with all that is left.
-
-    Every parameter becomes a DTensor sharded over dim 0; on a meta model nothing is allocated. The
-    gathered parameters have `param_dtype`, gradients are reduced in `reduce_dtype`, and the sharded
-    parameters keep their storage dtype. Tied parameters stay in the root, in one unit. Build the
-    optimizer afterwards. See PyTorch's `torch.distributed.fsdp.fully_shard`.
+def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
+    """Return (replicas, ranks that share a copy) of `world_size` processes.
 
     Raises:
-        ShardingError: no decoder layers are found, the model is sharded already, `param_dtype` is
-            float16, or `reshard_after_forward` does not divide the shard ranks.
+        ShardingError: as `init_mesh`.
+    """
+    replicas: int = cfg.dp_replicate
+    shards: int = cfg.dp_shard
+    if shards == -1:
+        shards = world_size // max(1, replicas) if replicas != -1 else world_size
+    if replicas == -1:
+        replicas = world_size // max(1, shards)
+    if replicas < 1 or shards < 1 or replicas * shards != world_size:
+        raise ShardingError(
+            f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
+            f"{world_size} processes; -1 takes all that the other leaves"
+        )
+    told: dict[str, bool | int | str] = {"reshard_after_forward": cfg.reshard_after_forward}
+    for pattern, own in cfg.reshard_after_forward_overrides.items():
+        told[f"reshard_after_forward_overrides[{pattern}]"] = own
+    for name, value in told.items():
+        if not isinstance(value, bool | str) and (value < 1 or shards % value):
+            raise ShardingError(
+                f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy; give "
+                "a divisor, or true, false or auto"
+            )
+    return replicas, shards
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
+    """Shard `model` in place, bottom up: inner units first, the root with all that is left last.
+
+    Every parameter becomes a DTensor sharded over dim 0 (but for what stays replicated, see
+    `units`); on a meta model nothing is allocated. The gathered parameters have `param_dtype`,
+    gradients are reduced in `reduce_dtype`, and the sharded parameters keep their storage dtype.
+    Recomputation goes inside, then compilation, then sharding. Build the optimizer afterwards. See
+    PyTorch's `torch.distributed.fsdp.fully_shard`.
+
+    Raises:
+        ShardingError: nothing would be sharded, the model is sharded already, a dtype cannot be
+            trained in, or settings do not hold together.
+        ModelError: a pattern matches nothing.
     """
     if isinstance(model, FSDPModule):
         raise ShardingError(
             f"{type(model).__name__} is sharded already; build it anew to shard it otherwise"
         )
-    param_dtype, reduce_dtype = _dtype(cfg.param_dtype), _dtype(cfg.reduce_dtype)
-    if torch.float16 in (param_dtype, reduce_dtype):
-        raise ShardingError(
-            "float16 needs loss scaling, which FSDP2 training has not; use bfloat16"
+    _, shards = mesh_shape(mesh.size(), cfg)
+    plan = plan_units(model, cfg)
+    _refuse_dtypes(model, plan)
+    _recompute(model, plan, cfg)
+    if cfg.torch_compile in (True, "layer"):
+        _refuse_units_inside(plan)
+        for name in plan.layers:
+            model.get_submodule(name).compile(**_compile_options(cfg))
+    offload = offload_policy(cfg, mesh.device_type)
+    parameters = dict(model.named_parameters())
+    for unit in plan.units:
+        own = {parameters[name] for name in unit.parameters}
+        inside = {p for name in unit.modules for p in model.get_submodule(name).parameters()}
+        others = {p for p in inside if p not in own and not isinstance(p, DTensor)}
+        modules = [model.get_submodule(name) for name in unit.modules]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
+            mesh=mesh,
+            reshard_after_forward=_reshard(unit, shards),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=unit.reduce_dtype,
+                output_dtype=unit.output_dtype,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+            ignored_params=others or None,
         )
-    layers = decoder_layers(model)
-    if not layers:
+        parameters = dict(model.named_parameters())
+    # A rank whose tokens went to no expert of a list has no gradient for it where others have one:
+    # the ranks would reduce buffers of different sizes. Zeros stand in (torch >= 2.13).
+    if isinstance(model, FSDPModule) and hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+    if cfg.torch_compile == "model":
+        model.compile(**_compile_options(cfg))
+    plain = [n for n, p in parameters.items() if not isinstance(p, DTensor)]
+    if forgotten := sorted(set(plain) - set(plan.replicated)):
         raise ShardingError(
-            f"{type(model).__name__} has no decoder layers to shard (_no_split_modules is empty "
-            "and it "
-            "holds no ModuleList)"
+            f"{len(forgotten)} parameter(s) were not sharded: {', '.join(forgotten[:5])}"
         )
-    stored: dict[torch.dtype, str] = {}
-    for name, parameter in model.named_parameters():
-        stored.setdefault(parameter.dtype, name)
-    if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
-        listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
-        raise ShardingError(
-            f"parameters of several storage dtypes cannot share a unit: {listed}; set model.dtype: "
-            "float32"
-        )
-    if cfg.activation_checkpointing in (True, "full"):
-        for layer in layers.values():
-            _recompute_in_backward(layer)
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if cfg.cpu_offload
-        else OffloadPolicy()
-    )
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    reshard = _reshard(cfg.reshard_after_forward, mesh)
-    for layer in layers.values():
-        shard(layer, reshard_after_forward=reshard)
-    # Root last: it takes whatever no layer has claimed. PyTorch's default (None) keeps the root
-    # gathered between forward and backward, where it would be gathered again at once.
-    shard(model, reshard_after_forward=False if reshard is False else None)
-    plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if plain:
-        raise ShardingError(f"{len(plain)} parameter(s) were not sharded: {', '.join(plain[:5])}")
+    vars(model)[_PLAN] = plan
     # Where the bytes belong, for whoever brings them: host memory under offload.
     vars(model)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One FSDP2 communication group."""
-
-    name: str
-    parameters: int
-    """Elements of the unsharded parameters."""
-    bytes_stored: int
-    """Bytes of this rank's shards, in the storage dtype."""
-    bytes_gathered: int
-    """Bytes of the unsharded parameters, in the compute dtype."""
-
-
-def units(model: nn.Module, cfg: ShardingConfig) -> list[Unit]:
-    """Return the units of a sharded model in the order of definition, the root first."""
-    owners = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-    size = _dtype(cfg.param_dtype).itemsize
-    members: dict[str, list[DTensor]] = {name: [] for name in owners}
-    for name, parameter in model.named_parameters():
-        owner = max((o for o in owners if o == "" or name.startswith(o + ".")), key=len)
-        assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        members[owner].append(parameter)
-    return [
-        Unit(
-            name or "(root)",
-            sum(p.numel() for p in ps),
-            sum(p.to_local().numel() * p.element_size() for p in ps),
-            sum(p.numel() * size for p in ps),
-        )
-        for name, ps in members.items()
-    ]
-
-
-def ledger(model: nn.Module, cfg: ShardingConfig) -> str:
-    """Return one line on a sharded model: units, bytes of a rank, and the dtype of each purpose."""
-    found = units(model, cfg)
-    largest = max(found, key=lambda u: u.bytes_gathered)
-    stored = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    return (
-        f"{len(found)} units, {sum(u.bytes_stored for u in found) / 1e6:,.1f} MB of parameters a "
-        "rank, largest "
-        f"unit gathered {largest.bytes_gathered / 1e6:,.1f} MB; dtypes: stored and optimised "
-        f"{'/'.join(stored)}, computed {cfg.param_dtype}, reduced {cfg.reduce_dtype}"
-    )
-
-
-def _dtype(name: str | torch.dtype) -> torch.dtype:
-    return getattr(torch, str(name).removeprefix("torch."))
-
-
-def _reshard(value: bool | int | str, mesh: DeviceMesh) -> bool | int:
-    if value == "auto":
-        return True
-    ranks = (
-        mesh[SHARD].size() if mesh.mesh_dim_names and SHARD in mesh.mesh_dim_names else mesh.size()
-    )
-    _check_reshard(value, ranks)
-    return value  # type: ignore[return-value]
-
-
-def _check_reshard(value: bool | int | str, ranks: int) -> None:
-    if not isinstance(value, bool | str) and (value < 1 or ranks % value):
-        raise ShardingError(
-            f"sharding.reshard_after_forward {value} must divide the {ranks} rank(s) that share a "
-            "copy; give a divisor, or true, false or auto"
+    vars(model)["unshard_early"] = cfg.unshard_early
+    if cfg.forward_prefetch or cfg.backward_prefetch:
+        vars(model)["prefetch"] = Prefetch(
+            model,
+            {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]},
+            cfg.forward_prefetch,
+            cfg.backward_prefetch,
+            cfg.prefetch_order,
         )
 
 
-def _recompute_in_backward(layer: nn.Module) -> None:
-    """Recompute `layer`'s forward in the backward pass, inside its FSDP unit.
+def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
+    """Return where sharded parameters live. Memory is page-locked only where a device copies it."""
+    if not cfg.cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=cfg.pin_memory and device_type != "cpu")
 
-    The layer's forward is replaced, not the module wrapped: names stay those of the plain model,
-    and the recomputation runs on parameters that are gathered and inputs that are cast already
-    (from outside, torch 2.11 and 2.12 lose that cast).
+
+def plan_of(model: nn.Module) -> UnitPlan:
+    """Return the plan that `apply_fsdp` carried out on `model`.
+
+    Raises:
+        ShardingError: the model is not sharded.
     """
-    forward: Callable = layer.forward
+    plan = vars(model).get(_PLAN)
+    if not isinstance(plan, UnitPlan):
+        raise ShardingError(f"{type(model).__name__} is not sharded; call apply_fsdp first")
+    return plan
 
-    @functools.wraps(forward)
-    def recomputed(*args, **kwargs):
-        if not (layer.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    layer.forward = recomputed
+def unshard_early(model: nn.Module) -> None:
+    """Start gathering the root where `sharding.unshard_early` asks for it; does not wait.
+
+    Call it before a step's batches are fetched: the all-gather then overlaps with that.
+    """
+    if isinstance(model, FSDPModule) and vars(model).get("unshard_early"):
+        model.unshard(async_op=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Before sharding
+# --------------------------------------------------------------------------------------------------
+
+
+def _refuse_dtypes(model: nn.Module, plan: UnitPlan) -> None:
+    parameters = dict(model.named_parameters())
+    for unit in plan.units:
+        if torch.float16 in (unit.param_dtype, unit.reduce_dtype):
+            raise ShardingError(
+                "float16 needs loss scaling, which FSDP2 training has not; use bfloat16"
+            )
+        stored: dict[torch.dtype, str] = {}
+        for name in unit.parameters:
+            stored.setdefault(parameters[name].dtype, name)
+        if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
+            listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
+            raise ShardingError(
+                f"parameters of several storage dtypes cannot share the unit {unit.name}: "
+                f"{listed}; set model.dtype: float32"
+            )
+
+
+def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
+    asked: Any = cfg.activation_checkpointing
+    if asked is False or asked == "none":
+        return
+    names = list(plan.layers)
+    if cfg.activation_checkpointing_modules:
+        setting = "sharding.activation_checkpointing_modules"
+        names = list(matching_modules(model, cfg.activation_checkpointing_modules, setting))
+    # Of nested ones the outer recomputes the inner too.
+    names = [n for n in names if not any(n.startswith(o + ".") for o in names)]
+    every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
+    for name in names[::every]:
+        recompute_in_backward(
+            model.get_submodule(name),
+            selective=asked == "selective",
+            offload=cfg.activation_offload,
+            pin_memory=cfg.pin_memory,
+        )
+
+
+def _refuse_units_inside(plan: UnitPlan) -> None:
+    """Refuse units inside a compiled layer: the compiled code would run without their hooks."""
+    for unit in plan.units:
+        for name in unit.modules:
+            if around := [layer for layer in plan.layers if name.startswith(layer + ".")]:
+                raise ShardingError(
+                    f"torch_compile: layer compiles {around[0]} as a whole, with the unit {name} "
+                    "inside it; set sharding.torch_compile: model, or leave out what makes that "
+                    "unit (sublayer_units, param_dtype_overrides)"
+                )
+
+
+def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
+    return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
+
+
+def _reshard(unit: Unit, shards: int) -> bool | int | None:
+    value = unit.reshard_after_forward
+    if isinstance(value, bool) or value is None:
+        return value
+    if value == 1:  # as PyTorch reads it, without its warning
+        return False
+    return True if value == shards else value

@@ -17,9 +17,9 @@ import torch
 from toolkit.commit import CHECKPOINTS, find_checkpoint, is_committed
 from toolkit.dcp_format import METADATA_FILE, read_metadata
 from toolkit.errors import CheckpointError
+from toolkit.tables import fold, table, without_numbers
 
 _STEP = re.compile(r"step-(\d+)(\..*)?")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def summarise(path: str | Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def render(summary: dict[str, Any]) -> str:
             ]
             for c in summary["checkpoints"]
         ]
-        lines += _table(rows, right={1})
+        lines += table(rows, right={1})
     lines.append(f"checkpoint  {summary['checkpoint']}")
     facts = [
         ("architecture", summary["model"]),
@@ -114,9 +114,9 @@ def render(summary: dict[str, Any]) -> str:
         kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in sorted(elements.items()))
         rows.append([f"  {section}", f"{_bytes(summary['bytes'][section])} ({kinds})"])
     rows.append(["  all files", _bytes(summary["bytes"]["files"])])
-    lines += [*_table(rows, right=set()), ""]
+    lines += [*table(rows, right=set()), ""]
     head = ["tensor", "tensors", "shape", "dtype", "bytes", "chunks"]
-    return "\n".join([*lines, *_table([head, *_grouped(summary["tensors"])], right={1, 4})])
+    return "\n".join([*lines, *table([head, *_grouped(summary["tensors"])], right={1, 4})])
 
 
 def _checkpoints(run: Path) -> list[dict[str, Any]]:
@@ -150,19 +150,13 @@ def _tensor(name: str, entry: Any) -> dict[str, Any]:
 def _grouped(tensors: Iterable[dict[str, Any]]) -> list[list[str]]:
     groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for t in tensors:
-        like = (_NUMBER.sub("{}", t["name"]), str(t["shape"]), t["dtype"], _sharding(t))
+        like = (without_numbers(t["name"]), str(t["shape"]), t["dtype"], _sharding(t))
         groups[like].append(t)
     rows = []
-    for (pattern, shape, dtype, sharding), members in groups.items():
-        numbers = [tuple(map(int, _NUMBER.findall(t["name"]))) for t in members]
-        places = [sorted(set(place)) for place in zip(*numbers, strict=True)]
-        if math.prod(map(len, places)) == len(members):
-            names = [(pattern.format(*map(_range, places)), members)]
-        else:  # the numbers are no full grid: a line for each
-            names = [(t["name"], [t]) for t in members]
-        for name, part in names:
-            size = _bytes(sum(t["bytes"] for t in part))
-            rows.append([name, str(len(part)), shape, dtype, size, sharding])
+    for (_, shape, dtype, sharding), members in groups.items():
+        for name, indices in fold([t["name"] for t in members]):
+            size = _bytes(sum(members[i]["bytes"] for i in indices))
+            rows.append([name, str(len(indices)), shape, dtype, size, sharding])
     return rows
 
 
@@ -179,25 +173,6 @@ def _sharding(tensor: dict[str, Any]) -> str:
     if len(sizes) <= 4:
         return f"{len(sizes)}: {'+'.join(map(str, sizes))} {what}"
     return f"{len(sizes)}: {min(sizes)} to {max(sizes)} {what}"
-
-
-def _range(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return "{" + ",".join(map(str, numbers)) + "}"
-
-
-def _table(rows: list[list[str]], right: set[int]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return [
-        "  ".join(
-            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
-            for i, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import TrainingError
+from toolkit.layout import reshard
 from toolkit.loss import loss_sum, supervised_tokens
 
 
@@ -79,9 +80,12 @@ def train_step(
         contribution = loss_sum(model, batch) * scale
         contribution.backward()
         total += contribution.detach()
+    if world > 1:
+        _average_replicated(model, world)
     grad_norm = clip_gradients(model, max_grad_norm)
     optimizer.step()
-    optimizer.zero_grad()
+    # Under offload the gradients' host memory is kept: page-locked memory is slow to get.
+    optimizer.zero_grad(set_to_none=getattr(model, "parameter_device", None) is None)
     if world > 1:
         dist.all_reduce(total)
     return StepStats(total / world, grad_norm, tokens)
@@ -91,16 +95,47 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients to a global norm of at most `max_norm`; return the norm before.
     Collective.
 
-    The norm is that of the whole gradient: each rank's shards are counted once. 0 does not clip.
+    The norm is that of the whole gradient: each rank's shards are counted once, and replicated
+    gradients once. 0 does not clip.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    sharded = [p for p in parameters if isinstance(p.grad, DTensor)]
+    replicated = [p for p in parameters if not isinstance(p.grad, DTensor)]
+    norms = []
+    for part in (sharded, replicated):  # torch does not mix the two kinds
+        if part:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.zeros(())
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+        for part in (sharded, replicated):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
+    return total
+
+
+def _average_replicated(model: nn.Module, world: int) -> None:
+    """Average over the ranks the gradients of what FSDP does not shard, in one all-reduce.
+
+    A parameter that some ranks did not use counts as zero there; one that no rank used keeps no
+    gradient.
+    """
+    parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
+    if not parameters:
+        return
+    used = torch.tensor([float(p.grad is not None) for p in parameters])
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([g.float().flatten() for g in grads] + [used.to(grads[0].device)])
+    dist.all_reduce(flat)
+    *sums, used = flat.split([p.numel() for p in parameters] + [len(parameters)])
+    for parameter, total, count in zip(parameters, sums, used.tolist(), strict=True):
+        if count > 0:
+            mean = (total / world).view_as(parameter).to(parameter.dtype)
+            if parameter.grad is None:
+                parameter.grad = mean
+            else:
+                parameter.grad.copy_(mean)
 
 
 @torch.no_grad()
@@ -121,6 +156,7 @@ def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> to
             sums = found if sums is None else sums + found
     finally:
         model.train(was_training)
+        reshard(model)
     if sums is None:
         raise TrainingError("evaluate got no batches")
     if dist.is_initialized() and dist.get_world_size() > 1:

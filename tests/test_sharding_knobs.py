@@ -1,0 +1,924 @@
+"""Every knob of the sharding config changes what it claims, and leaves the loss where it was.
+
+Placements and shapes with a fake group of 8 and of 2 x 4; values, collectives, dtypes and memory
+with gloo on 2 and 4 ranks, against one plain process.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import save_tiny_model
+from distributed import run_ranks
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import AutoModelForCausalLM
+
+from toolkit.config import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.errors import ModelError, ShardingError
+from toolkit.fake_world import fake_world
+from toolkit.layout import reshard
+from toolkit.loading import load_pretrained
+from toolkit.loss import loss_sum
+from toolkit.models import build_on_meta
+from toolkit.optim import build_optimizer
+from toolkit.sharding import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
+from toolkit.training import evaluate, train_step
+from toolkit.unit_table import dtype_ledger, ledger_line, unit_rows, unit_table
+
+FP32 = ShardingConfig(param_dtype="float32")
+LAYERS = 4
+LAYER = "model.layers.0"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    made = {
+        "llama": ("llama", {"num_hidden_layers": LAYERS}),
+        "tied": ("llama", {"num_hidden_layers": LAYERS, "tie_word_embeddings": True}),
+        "experts": ("qwen3_moe", {"num_hidden_layers": LAYERS}),
+    }
+    return {n: str(save_tiny_model(root / n, kind, **ch)) for n, (kind, ch) in made.items()}
+
+
+def knobs(**changes: Any) -> ShardingConfig:
+    return dataclasses.replace(FP32, **changes)
+
+
+def build(folder: str, world: int, cfg: ShardingConfig, **model: Any):
+    made = build_on_meta(ModelConfig(folder, **model))
+    apply_fsdp(made, init_mesh("cpu", world, cfg), cfg)
+    return made
+
+
+def batch(rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 300, (rows, 16), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : 1 + row] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+# --------------------------------------------------------------------------------------------------
+# Placements and shapes: a fake group
+# --------------------------------------------------------------------------------------------------
+
+
+def names_of(folder: str, cfg: ShardingConfig, world: int = 8) -> list[tuple[str, ...]]:
+    with fake_world(world):
+        return [u.modules for u in plan_of(build(folder, world, cfg)).units]
+
+
+def layers(*parts: str) -> list[tuple[str, ...]]:
+    return [(f"model.layers.{i}{p}",) for p in parts for i in range(LAYERS)]
+
+
+def test_units_are_the_layers_and_the_root(folders):
+    assert names_of(folders["llama"], FP32) == [*layers(""), ("",)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        (
+            "llama",
+            {"sublayer_units": True},
+            {*layers("", ".self_attn", ".mlp"), ("",)},
+        ),
+        (
+            "llama",
+            {"layers_per_unit": 3},
+            {tuple(f"model.layers.{i}" for i in range(3)), ("model.layers.3",), ("",)},
+        ),
+        (
+            "llama",
+            {"embedding_units": True},
+            {*layers(""), ("model.embed_tokens",), ("lm_head",), ("",)},
+        ),
+        (
+            "tied",
+            {"embedding_units": True},
+            {*layers(""), ("model.embed_tokens", "lm_head"), ("",)},
+        ),
+        ("llama", {"base_model_unit": True}, {*layers(""), ("model",), ("",)}),
+        ("llama", {"layer_classes": ["LlamaMLP"]}, {*layers(".mlp"), ("",)}),
+        (
+            "llama",
+            {"layer_classes": ["model.layers.[01].self_attn", "mlp"]},
+            {*layers(".mlp"), ("model.layers.0.self_attn",), ("model.layers.1.self_attn",), ("",)},
+        ),
+        (
+            "llama",
+            {"param_dtype": "bfloat16", "param_dtype_overrides": {"*norm": "float32"}},
+            {
+                *layers(""),
+                *(
+                    (
+                        f"model.layers.{i}.input_layernorm",
+                        f"model.layers.{i}.post_attention_layernorm",
+                    )
+                    for i in range(LAYERS)
+                ),
+                ("model.norm",),
+                ("",),
+            },
+        ),
+    ],
+)
+def test_units_as_asked(kind, changes, expected, folders):
+    assert set(names_of(folders[kind], knobs(**changes))) == expected
+
+
+def test_inner_units_come_before_outer_ones(folders):
+    found = names_of(folders["llama"], knobs(sublayer_units=True, base_model_unit=True))
+    for i, unit in enumerate(found):
+        for later in found[i + 1 :]:
+            assert not any(b.startswith(a + ".") for a in unit for b in later if a)
+    assert found[-1] == ("",)
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "experts"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sublayer_units": True, "embedding_units": True},
+        {"base_model_unit": True, "layers_per_unit": 2},
+        {
+            "param_dtype": "bfloat16",
+            "param_dtype_overrides": {"*norm": "float32", "lm_head": "float32"},
+        },
+    ],
+)
+def test_every_parameter_belongs_to_one_unit_and_is_cut_in_eight(kind, changes, folders):
+    with fake_world(8):
+        model = build(folders[kind], 8, knobs(**changes))
+        plan = plan_of(model)
+        owned = [name for unit in plan.units for name in unit.parameters]
+        assert sorted(owned) == sorted(n for n, _ in model.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert parameter.placements == (Shard(0),), name
+            rows = -(-parameter.shape[0] // 8)
+            assert parameter.to_local().shape[0] == min(rows, parameter.shape[0]), name
+            assert parameter.device_mesh.size() == 8
+            assert parameter.is_meta
+
+
+def test_replicas_of_a_sharded_model(folders):
+    with fake_world(8):
+        for cfg in (knobs(dp_replicate=2), knobs(dp_shard=4), knobs(dp_replicate=2, dp_shard=4)):
+            for name, parameter in build(folders["llama"], 8, cfg).named_parameters():
+                assert parameter.device_mesh.shape == (2, 4)
+                assert parameter.placements == (Replicate(), Shard(0)), name
+                assert parameter.to_local().shape[0] == -(-parameter.shape[0] // 4)
+        plain = build(folders["llama"], 8, knobs(dp_shard=1))
+        assert all(p.to_local().shape == p.shape for p in plain.parameters())
+        with pytest.raises(ShardingError, match="does not make 8 processes"):
+            init_mesh("cpu", 8, knobs(dp_replicate=3))
+
+
+def test_ignored_parameters_stay_whole(folders):
+    with fake_world(8):
+        model = build(folders["llama"], 8, knobs(ignored_parameters=["*layernorm.weight"]))
+        whole = {n for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+        assert whole == {
+            f"model.layers.{i}.{n}.weight"
+            for i in range(LAYERS)
+            for n in ("input_layernorm", "post_attention_layernorm")
+        }
+        assert set(plan_of(model).replicated) == whole
+
+
+def test_what_transformers_keeps_in_fp32_stays_so(tmp_path):
+    """ernie4_5_moe keeps its routers in fp32: whatever the storage and compute dtypes are."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "ernie4_5_moe",
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_layer_start_index=1,
+        vocab_size=300,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with fake_world(8):
+        for storage in ("float32", "bfloat16"):
+            model = build(str(tmp_path), 8, ShardingConfig(), dtype=storage)
+            kept = {n for n in plan_of(model).replicated if "gate.weight" in n}
+            assert len(kept) == 2
+            for name, parameter in model.named_parameters():
+                other = torch.float32 if storage == "float32" else torch.bfloat16
+                assert parameter.dtype == (
+                    torch.float32 if name in plan_of(model).replicated else other
+                )
+            assert "replicated" in unit_table(model, ShardingConfig())
+        assert not plan_of(build(str(tmp_path), 8, FP32)).replicated
+
+
+def test_storage_dtype_is_its_own_choice_and_said_loudly(folders):
+    with fake_world(8):
+        for dtype in ("float32", "bfloat16"):
+            model = build(folders["llama"], 8, ShardingConfig(), dtype=dtype)
+            assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+            ledger = dtype_ledger(model, ShardingConfig())
+            assert (ledger["storage"], ledger["optimizer"]) == (dtype, dtype)
+            assert ledger["compute"] == "bfloat16"
+            assert ("WARNING" in ledger_line(model, ShardingConfig())) == (dtype == "bfloat16")
+
+
+def test_reshard_is_a_policy_of_each_unit(folders):
+    def told(**changes: Any) -> dict[str, Any]:
+        with fake_world(8):
+            units = plan_of(build(folders["llama"], 8, knobs(**changes))).units
+            return {u.name: u.reshard_after_forward for u in units}
+
+    layer = {f"model.layers.{i}" for i in range(LAYERS)}
+    assert told() == dict.fromkeys(layer, True) | {"(root)": None}
+    assert told(reshard_after_forward=True) == dict.fromkeys({*layer, "(root)"}, True)
+    assert told(reshard_after_forward=False) == dict.fromkeys({*layer, "(root)"}, False)
+    assert told(reshard_after_forward=2) == dict.fromkeys(layer, 2) | {"(root)": None}
+    some = told(reshard_after_forward_overrides={"layers.3": False, "layers.0": 4})
+    assert (some["model.layers.3"], some["model.layers.0"], some["model.layers.1"]) == (
+        False,
+        4,
+        True,
+    )
+    assert told(embedding_units=True)["lm_head"] is False
+    with pytest.raises(ShardingError, match="must divide the 8"):
+        told(reshard_after_forward_overrides={"layers.3": 3})
+    with pytest.raises(ShardingError, match="names no unit; the units are"):
+        told(reshard_after_forward_overrides={"mlp": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"layer_classes": ["LlamaDecoderLayr"]},
+            ModelError,
+            "LlamaDecoderLayr' matches no module.*LlamaDecoderLayer",
+        ),
+        (
+            {"param_dtype_overrides": {"router": "float32"}},
+            ModelError,
+            "'router' matches no module",
+        ),
+        (
+            {"ignored_parameters": ["*.norn.weight"]},
+            ModelError,
+            "matches no parameter.*norm.weight",
+        ),
+        (
+            {"activation_checkpointing": "full", "activation_checkpointing_modules": ["MLP"]},
+            ModelError,
+            "LlamaMLP",
+        ),
+        ({"layer_classes": ["LlamaRotaryEmbedding"]}, ShardingError, "no unit but the root"),
+        (
+            {"forward_prefetch": 1, "prefetch_order": ["model.norm"]},
+            ShardingError,
+            "model.norm, which is not a unit; the units are model.layers.0, ",
+        ),
+        (
+            {"torch_compile": "layer", "sublayer_units": True},
+            ShardingError,
+            "with the unit model.layers.0.self_attn inside",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(changes, error, message, folders):
+    with fake_world(8), pytest.raises(error, match=message):
+        build(folders["llama"], 8, knobs(**changes))
+
+
+def test_the_table_shows_the_plan(folders):
+    cfg = ShardingConfig(
+        dp_shard=4,
+        param_dtype_overrides={"*norm": "float32"},
+        embedding_units=True,
+        reshard_after_forward_overrides={"layers.3": False},
+        forward_prefetch=2,
+    )
+    with fake_world(8):
+        model = build(folders["llama"], 8, cfg)
+        rows = {row.name: row for row in unit_rows(model, cfg)}
+        table = unit_table(model, cfg)
+    total = sum(p.numel() for p in model.parameters())
+    assert sum(row.parameters for row in rows.values()) == total
+    row, inside = rows["model.layers.1"], rows["model.layers.1.input_layernorm"]
+    size = row.parameters
+    assert (row.stored, row.computed, row.reduced) == ("float32", "bfloat16", "float32")
+    assert (row.bytes_sharded, row.bytes_unsharded) == (size, 2 * size)  # a quarter of 4 bytes; 2
+    assert (inside.computed, inside.modules) == ("float32", 2)
+    assert (rows["model.layers.3"].reshard, row.reshard, rows["lm_head"].reshard) == (
+        "no",
+        "yes",
+        "no",
+    )
+    assert "model.layers.{0..2} " in table
+    assert "2 / auto" in table
+
+
+# --------------------------------------------------------------------------------------------------
+# Values: gloo
+# --------------------------------------------------------------------------------------------------
+
+BF16 = ShardingConfig()
+CONFIGS: dict[str, tuple[str, ShardingConfig]] = {
+    "plain": ("llama", FP32),
+    "reshard_true": ("llama", knobs(reshard_after_forward=True)),
+    "reshard_false": ("llama", knobs(reshard_after_forward=False)),
+    "reshard_one_layer_kept": ("llama", knobs(reshard_after_forward_overrides={"layers.1": False})),
+    "sublayer_units": ("llama", knobs(sublayer_units=True)),
+    "two_layers_a_unit": ("llama", knobs(layers_per_unit=2)),
+    "embedding_units": ("llama", knobs(embedding_units=True)),
+    "embedding_units_tied": ("tied", knobs(embedding_units=True)),
+    "tied": ("tied", FP32),
+    "base_model_unit": ("llama", knobs(base_model_unit=True)),
+    "base_model_unit_tied": ("tied", knobs(base_model_unit=True)),
+    "layer_classes": ("llama", knobs(layer_classes=["LlamaMLP", "LlamaAttention"])),
+    "ignored": ("llama", knobs(ignored_parameters=["*norm.weight", "*layernorm.weight"])),
+    "offload": ("llama", knobs(cpu_offload=True)),
+    "prefetch": ("llama", knobs(forward_prefetch=2, backward_prefetch=2)),
+    "prefetch_sublayers": (
+        "llama",
+        knobs(forward_prefetch=1, backward_prefetch=1, sublayer_units=True),
+    ),
+    "unshard_early": ("llama", knobs(unshard_early=True)),
+    "recompute_full": ("llama", knobs(activation_checkpointing="full")),
+    "recompute_second": ("llama", knobs(activation_checkpointing=2)),
+    "recompute_mlp": (
+        "llama",
+        knobs(activation_checkpointing=True, activation_checkpointing_modules=["mlp"]),
+    ),
+    "recompute_selective": ("llama", knobs(activation_checkpointing="selective")),
+    "recompute_offload": ("llama", knobs(activation_checkpointing="full", activation_offload=True)),
+    "recompute_selective_offload": (
+        "llama",
+        knobs(activation_checkpointing="selective", activation_offload=True),
+    ),
+    "recompute_sublayers": ("llama", knobs(activation_checkpointing="full", sublayer_units=True)),
+    "compile_layer": ("llama", knobs(torch_compile="layer", torch_compile_backend="aot_eager")),
+    "compile_layer_recompute": (
+        "llama",
+        knobs(
+            torch_compile="layer",
+            torch_compile_backend="aot_eager",
+            activation_checkpointing="full",
+        ),
+    ),
+    "compile_model": ("llama", knobs(torch_compile="model", torch_compile_backend="aot_eager")),
+    "experts": ("experts", FP32),
+    "bf16": ("llama", BF16),
+    "bf16_output": ("llama", dataclasses.replace(BF16, output_dtype="float32")),
+    "bf16_no_cast": ("llama", dataclasses.replace(BF16, cast_forward_inputs=False)),
+    "bf16_reduce": ("llama", dataclasses.replace(BF16, reduce_dtype="bfloat16")),
+    "bf16_norms_head": (
+        "llama",
+        dataclasses.replace(BF16, param_dtype_overrides={"*norm": "float32", "lm_head": "float32"}),
+    ),
+    "bf16_router": (
+        "experts",
+        dataclasses.replace(BF16, param_dtype_overrides={"mlp.gate": "float32"}),
+    ),
+    "bf16_norms_head_tied": (
+        "tied",
+        dataclasses.replace(BF16, param_dtype_overrides={"*norm": "float32", "lm_head": "float32"}),
+    ),
+}
+
+
+# torch's name of a collective (2.13, and before) -> ours
+NAMES = {
+    "all_gather_single": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+
+
+class Collectives:
+    """Counts FSDP's collectives, and the dtypes that they move, while entered."""
+
+    def __enter__(self) -> "Collectives":
+        self.calls: collections.Counter = collections.Counter()
+        self.dtypes: dict[str, set[torch.dtype]] = collections.defaultdict(set)
+        self.groups: set[tuple[str, int]] = set()
+        self._saved = {n: getattr(dist, n) for n in NAMES if hasattr(dist, n)}
+        for name, real in self._saved.items():
+            setattr(dist, name, self._counting(NAMES[name], real))
+        return self
+
+    def _counting(self, name: str, real: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            self.calls[name] += 1
+            self.groups.add((name, kwargs["group"].size()))
+            self.dtypes[name].add(tensors[0].dtype)
+            return real(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self._saved.items():
+            setattr(dist, name, real)
+
+
+class Seen:
+    """Notes the dtypes that modules get and give, and how often they run, while entered."""
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def __enter__(self) -> "Seen":
+        self.runs: collections.Counter = collections.Counter()
+        self.inputs: dict[str, torch.dtype] = {}
+        self.outputs: dict[str, torch.dtype] = {}
+        self.weights: dict[str, torch.dtype] = {}
+        self._handles = [
+            module.register_forward_hook(self._note(name))
+            for name, module in self._model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+            or name.endswith(("norm", "mlp.gate", "layernorm"))
+        ]
+        return self
+
+    def _note(self, name: str) -> Any:
+        def hook(module: Any, args: Any, out: Any) -> None:
+            self.runs[name] += 1
+            self.inputs[name] = args[0].dtype
+            self.weights[name] = module.weight.dtype
+            out = out[0] if isinstance(out, tuple) else out
+            self.outputs[name] = out.dtype
+
+        return hook
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def run_knobs(rank: int, world: int, folders: dict[str, str], configs: dict) -> dict[str, dict]:
+    found = {}
+    rows = batch(4)
+    mine = {k: v[rank::world] for k, v in rows.items()}
+    for key, (kind, cfg) in configs.items():
+        torch._dynamo.reset()
+        model = build(folders[kind], world, cfg)
+        load_pretrained(model, folders[kind], "cpu")
+        model.train()
+        optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
+        loss_sum(model, mine).detach()  # finds out once how the head is used, records the order
+        reshard(model)
+        compiled = cfg.torch_compile != "none"
+        seen = {} if compiled else observe(model, mine, world)  # hooks would be compiled too
+        optimizer.zero_grad()
+        steps = []
+        for _ in range(2):
+            with Collectives() as early:
+                unshard_early(model)
+            stats = train_step(model, optimizer, [mine])
+            steps.append((float(stats.loss), float(stats.grad_norm)))
+        seen["early"] = early.calls.total()
+        if compiled:
+            seen["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            seen["breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
+        seen["grad_kept"] = [p.grad is not None for p in model.parameters()]
+        seen["steps"] = steps
+        seen["evaluated"] = float(evaluate(model, [mine]))
+        seen["names"] = [n for n, _ in model.named_parameters()]
+        seen["sharded_after_evaluation"] = {
+            n for n, p in model.named_parameters() if isinstance(p, DTensor)
+        }
+        seen["units"] = len(plan_of(model).units)
+        if "prefetch" in vars(model):
+            seen["wired"] = model.prefetch.wired
+            seen["order"] = model.prefetch.begun
+        seen["weights_after"] = {
+            n: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+            for n, p in model.named_parameters()
+        }
+        found[key] = seen
+        torch._dynamo.utils.counters.clear()
+    return found
+
+
+def observe(model: Any, rows: dict[str, torch.Tensor], world: int) -> dict[str, Any]:
+    """Return what one forward and backward did, and how things lay between them."""
+    with Seen(model) as modules, Collectives() as comms, SavedBytes() as saved:
+        loss = loss_sum(model, rows)
+        after = {n: _layout(p, world) for n, p in model.named_parameters()}
+        loss.backward()
+    devices = {p.grad.device.type for p in model.parameters()}
+    logits = model(input_ids=rows["input_ids"]).logits.dtype
+    reshard(model)
+    return {
+        "runs": dict(modules.runs),
+        "inputs": modules.inputs,
+        "outputs": modules.outputs,
+        "weights": modules.weights,
+        "calls": dict(comms.calls),
+        "dtypes": dict(comms.dtypes),
+        "after_forward": after,
+        "saved": saved.total,
+        "logits": logits,
+        "grad_devices": devices,
+    }
+
+
+def _layout(parameter: Any, world: int) -> str:
+    if not isinstance(parameter, DTensor):
+        return "gathered"
+    ranks = parameter.device_mesh.shape[-1]
+    return "sharded" if ranks == world else f"on {ranks}"
+
+
+class SavedBytes:
+    """Sums the bytes that autograd keeps for the backward, while entered."""
+
+    def __enter__(self) -> "SavedBytes":
+        self._kept: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self.total = sum(self._kept.values())
+
+
+@pytest.fixture(scope="module")
+def measured(folders) -> list[dict[str, dict]]:
+    return run_ranks(run_knobs, 2, folders, CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def expected(folders) -> dict[str, dict]:
+    return {kind: plain_steps(folder) for kind, folder in folders.items()}
+
+
+def plain_steps(folder: str) -> dict[str, Any]:
+    """Two steps in one plain process, transformers' own loss over the whole batch, torch's own
+    clipping.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_cache=False
+    ).train()
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
+    steps = []
+    for _ in range(2):
+        loss = model(**batch(4)).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((loss.item(), norm.item()))
+    return {"steps": steps, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("key", CONFIGS)
+def test_the_loss_stays_that_of_one_process(key, measured, expected):
+    kind, cfg = CONFIGS[key]
+    exact = cfg.param_dtype == "float32"
+    plain = expected[kind]
+    for rank in measured:
+        for (loss, norm), (loss0, norm0) in zip(rank[key]["steps"], plain["steps"], strict=True):
+            assert loss == pytest.approx(loss0, rel=1e-5 if exact else 0.01), key
+            assert norm == pytest.approx(norm0, rel=1e-4 if exact else 0.1), key
+        if exact:
+            assert rank[key]["names"] == list(plain["weights"]), key
+            for name, value in plain["weights"].items():
+                assert (rank[key]["weights_after"][name] - value).abs().max() < 2e-4, (key, name)
+        ignored = {n for n in rank[key]["names"] if cfg.ignored_parameters and "norm" in n}
+        assert rank[key]["sharded_after_evaluation"] == set(rank[key]["names"]) - ignored
+
+
+def test_reshard_after_forward(measured):
+    runs = measured[0]
+    gathers = {k: runs[k]["calls"]["all_gather"] for k in runs if "calls" in runs[k]}
+    # Forward: each unit once. Backward: again what was freed; the root is kept where it is auto.
+    assert gathers["plain"] == (LAYERS + 1) + LAYERS
+    assert gathers["reshard_true"] == 2 * (LAYERS + 1)
+    assert gathers["reshard_false"] == LAYERS + 1
+    assert gathers["reshard_one_layer_kept"] == gathers["plain"] - 1
+    after = {k: runs[k]["after_forward"] for k in runs if "after_forward" in runs[k]}
+    weight = "model.layers.{}.mlp.up_proj.weight"
+    assert {after["plain"][weight.format(i)] for i in range(LAYERS)} == {"sharded"}
+    assert after["plain"]["lm_head.weight"] == "gathered"
+    assert set(after["reshard_true"].values()) == {"sharded"}
+    assert set(after["reshard_false"].values()) == {"gathered"}
+    assert after["reshard_one_layer_kept"][weight.format(1)] == "gathered"
+    assert after["reshard_one_layer_kept"][weight.format(0)] == "sharded"
+
+
+def test_finer_and_coarser_units(measured):
+    runs = measured[0]
+    gathers = {k: runs[k]["calls"]["all_gather"] for k in runs if "calls" in runs[k]}
+    scatters = {k: runs[k]["calls"]["reduce_scatter"] for k in runs if "calls" in runs[k]}
+    assert scatters["plain"] == LAYERS + 1
+    assert scatters["sublayer_units"] == 3 * LAYERS + 1
+    assert scatters["two_layers_a_unit"] == LAYERS // 2 + 1
+    assert scatters["embedding_units"] == LAYERS + 3
+    assert scatters["base_model_unit"] == LAYERS + 2
+    assert scatters["layer_classes"] == 2 * LAYERS + 1
+    # The embedding is gathered once, freed, and not needed in the backward; the head is kept.
+    assert gathers["embedding_units"] <= gathers["plain"] + 3
+    assert runs["embedding_units"]["after_forward"]["model.embed_tokens.weight"] == "sharded"
+    assert runs["plain"]["after_forward"]["model.embed_tokens.weight"] == "gathered"
+    assert runs["embedding_units"]["after_forward"]["lm_head.weight"] == "gathered"
+
+
+def test_precision_is_what_was_asked(measured):
+    runs = measured[0]
+    proj, norm, head = f"{LAYER}.self_attn.q_proj", f"{LAYER}.input_layernorm", "lm_head"
+    half, single = torch.bfloat16, torch.float32
+    plain, bf16 = runs["plain"], runs["bf16"]
+    assert (plain["weights"][proj], plain["inputs"][proj]) == (single, single)
+    assert (bf16["weights"][proj], bf16["inputs"][proj], bf16["outputs"][norm]) == (
+        half,
+        half,
+        half,
+    )
+    assert bf16["dtypes"]["all_gather"] == {half}
+    assert bf16["dtypes"]["reduce_scatter"] == {single}
+    assert runs["bf16_reduce"]["dtypes"]["reduce_scatter"] == {half}
+    assert (bf16["logits"], runs["bf16_output"]["logits"]) == (half, single)
+    fine = runs["bf16_norms_head"]
+    assert (fine["weights"][norm], fine["inputs"][norm], fine["outputs"][norm]) == (
+        single,
+        single,
+        half,
+    )
+    assert (fine["weights"][head], fine["weights"][proj]) == (single, half)
+    assert fine["logits"] == single
+    assert runs["bf16_norms_head_tied"]["weights"][head] == single
+    router = runs["bf16_router"]
+    gate = f"{LAYER}.mlp.gate"
+    assert (router["weights"][gate], router["inputs"][gate]) == (single, single)
+    assert router["weights"][proj] == half
+
+
+def test_inputs_are_cast_unless_told_not_to(folders):
+    found = run_ranks(cast_inputs, 2, folders["llama"])
+    assert found[0] == {True: torch.bfloat16, False: torch.float32}
+
+
+def cast_inputs(rank: int, world: int, folder: str) -> dict[bool, torch.dtype]:
+    """Return what reaches the first projection of fp32 states under bf16 parameters."""
+    found: dict[bool, torch.dtype] = {}
+    for cast in (True, False):
+        model = build(folder, world, dataclasses.replace(BF16, cast_forward_inputs=cast))
+        load_pretrained(model, folder, "cpu")
+
+        def note(module: Any, args: Any, cast: bool = cast) -> None:
+            found.setdefault(cast, args[0].dtype)
+
+        model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(note)
+        with contextlib.suppress(RuntimeError):  # fp32 states times bf16 weights cannot be
+            model(inputs_embeds=torch.zeros(1, 3, 32))
+    return found
+
+
+def test_offloaded_parts_are_in_host_memory_and_gradients_keep_their_buffers(measured):
+    runs = measured[0]
+    assert runs["offload"]["grad_devices"] == {"cpu"}
+    assert all(runs["offload"]["grad_kept"])
+    assert not any(runs["plain"]["grad_kept"])
+
+
+def test_memory_is_pinned_where_a_device_copies_it():
+    for pin in (True, False):
+        cfg = knobs(cpu_offload=True, pin_memory=pin)
+        assert offload_policy(cfg, "cuda").pin_memory is pin
+        assert offload_policy(cfg, "cpu").pin_memory is False
+    assert not isinstance(offload_policy(FP32, "cuda"), type(offload_policy(cfg, "cpu")))
+
+
+def test_accumulation_with_and_without_reduction_between(folders):
+    for found in run_ranks(accumulate, 2, folders["llama"]):
+        units = LAYERS + 1
+        assert found[False]["reduce_scatter"] == units
+        assert found[True]["reduce_scatter"] == 3 * units
+        # Without reduction between, whole gradients are kept; with it, this rank's parts.
+        assert found[False]["kept"] == found["elements"]
+        assert found[True]["kept"] == found["elements"] // 2
+        assert found[True]["loss"] == pytest.approx(found[False]["loss"], rel=1e-6)
+
+
+def accumulate(rank: int, world: int, folder: str) -> dict:
+    found: dict[Any, Any] = {}
+    for each in (False, True):
+        model = build(folder, world, FP32)
+        load_pretrained(model, folder, "cpu")
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        micro = [{k: v[rank::world] for k, v in batch(4, seed).items()} for seed in range(3)]
+        train_step(model, optimizer, micro, sync_each=each)
+        with Collectives() as comms:
+            stats = train_step(model, optimizer, micro, sync_each=each)
+        model.set_requires_gradient_sync(each)
+        loss_sum(model, micro[0]).backward()
+        gradients = [g for g in gc.get_objects() if isinstance(g, torch.Tensor)]
+        kept = _gradient_elements(model, gradients)
+        found[each] = dict(comms.calls) | {"loss": float(stats.loss), "kept": kept}
+        found["elements"] = sum(p.numel() for p in model.parameters())
+        del model, optimizer, gradients
+        gc.collect()
+    return found
+
+
+def _gradient_elements(model: Any, tensors: list[torch.Tensor]) -> int:
+    """Return the elements of gradients that are held: reduced ones, and whole ones not yet so."""
+    reduced = sum(p.grad.to_local().numel() for p in model.parameters() if p.grad is not None)
+    if reduced:
+        return reduced
+    whole = [t.grad for t in tensors if t.is_leaf and t.requires_grad and t.grad is not None]
+    return sum(g.numel() for g in {id(g): g for g in whole}.values())
+
+
+def test_resharding_to_fewer_ranks(folders):
+    for found in run_ranks(reshard_to_two, 4, folders["llama"]):
+        assert found["layout"] == {"on 2", "gathered"}  # the layers, the root
+        assert found["gathered_from"] == {4, 2}  # the forward's all-gathers, the backward's
+        assert found["loss"] == pytest.approx(found["plain loss"], rel=1e-6)
+
+
+def reshard_to_two(rank: int, world: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    mine = {k: v[rank::world] for k, v in batch(4).items()}
+    for key, cfg in (("plain ", FP32), ("", knobs(reshard_after_forward=2))):
+        model = build(folder, world, cfg)
+        load_pretrained(model, folder, "cpu")
+        model.train()
+        loss_sum(model, mine).detach()
+        reshard(model)
+        with Collectives() as comms:
+            loss = loss_sum(model, mine)
+            found["layout"] = {_layout(p, world) for p in model.parameters()}
+            loss.backward()
+        found["gathered_from"] = {size for name, size in comms.groups if name == "all_gather"}
+        optimizer = build_optimizer(model, OptimConfig())
+        optimizer.zero_grad()
+        found[f"{key}loss"] = float(train_step(model, optimizer, [mine]).loss)
+    return found
+
+
+def test_prefetch_follows_the_recorded_order(measured):
+    names = [f"model.layers.{i}" for i in range(LAYERS)]
+    one = measured[0]["prefetch"]
+    assert one["order"] == names
+    assert one["wired"][""] == (names[:2], names[:1:-1])
+    assert one["wired"]["model.layers.0"] == (names[1:3], [])
+    assert one["wired"]["model.layers.3"] == ([], names[2:0:-1])
+    inner = measured[0]["prefetch_sublayers"]
+    first = inner["order"].index
+    assert (
+        first(LAYER) < first(f"{LAYER}.self_attn") < first(f"{LAYER}.mlp") < first("model.layers.1")
+    )
+    # Gathering ahead costs no all-gather more.
+    calls = {k: measured[0][k]["calls"]["all_gather"] for k in ("plain", "prefetch")}
+    assert calls["prefetch"] == calls["plain"]
+
+
+def test_a_wrong_order_is_refused_with_the_right_one(folders):
+    for said in run_ranks(wrong_order, 2, folders["llama"]):
+        assert said["right"] is None
+        assert (
+            "it is model.layers.0, model.layers.1, model.layers.2, model.layers.3" in said["wrong"]
+        )
+
+
+def wrong_order(rank: int, world: int, folder: str) -> dict[str, str | None]:
+    names = [f"model.layers.{i}" for i in range(LAYERS)]
+    said: dict[str, str | None] = {}
+    for key, order in (("right", names), ("wrong", names[::-1])):
+        model = build(folder, world, knobs(forward_prefetch=1, prefetch_order=order))
+        load_pretrained(model, folder, "cpu")
+        try:
+            model(input_ids=batch(1)["input_ids"])
+            said[key] = None
+        except ShardingError as error:
+            said[key] = str(error)
+    return said
+
+
+def test_the_root_is_gathered_early(measured):
+    assert measured[0]["unshard_early"]["early"] == 1
+    assert measured[0]["plain"]["early"] == 0
+
+
+def test_recomputation_runs_what_it_covers_twice(measured):
+    runs = {k: v["runs"] for k, v in measured[0].items() if "runs" in v}
+    up, query = "model.layers.{}.mlp.up_proj", "model.layers.{}.self_attn.q_proj"
+    assert [runs["plain"][up.format(i)] for i in range(LAYERS)] == [1] * LAYERS
+    for key in ("recompute_full", "recompute_selective", "recompute_offload"):
+        assert [runs[key][up.format(i)] for i in range(LAYERS)] == [2] * LAYERS, key
+    assert [runs["recompute_second"][up.format(i)] for i in range(LAYERS)] == [2, 1] * (LAYERS // 2)
+    assert runs["recompute_mlp"][up.format(0)] == 2
+    assert runs["recompute_mlp"][query.format(0)] == 1
+
+
+def test_recomputation_keeps_less(measured):
+    kept = {k: v["saved"] for k, v in measured[0].items() if "saved" in v}
+    assert kept["recompute_full"] < kept["recompute_second"] < kept["plain"]
+    assert kept["recompute_full"] < kept["recompute_mlp"] < kept["plain"]
+    # What is kept in host memory is not kept by autograd: the inputs of the layers.
+    assert kept["recompute_offload"] < kept["recompute_full"]
+    assert kept["recompute_selective_offload"] < kept["recompute_selective"]
+
+
+def test_selective_recomputation_runs_no_product_twice(folders):
+    counts = run_ranks(product_counts, 2, folders["llama"])[0]
+    assert counts["selective"] == counts["none"]
+    assert counts["selective_offload"] == counts["none"]
+    assert counts["full"] > counts["none"]
+
+
+def product_counts(rank: int, world: int, folder: str) -> dict[str, int]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return func(*args, **(kwargs or {}))
+
+    found = {}
+    for key, cfg in {
+        "none": FP32,
+        "full": knobs(activation_checkpointing="full"),
+        "selective": knobs(activation_checkpointing="selective"),
+        "selective_offload": knobs(activation_checkpointing="selective", activation_offload=True),
+    }.items():
+        model = build(folder, world, cfg)
+        load_pretrained(model, folder, "cpu")
+        model.train()
+        loss_sum(model, batch(2)).backward()
+        with Count() as count:
+            loss_sum(model, batch(2)).backward()
+        found[key] = count.products
+    return found
+
+
+def test_identical_layers_share_one_graph_and_names_stay(measured):
+    for key in ("compile_layer", "compile_layer_recompute"):
+        assert measured[0][key]["graphs"] == 1, measured[0][key]
+        assert not measured[0][key]["breaks"]
+    assert measured[0]["compile_model"]["graphs"] > 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Real sizes
+# --------------------------------------------------------------------------------------------------
+
+
+def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tmp_path):
+    """`toolkit inspect --plan` in a process of its own: Llama-70B's shapes, no weights."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ).save_pretrained(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model:\n  name_or_path: {tmp_path}\n  init: random\n")
+    code = (
+        "import resource, sys; from toolkit.cli import main; code = main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "inspect", "--plan", str(config), "--json"]
+    done = subprocess.run(
+        [*command, "--world_size", "64"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer, kilobytes = done.stdout.strip().splitlines()
+    plan = json.loads(answer)
+    assert plan["parameters"] == 70_553_706_496
+    assert plan["mesh"] == {"dp_replicate": 1, "dp_shard": 64}
+    assert len(plan["units"]) == 81
+    assert plan["bytes_sharded"] == 4 * plan["parameters"] // 64
+    assert int(kilobytes) < 2_000_000

@@ -1,0 +1,200 @@
+"""The numbers of a step: gradients, their norm and their clipping on every mesh, accumulation with
+and without reduction between, replicated parameters, and that bf16 learns as fp32 does.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_tiny_model
+from distributed import run_ranks
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from toolkit.config import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.loading import load_pretrained
+from toolkit.models import build_on_meta
+from toolkit.optim import build_optimizer
+from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.training import train_step
+
+FP32 = ShardingConfig(param_dtype="float32")
+MAX_NORM = 0.25
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    kinds = {"llama": "llama", "experts": "qwen3_moe", "tied": "gemma2"}
+    return {name: str(save_tiny_model(root / name, kind)) for name, kind in kinds.items()}
+
+
+def build(folder: str, world: int, cfg: ShardingConfig, dtype: str = "float32") -> Any:
+    model = build_on_meta(ModelConfig(folder, dtype=dtype))
+    apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
+    load_pretrained(model, folder, "cpu")
+    return model.train()
+
+
+def rows(count: int, seed: int = 1, length: int = 17) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 300, (count, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    for row in range(count):
+        labels[row, : 1 + row] = -100  # rows of unequal weight
+    return {"input_ids": ids, "labels": labels}
+
+
+class Keep(torch.optim.SGD):
+    """Plain SGD that remembers the gradients that it was given."""
+
+    def step(self, closure: Any = None) -> None:
+        self.given = [
+            (g.full_tensor() if isinstance(g, DTensor) else g).clone()
+            for group in self.param_groups
+            for g in (p.grad for p in group["params"])
+        ]
+        super().step(closure)
+
+
+def meshes(world: int) -> dict[str, ShardingConfig]:
+    found = {"sharded": FP32, "replicas": dataclasses.replace(FP32, dp_shard=1)}
+    if world == 4:
+        found["2 x 2"] = dataclasses.replace(FP32, dp_replicate=2)
+    found["replicated parameters"] = dataclasses.replace(
+        FP32, ignored_parameters=["*layernorm.weight"]
+    )
+    offloaded = {
+        f"{k}, offloaded": dataclasses.replace(v, cpu_offload=True) for k, v in found.items()
+    }
+    return found | offloaded
+
+
+def clip(rank: int, world: int, folders: dict[str, str]) -> dict:
+    found = {}
+    batch = rows(8)
+    for kind, folder in folders.items():
+        for name, cfg in meshes(world).items():
+            for limit, pieces, each in ((MAX_NORM, 1, False), (0.0, 2, False), (MAX_NORM, 2, True)):
+                model = build(folder, world, cfg)
+                optimizer = Keep(model.parameters(), lr=1e-3)
+                mine = {k: v[rank::world].chunk(pieces) for k, v in batch.items()}
+                micro = [{k: v[i] for k, v in mine.items()} for i in range(pieces)]
+                stats = train_step(model, optimizer, micro, max_grad_norm=limit, sync_each=each)
+                key = (kind, name, limit, pieces, each)
+                found[key] = (float(stats.grad_norm), optimizer.given)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_norm_and_clipped_gradients_are_those_of_one_process(world, folders):
+    found = run_ranks(clip, world, folders)
+    expected = {}
+    for kind, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
+        model.train()(**rows(8)).loss.backward()
+        raw = [p.grad.clone() for p in model.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
+        clipped = [p.grad for p in model.parameters()]
+        assert norm > 2 * MAX_NORM  # else nothing would be clipped
+        expected[kind] = {0.0: raw, MAX_NORM: clipped, "norm": norm}
+    for rank in found:
+        assert len(rank) == len(folders) * len(meshes(world)) * 3
+        for (kind, *what), (norm, gradients) in rank.items():
+            assert norm == pytest.approx(expected[kind]["norm"], rel=1e-5), (kind, what)
+            for mine, theirs in zip(gradients, expected[kind][what[1]], strict=True):
+                error = (mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12)
+                assert error < 1e-5, (kind, what, float(error))
+
+
+def test_a_gradient_that_is_not_averaged_is_seen(folders, monkeypatch):
+    """The control: without averaging replicated gradients the comparison above must fail."""
+    found = run_ranks(not_averaged, 2, folders["llama"])
+    assert any(not torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+
+
+def not_averaged(rank: int, world: int, folder: str) -> list[torch.Tensor]:
+    from toolkit import training
+
+    training._average_replicated = lambda model, world: None
+    model = build(
+        folder, world, dataclasses.replace(FP32, ignored_parameters=["*layernorm.weight"])
+    )
+    optimizer = Keep(model.parameters(), lr=1e-3)
+    train_step(model, optimizer, [{k: v[rank::world] for k, v in rows(8).items()}])
+    return [
+        given
+        for given, (name, _) in zip(optimizer.given, model.named_parameters(), strict=True)
+        if "layernorm" in name
+    ]
+
+
+def test_frozen_parameters_are_not_trained(folders):
+    before = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+    for after in run_ranks(frozen, 2, folders["llama"]):
+        for name, value in before.named_parameters():
+            still = name == "model.embed_tokens.weight" or name.endswith("mlp.up_proj.weight")
+            assert torch.equal(after[name], value) == still, name
+
+
+def frozen(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    patterns = ["model.embed_tokens.*", "mlp.up_proj.weight"]
+    model = build_on_meta(ModelConfig(folder, frozen_parameters=patterns))
+    apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)
+    load_pretrained(model, folder, "cpu")
+    model.train()
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2, weight_decay=0.1))
+    for seed in range(2):
+        train_step(model, optimizer, [{k: v[rank::world] for k, v in rows(8, seed).items()}])
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+
+# --------------------------------------------------------------------------------------------------
+# bf16 learns
+# --------------------------------------------------------------------------------------------------
+
+STEPS = 60
+
+
+def text_rows(step: int, count: int = 16, length: int = 64) -> dict[str, torch.Tensor]:
+    """Return fresh rows of real text, byte by byte: no row is seen twice."""
+    import argparse
+    import inspect
+
+    raw = torch.tensor(list(inspect.getsource(argparse).encode()))
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(raw) - length, (count,), generator=generator)
+    ids = torch.stack([raw[s : s + length] for s in starts.tolist()])
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def learn(rank: int, world: int, folders: dict[str, str]) -> dict:
+    found = {}
+    bf16 = ShardingConfig()
+    for kind in ("llama", "experts"):
+        for name, cfg, dtype in (
+            ("fp32", FP32, "float32"),
+            ("bf16", bf16, "float32"),
+            ("bf16 storage", bf16, "bfloat16"),
+        ):
+            model = build(folders[kind], world, cfg, dtype)
+            optimizer = build_optimizer(model, OptimConfig(learning_rate=3e-3))
+            losses = [
+                train_step(model, optimizer, [{k: v[rank::world] for k, v in text_rows(i).items()}])
+                for i in range(STEPS)
+            ]
+            found[kind, name] = [float(s.loss) for s in losses]
+    return found
+
+
+def test_bf16_compute_with_fp32_reduction_learns_as_fp32(folders):
+    (found, _) = run_ranks(learn, 2, folders)
+    for kind in ("llama", "experts"):
+        last = {
+            name: sum(found[kind, name][-10:]) / 10 for name in ("fp32", "bf16", "bf16 storage")
+        }
+        print(kind, {k: round(v, 4) for k, v in last.items()})
+        assert last["fp32"] < found[kind, "fp32"][0] - 2, "it must have learnt"
+        assert abs(last["bf16"] - last["fp32"]) < 0.03, (kind, last)
+        # The control: bf16 masters lose small updates, which these 60 steps show.
+        assert abs(last["bf16 storage"] - last["fp32"]) > 2 * abs(last["bf16"] - last["fp32"])

@@ -1,0 +1,86 @@
+"""Names of modules and parameters by pattern, as the config gives them.
+
+Owns what a pattern means and the error for one that matches nothing. Knows nothing of what the
+matches are used for.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from toolkit.errors import ModelError
+
+
+def matching_modules(
+    model: nn.Module, patterns: Iterable[str], setting: str
+) -> dict[str, nn.Module]:
+    """Return the modules that any of `patterns` names, in the order of definition.
+
+    A pattern is a class name, a module's whole name, or the end of one at a dot; `*` matches any
+    text, dots included.
+
+    Raises:
+        ModelError: a pattern matches no module; names the nearest ones. `setting` is blamed.
+    """
+    named = dict(model.named_modules())
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {
+            name
+            for name, module in named.items()
+            if name and (plain_class_name(module) == pattern or _names(pattern, name))
+        }
+        if not matched:
+            known = {plain_class_name(m) for m in named.values()}
+            known |= {_numbered(n) for n in named if n}
+            raise ModelError(_nothing(setting, pattern, "module", known))
+        found |= matched
+    return {name: module for name, module in named.items() if name in found}
+
+
+def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str) -> list[str]:
+    """Return the names of the parameters that any of `patterns` names; tied ones under each name.
+
+    Raises:
+        ModelError: a pattern matches no parameter; names the nearest ones. `setting` is blamed.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if _names(pattern, name)}
+        if not matched:
+            raise ModelError(_nothing(setting, pattern, "parameter", {_numbered(n) for n in names}))
+        found |= matched
+    return [name for name in names if name in found]
+
+
+def plain_class_name(module: nn.Module) -> str:
+    """Return the name of a module's class as it was before sharding changed it."""
+    kind = type(module)
+    return kind.__mro__[2].__name__ if kind.__name__ == f"FSDP{_base(kind)}" else kind.__name__
+
+
+def _base(kind: type) -> str:
+    return kind.__mro__[2].__name__ if len(kind.__mro__) > 2 else ""
+
+
+def _names(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _numbered(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def _nothing(setting: str, pattern: str, what: str, known: set[str]) -> str:
+    ends = {k.rpartition(".")[2]: k for k in sorted(known)} | {k: k for k in known}
+    near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=4, cutoff=0.5)
+    near += [n for n in difflib.get_close_matches(pattern, known, n=4, cutoff=0.5) if n not in near]
+    shown = [ends[n] for n in near] or sorted(known)[:8]
+    return (
+        f"{setting}: {pattern!r} matches no {what} of the model; it has such as "
+        f"{', '.join(dict.fromkeys(shown))}"
+    )

@@ -1,0 +1,113 @@
+"""Gathering ahead: in which order units run, and which ones each gathers before its turn.
+
+Owns the record of the first forward and the wiring made from it. Knows FSDP2 by the two methods
+that take a list of modules; which modules are units is told.
+
+[Note: order] Definition does not tell the order: layers may run several times, be skipped, or
+interleave two stacks, and a wrong order costs all-gathers and memory without a word. So the order
+is the one of the first forward. A unit that runs more than once in a forward is left out: it has no
+one next.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from toolkit.errors import ShardingError
+
+
+class Prefetch:
+    """Records the order in which units run in the first forward, then wires the prefetches.
+
+    Args:
+        root: the sharded model; its forward ends the record.
+        units: name -> modules of the other units, those that are gathered together under one name.
+        forward: units to gather ahead in the forward; 0 leaves PyTorch's own behaviour.
+        backward: the same in the backward.
+        expected: the order that the user gave, wired at once and compared; empty: none.
+
+    Raises:
+        ShardingError: `expected` names something that is no unit, now; or another order than the
+            one recorded, at the end of the first forward, with the right one.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: dict[str, list[nn.Module]],
+        forward: int,
+        backward: int,
+        expected: list[str],
+    ):
+        self._root, self._units = root, units
+        self._depths = forward, backward
+        self._expected = expected
+        self.begun: list[str] = []
+        """Units in the order in which their forwards began."""
+        self.ended: list[str] = []
+        """Units in the order in which their forwards ended."""
+        self.wired: dict[str, tuple[list[str], list[str]]] = {}
+        """Unit -> those it gathers ahead in the forward, and in the backward."""
+        unknown = [name for name in expected if name not in units]
+        if unknown:
+            raise ShardingError(
+                f"sharding.prefetch_order names {unknown[0]}, which is not a unit; the units are "
+                f"{', '.join(units)}"
+            )
+        if expected:
+            self._wire(expected, expected)
+        handles = [
+            hook
+            for name, modules in units.items()
+            for hook in (
+                modules[0].register_forward_pre_hook(self._noting(name, self.begun)),
+                modules[-1].register_forward_hook(self._noting(name, self.ended)),
+            )
+        ]
+        handles.append(root.register_forward_pre_hook(self._begin))
+        handles.append(root.register_forward_hook(self._finish))
+        self._handles = handles
+
+    def _noting(self, name: str, into: list[str]) -> Any:
+        return lambda *_: into.append(name)
+
+    def _begin(self, *_: Any) -> None:
+        self.begun.clear()  # an earlier forward may have ended in an error
+        self.ended.clear()
+
+    def _finish(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._expected and self._expected != self.begun:
+            raise ShardingError(
+                "sharding.prefetch_order is not the order in which the units run; it is "
+                f"{', '.join(self.begun)}. Give that, or leave prefetch_order out to have it "
+                "recorded"
+            )
+        self._wire(_once(self.begun), _once(self.ended))
+
+    def _wire(self, begun: list[str], ended: list[str]) -> None:
+        """Tell each unit what to gather ahead. The root's own is the first of either order."""
+        forward, backward = self._depths
+        back = list(reversed(ended))
+        ahead = {name: begun[i + 1 : i + 1 + forward] for i, name in enumerate(begun)}
+        behind = {name: back[i + 1 : i + 1 + backward] for i, name in enumerate(back)}
+        ahead[""], behind[""] = begun[:forward], back[:backward]
+        for name in ahead:
+            owners = self._units[name] if name else [self._root]
+            if forward:
+                _call(owners[0], "set_modules_to_forward_prefetch", self._first(ahead[name]))
+            if backward:
+                _call(owners[0], "set_modules_to_backward_prefetch", self._first(behind[name]))
+            self.wired[name] = ahead[name], behind.get(name, [])
+
+    def _first(self, names: list[str]) -> list[nn.Module]:
+        return [self._units[name][0] for name in names]
+
+
+def _once(order: list[str]) -> list[str]:
+    return [name for name in order if order.count(name) == 1]
+
+
+def _call(module: Any, method: str, modules: list[nn.Module]) -> None:
+    getattr(module, method)(modules)

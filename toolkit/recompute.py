@@ -1,0 +1,155 @@
+"""Activation checkpointing: what a layer keeps for its backward, and where.
+
+Owns the three ways (everything recomputed, matrix products and attention kept, kept parts in host
+memory), applied to single modules. Knows neither which modules nor that they are sharded.
+
+The module's forward is replaced, not the module wrapped: names stay those of the plain model, and
+the recomputation runs inside the module's hooks, on parameters that are gathered and inputs that
+are cast already (from outside, torch 2.11 and 2.12 lose that cast).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from toolkit.errors import ShardingError
+
+# Worth more to keep than to compute again: they take nearly all of a layer's time.
+_KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_grouped_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+def recompute_in_backward(
+    module: nn.Module, *, selective: bool = False, offload: bool = False, pin_memory: bool = True
+) -> None:
+    """Recompute `module`'s forward in the backward pass, in place. Training only.
+
+    Costs one more forward of the module (`selective`: of all but its matrix products and
+    attention), and keeps its inputs (`selective`: also the results of those).
+
+    Args:
+        selective: keep the results of matrix products and attention.
+        offload: move what is kept to host memory until the backward.
+        pin_memory: page-lock that memory, so that copies from and to a GPU overlap.
+    """
+    forward: Callable = module.forward
+    pin = pin_memory and torch.cuda.is_available()
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False}
+        if selective and offload:
+            options["context_fn"] = functools.partial(_offloading_contexts, pin)
+        elif selective:
+            options["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, _keep_products
+            )
+        if not offload:
+            return checkpoint(forward, *args, **options, **kwargs)
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+            return checkpoint(forward, *args, **options, **kwargs)
+
+    module.forward = recomputed  # type: ignore[method-assign]
+
+
+@functools.cache
+def _kept_operations() -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name, None) for name in _KEPT]
+    return frozenset(
+        getattr(packet, overload)
+        for packet in packets
+        if packet is not None
+        for overload in packet.overloads()
+    )
+
+
+def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    kept = operation in _kept_operations()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# PyTorch's selective checkpointing keeps what it keeps on the device (its offload policy is heeded
+# by the compiler only), hence these two.
+
+
+def _offloading_contexts(pin: bool) -> tuple["_Keep", "_Reuse"]:
+    kept: dict[Any, list[Any]] = {}
+    return _Keep(kept, pin), _Reuse(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """In the forward: copies the results of the kept operations to host memory."""
+
+    def __init__(self, kept: dict[Any, list[Any]], pin: bool):
+        super().__init__()
+        self._kept, self._pin = kept, pin
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in _kept_operations():
+            stored = tree_map_only(torch.Tensor, self._to_host, out)
+            self._kept.setdefault(func, []).append(stored)
+        return out
+
+    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self._pin)
+        return tensor.device, host.copy_(tensor.detach(), non_blocking=self._pin)
+
+
+class _Reuse(TorchDispatchMode):
+    """In the recomputation: hands the kept results back instead of computing them."""
+
+    def __init__(self, kept: dict[Any, list[Any]]):
+        super().__init__()
+        self._kept = kept
+        self._next: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in _kept_operations():
+            return func(*args, **(kwargs or {}))
+        index = self._next.get(func, 0)
+        self._next[func] = index + 1
+        results = self._kept.get(func, [])
+        if index >= len(results):
+            raise ShardingError(
+                f"the recomputation runs {func} more often than the forward did; this layer's "
+                "forward is not repeatable: leave it out of activation_checkpointing"
+            )
+        stored = results[index]
+        return _from_host(stored)
+
+
+def _from_host(stored: Any) -> Any:
+    if isinstance(stored, tuple) and len(stored) == 2 and isinstance(stored[0], torch.device):
+        device, host = stored
+        return host.to(device, non_blocking=True)
+    if isinstance(stored, tuple | list):
+        return type(stored)(_from_host(part) for part in stored)
+    return stored

@@ -1,0 +1,59 @@
+"""Text tables: columns that line up, and one line for names that differ in their numbers only.
+
+Owns the look of what `toolkit inspect` and a run's start print. Knows nothing of what is in a cell.
+"""
+
+import itertools
+import math
+import re
+from collections import defaultdict
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def table(rows: list[list[str]], right: set[int]) -> list[str]:
+    """Return the lines of `rows`; the columns in `right` are flushed right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    return [
+        "  ".join(
+            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
+            for i, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def without_numbers(name: str) -> str:
+    """Return a dotted name with `{}` for each part that is a number."""
+    return _NUMBER.sub("{}", name)
+
+
+def fold(names: list[str]) -> list[tuple[str, list[int]]]:
+    """Return lines for names that are alike but for their numbers: (shown, indices of its names).
+
+    `model.layers.0.mlp` to `model.layers.31.mlp` are `model.layers.{0..31}.mlp`; every second one
+    is `{0..30:2}`. Where the numbers make no full grid each name keeps a line.
+    """
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, name in enumerate(names):
+        groups[without_numbers(name)].append(index)
+    lines = []
+    for pattern, members in groups.items():
+        numbers = [tuple(map(int, _NUMBER.findall(names[i]))) for i in members]
+        places = [sorted(set(place)) for place in zip(*numbers, strict=True)]
+        if math.prod(map(len, places)) == len(members):
+            lines.append((pattern.format(*map(_range, places)), members))
+        else:
+            lines += [(names[i], [i]) for i in members]
+    return lines
+
+
+def _range(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    steps = {b - a for a, b in itertools.pairwise(numbers)}
+    if steps == {1}:
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    if len(steps) == 1 and len(numbers) > 2:
+        return f"{{{numbers[0]}..{numbers[-1]}:{steps.pop()}}}"
+    return "{" + ",".join(map(str, numbers)) + "}"
