@@ -211,9 +211,9 @@ def render(found: dict[str, Any], args: argparse.Namespace) -> str:
         f"{args.ranks} gloo ranks, 1 thread each; Llama of {found['parameters'] / 1e6:.1f} M "
         "parameters, fp32 where not said otherwise, 512 tokens a rank; one step of every setting "
         f"in turn, {args.rounds} rounds. Time: median of the ratio to {PEER} in the same round, "
-        "with the quartiles. Held: parameters, gradients and AdamW's state of one rank. Added: what "
-        "a forward leaves for its backward, activations and gathered parameters (host memory of "
-        "activation_offload included).",
+        "with the quartiles. Held: parameters, gradients and AdamW's state of one rank. Added: "
+        "what a forward leaves for its backward, activations and gathered parameters (host memory "
+        "of activation_offload included).",
         "",
         "| setting | time, x DDP | held, MB | added, MB | last loss |",
         "|---|---|---|---|---|",

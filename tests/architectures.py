@@ -617,8 +617,20 @@ def document(even: dict[str, Any], uneven: dict[str, Any], seconds: float) -> st
         [k for k, r in even.items() if verdict(r) == v]
         for v in ("passed", "refused", "failed", "cannot be built")
     )
-    exact = sum(all(even[k][c] == 0.0 for c in CHECKS) for k in good)
+    exact = {c: sum(even[k][c] == 0.0 for k in good) for c in CHECKS}
     worst = max((even[k][c] for k in good for c in CHECKS), default=0.0)
+    checks = "\n".join(
+        f"- **{name}** (bit for bit in {exact[name]} of the types): {what}"
+        for name, what in CHECKS.items()
+    )
+    listed = "".join(
+        f"- {what}: {len(kinds)}{': ' if kinds else ''}{', '.join(kinds)}\n"
+        for what, kinds in (
+            ("refused by name", refused),
+            ("failed", bad),
+            ("cannot be built here, by transformers itself", absent),
+        )
+    )
     found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine = f"{os.cpu_count()} cores of {found[1].strip() if found else platform.processor()}"
     versions = (
@@ -637,9 +649,8 @@ def document(even: dict[str, Any], uneven: dict[str, Any], seconds: float) -> st
 Every type of transformers' causal-LM mapping, tiny and with random values, on gloo ranks against
 one plain unsharded process, in fp32. Written by `make architectures`.
 
-- {len(even)} types: **{len(good)} pass every check** ({exact} of them bit for bit; the largest
-  difference of the others is {worst:.0e} of a tensor's largest value, {TOLERANCE:.0e} is allowed),
-  {len(refused)} are refused by name, {len(bad)} fail, {len(absent)} cannot be built here
+- {len(even)} types: **{len(good)} pass every check**; what is not bit for bit differs by at most
+  {worst:.0e} of a tensor's largest value ({TOLERANCE:.0e} is allowed)
 {listed}- uneven sizes on 3 ranks: {odd} of {len(uneven)} types pass
 - {machine}, {seconds:.0f} s in all; {versions}
 - command: `python tests/architectures.py --write docs/architectures.md`
@@ -729,7 +740,9 @@ def main() -> int:
         found["uneven" if uneven else "even"] = sweep(
             chosen, world, work / ("uneven" if uneven else "even"), uneven
         )
-    seconds = time.monotonic() - begun
+    spent = work / "seconds"  # of all runs that went into these results
+    seconds = time.monotonic() - begun + (float(spent.read_text()) if spent.exists() else 0.0)
+    spent.write_text(f"{seconds:.1f}")
     if arguments.write is not None:
         arguments.write.write_text(document(found["even"], found["uneven"], seconds), "utf-8")
     failed = 0

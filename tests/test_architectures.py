@@ -28,7 +28,7 @@ SOME = (
     *("hrm_text", "zamba2", "falcon_h1", "rwkv", "reformer", "apertus", "openai-gpt"),
 )
 ODD = ("gpt2", "mixtral", "hrm_text")
-# What is broken -> the check that must fail, and only that one.
+# The check that must fail -> what is broken.
 BROKEN = {
     "load": Sabotage(weight="model.layers.1.mlp.up_proj.weight"),
     "gradients": Sabotage(gradient_scale=1.01),

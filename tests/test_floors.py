@@ -51,7 +51,6 @@ DRAWN = {
     ("units", "patterns"),
     ("optim", "layout"),
     ("shard_reader", "hf_format"),
-    ("recorded_init", "layout"),
     ("data.text", "data.files"),
     ("data.tokenizer", "data.text"),
     ("data.tokenise", "data.tokenizer"),

@@ -568,10 +568,19 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _settle_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers to the compute device (offload keeps only parameters in host memory)."""
+    """Move to the compute device what offload does not keep in host memory: buffers, and parameters
+    that are not sharded.
+    """
     for name, buffer in list(model.named_buffers()):
         if not buffer.is_meta and buffer.device != device:
             _replace(model, name, buffer.to(device))
+    for names in _aliases(model).values():
+        parameter = model.get_parameter(names[0])
+        if isinstance(parameter, DTensor) or parameter.is_meta or parameter.device == device:
+            continue
+        moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+        for name in names:
+            _replace(model, name, moved)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
