@@ -34,6 +34,7 @@ BROKEN = {
     "gradients": Sabotage(gradient_scale=1.01),
     "export": Sabotage(exported="model.layers.2.self_attn.o_proj.weight"),
     "keys": Sabotage(key="model.layers.0.mlp.gate_proj.weight"),
+    "bfloat16": Sabotage(weight="model.layers.1.mlp.up_proj.weight"),
     "random": Sabotage(seed_of_rank=True),
 }
 
@@ -49,9 +50,8 @@ def check_and_break(rank: int, world: int, folder: str) -> tuple[dict, dict]:
     found = check_some(rank, world, folder, list(SOME), False)
     broken = {}
     for name, sabotage in BROKEN.items():
-        only = {"keys": ("load", "export", "keys"), "random": ("random",)}.get(
-            name, tuple(CHECKS)[: tuple(CHECKS).index(name) + 1]
-        )
+        before = tuple(CHECKS)[: tuple(CHECKS).index(name)]
+        only = (name,) if name in ("bfloat16", "random") else (*before, name)
         broken[name] = check_type(
             "llama", Path(folder) / f"broken-{name}", sabotage=sabotage, only=only
         )

@@ -190,7 +190,16 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     if cfg.param_dtype != "float32":
         names += kept_in_fp32(model)
     found = {id(model.get_parameter(name)) for name in names}
-    return found | {id(p) for p in model.parameters() if p.ndim == 0}
+    elements: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+    commonest = max(elements, key=elements.__getitem__, default=torch.float32)
+    for parameter in model.parameters():
+        # Made in fp32 by the model's own code, among parameters stored in half precision.
+        own = parameter.dtype == torch.float32 != commonest
+        if parameter.ndim == 0 or own:
+            found.add(id(parameter))
+    return found
 
 
 def _overrides(
