@@ -38,6 +38,7 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/tokenise.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/sharding.py
 
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
 	$(BIN)/python tests/architectures.py --write docs/architectures.md
