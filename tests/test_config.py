@@ -339,6 +339,11 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
         ("optim: {adam_beta1: 1}", "optim.adam_beta1 must be from 0 to below 1, got 1"),
         ("optim: {min_lr_rate: 2}", "optim.min_lr_rate is a share from 0 to 1, got 2"),
         ("sharding: {dp_shard: 0}", "sharding.dp_shard must be at least 1, or -1"),
+        (
+            "sharding: {activation_checkpointing: full, activation_offload: true, "
+            "torch_compile: layer}",
+            "activation_offload runs uncompiled code in each layer",
+        ),
         ("sharding: {dp_replicate: 0}", "sharding.dp_replicate must be at least 1, or -1"),
         ("sharding: {dp_replicate: -2}", "or -1 for all ranks that the other leaves, got -2"),
         ("sharding: {param_dtype: float16}", "sharding.param_dtype float16 needs loss scaling"),

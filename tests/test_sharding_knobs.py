@@ -185,6 +185,31 @@ def test_replicas_of_a_sharded_model(folders):
             init_mesh("cpu", 8, knobs(dp_replicate=3))
 
 
+@pytest.mark.parametrize(
+    ("changes", "single"),
+    [
+        ({"param_dtype_overrides": {"layers": "float32"}}, layers("")),
+        (
+            {"param_dtype_overrides": {"LlamaModel": "float32"}, "base_model_unit": True},
+            [*layers(""), ("model",)],
+        ),
+        (
+            {"param_dtype_overrides": {"layers.0": "float32"}, "sublayer_units": True},
+            [(f"{LAYER}{part}",) for part in ("", ".self_attn", ".mlp")],
+        ),
+        (
+            {"param_dtype_overrides": {"layers.0": "float32", "layers.0.mlp": "bfloat16"}},
+            [(LAYER,)],
+        ),
+    ],
+)
+def test_units_compute_as_the_module_around_them_was_told(changes, single, folders):
+    with fake_world(8):
+        cfg = dataclasses.replace(knobs(**changes), param_dtype="bfloat16")
+        units = plan_of(build(folders["llama"], 8, cfg)).units
+    assert {u.modules for u in units if u.param_dtype == torch.float32} == set(single)
+
+
 def test_ignored_parameters_stay_whole(folders):
     with fake_world(8):
         model = build(folders["llama"], 8, knobs(ignored_parameters=["*layernorm.weight"]))
@@ -298,6 +323,24 @@ def test_reshard_is_a_policy_of_each_unit(folders):
             ShardingError,
             "with the unit model.layers.0.self_attn inside",
         ),
+        # Containers have no forward: as layers or for recomputation they would do nothing.
+        (
+            {"activation_checkpointing": "full", "activation_checkpointing_modules": ["layers"]},
+            ModelError,
+            r"'layers' matches only model.layers, .* never called; name those, .*model.layers.\*",
+        ),
+        ({"layer_classes": ["ModuleList"]}, ModelError, "which holds modules and is never called"),
+        (
+            {"layers_per_unit": 2, "param_dtype_overrides": {"layers.0": "bfloat16"}},
+            ShardingError,
+            "in one unit .model.layers.0, model.layers.1., which computes in one dtype",
+        ),
+        (
+            {"torch_compile": "layer", "torch_compile_backend": "nope"},
+            ShardingError,
+            "torch_compile_backend 'nope' is none of torch .*inductor",
+        ),
+        ({"ignored_parameters": ["*"]}, ShardingError, "leaves none to shard: name fewer"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(changes, error, message, folders):
@@ -381,6 +424,10 @@ CONFIGS: dict[str, tuple[str, ShardingConfig]] = {
             activation_checkpointing="full",
         ),
     ),
+    "compile_two_layers_a_unit": (
+        "llama",
+        knobs(torch_compile="layer", torch_compile_backend="aot_eager", layers_per_unit=2),
+    ),
     "compile_model": ("llama", knobs(torch_compile="model", torch_compile_backend="aot_eager")),
     "experts": ("experts", FP32),
     "bf16": ("llama", BF16),
@@ -399,6 +446,24 @@ CONFIGS: dict[str, tuple[str, ShardingConfig]] = {
         "tied",
         dataclasses.replace(BF16, param_dtype_overrides={"*norm": "float32", "lm_head": "float32"}),
     ),
+    "bf16_two_layers_a_unit": ("llama", dataclasses.replace(BF16, layers_per_unit=2)),
+    # Units inside what is recomputed: one of a module each, one of several a layer.
+    **{
+        f"bf16_{key}{suffix}": (
+            kind,
+            dataclasses.replace(
+                BF16,
+                param_dtype_overrides=dict.fromkeys(patterns, "float32"),
+                activation_checkpointing=recompute,
+            ),
+        )
+        for key, kind, patterns in (
+            ("mlp", "llama", ["mlp"]),
+            ("norms_mlp", "llama", ["*norm", "mlp"]),
+            ("norms_gate", "experts", ["*norm", "mlp.gate"]),
+        )
+        for suffix, recompute in (("", "none"), ("_recompute", "full"))
+    },
 }
 
 
@@ -670,11 +735,37 @@ def test_precision_is_what_was_asked(measured):
     )
     assert (fine["weights"][head], fine["weights"][proj]) == (single, half)
     assert fine["logits"] == single
-    assert runs["bf16_norms_head_tied"]["weights"][head] == single
+    tied = runs["bf16_norms_head_tied"]
+    assert (tied["weights"][head], tied["inputs"][head]) == (single, single)
     router = runs["bf16_router"]
     gate = f"{LAYER}.mlp.gate"
     assert (router["weights"][gate], router["inputs"][gate]) == (single, single)
     assert router["weights"][proj] == half
+
+
+def test_each_module_of_a_unit_is_cast(measured):
+    """torch 2.11 and 2.12 cast the inputs of the first and the output of the last only."""
+    half, single = torch.bfloat16, torch.float32
+    norms = [f"{LAYER}.{n}" for n in ("input_layernorm", "post_attention_layernorm")]
+    heads = [f"{LAYER}.self_attn.{n}_norm" for n in "qk"]
+    for key, names in (
+        ("bf16_norms_head", norms),
+        ("bf16_norms_mlp", norms),
+        ("bf16_norms_gate", norms + heads),
+    ):
+        seen = measured[0][key]
+        for name in names:
+            assert (seen["inputs"][name], seen["outputs"][name]) == (single, half), (key, name)
+
+
+def test_recomputed_units_of_another_dtype_give_the_same_gradients(measured):
+    """torch 2.11 and 2.12 cast nothing where a recomputation begins inside a unit's backward."""
+    for rank in measured:
+        for key in ("bf16_mlp", "bf16_norms_mlp", "bf16_norms_gate"):
+            again = rank[f"{key}_recompute"]
+            assert again["steps"] == rank[key]["steps"], key
+            for name, value in rank[key]["weights_after"].items():
+                assert torch.equal(again["weights_after"][name], value), (key, name)
 
 
 def test_inputs_are_cast_unless_told_not_to(folders):
@@ -881,7 +972,7 @@ def product_counts(rank: int, world: int, folder: str) -> dict[str, int]:
 
 
 def test_identical_layers_share_one_graph_and_names_stay(measured):
-    for key in ("compile_layer", "compile_layer_recompute"):
+    for key in ("compile_layer", "compile_layer_recompute", "compile_two_layers_a_unit"):
         assert measured[0][key]["graphs"] == 1, measured[0][key]
         assert not measured[0][key]["breaks"]
     assert measured[0]["compile_model"]["graphs"] > 1

@@ -95,7 +95,8 @@ class ShardingConfig:
     reduce_dtype: Dtype = "float32"
     """Dtype of the gradient reduction between ranks."""
     output_dtype: Dtype | None = None
-    """Dtype that the model's outputs are cast to; empty: as they are computed."""
+    """Dtype that the model's outputs are cast to; empty: as they are computed. With another than
+    float32 the loss leaves the head as part of the outputs: all logits exist at once."""
     cast_forward_inputs: bool = True
     """Cast floating inputs of each unit to its param_dtype."""
     param_dtype_overrides: dict[str, Dtype] = field(default_factory=dict)
@@ -444,6 +445,11 @@ def _check_sharding(cfg: ShardingConfig) -> None:
             "backward_prefetch to 1 or more"
         )
     recomputes = every not in (False, "none")
+    if cfg.activation_offload and cfg.torch_compile not in (False, "none"):
+        raise ConfigError(
+            "sharding.activation_offload runs uncompiled code in each layer, so that torch_compile "
+            "would compile none of it; leave out one of them"
+        )
     for name, asked in (
         ("activation_checkpointing_modules", cfg.activation_checkpointing_modules),
         ("activation_offload", cfg.activation_offload),

@@ -161,6 +161,8 @@ class _Streamed:
     tensors: int
     file_bytes: int
     requested: int
+    frozen: set[str]
+    """Names of the parameters without a gradient: transformers' loader makes new ones that have."""
 
 
 def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _Streamed:
@@ -168,6 +170,7 @@ def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _
     folder = local_folder(str(path))
     entries = read_weights(weight_files(folder, str(path)))
     _check_shapes(model, entries)
+    frozen = {n for n, p in _named(model) if not p.requires_grad}
     home = _home(model, device)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
     dtypes = {t.dtype for t in model.state_dict().values() if t.dtype.is_floating_point}
@@ -191,7 +194,7 @@ def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _
         if whole:
             _convert_then_slice(model, {k: sources[k] for k in whole}, home, info)
     nbytes = sum(e.nbytes for e in entries.values())
-    return _Streamed(folder, info, len(entries), nbytes, reader.requested)
+    return _Streamed(folder, info, len(entries), nbytes, reader.requested, frozen)
 
 
 def _settle(model: PreTrainedModel, device: torch.device, stream: _Streamed) -> None:
@@ -199,6 +202,8 @@ def _settle(model: PreTrainedModel, device: torch.device, stream: _Streamed) -> 
     info = stream.info
     with _as_library_code(model):
         _tie_loaded(model, info)
+    for name, parameter in _named(model):
+        parameter.requires_grad_(name not in stream.frozen)
     _refuse_misfit(model, stream.folder, info)
     _fill_gaps(model, device)
     _settle_buffers(model, device)

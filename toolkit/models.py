@@ -77,6 +77,11 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     model.tie_weights()
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
         model.get_parameter(name).requires_grad_(False)
+    if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            f"model.frozen_parameters {cfg.frozen_parameters} names every parameter of "
+            f"{plain_name(model)}: nothing would be trained; leave some out"
+        )
     files = asset_files(tokenizer_folder)
     if tokenizer_folder != folder:
         files.pop("generation_config.json", None)

@@ -15,15 +15,17 @@ from toolkit.errors import ModelError
 
 
 def matching_modules(
-    model: nn.Module, patterns: Iterable[str], setting: str
+    model: nn.Module, patterns: Iterable[str], setting: str, called: bool = False
 ) -> dict[str, nn.Module]:
     """Return the modules that any of `patterns` names, in the order of definition.
 
     A pattern is a class name, a module's whole name, or the end of one at a dot; `*` matches any
-    text, dots included.
+    text, dots included. With `called`, containers that only hold modules are left out: they have
+    no forward.
 
     Raises:
-        ModelError: a pattern matches no module; names the nearest ones. `setting` is blamed.
+        ModelError: a pattern matches no module; names the nearest ones. Or, with `called`, only
+            containers. `setting` is blamed.
     """
     named = dict(model.named_modules())
     found: set[str] = set()
@@ -37,6 +39,14 @@ def matching_modules(
             known = {plain_class_name(m) for m in named.values()}
             known |= {_numbered(n) for n in named if n}
             raise ModelError(_nothing(setting, pattern, "module", known))
+        if called:
+            holding = {n for n in matched if isinstance(named[n], nn.ModuleList | nn.ModuleDict)}
+            if holding == matched:
+                raise ModelError(
+                    f"{setting}: {pattern!r} matches only {', '.join(sorted(holding)[:3])}, which "
+                    f"holds modules and is never called; name those, such as {min(holding)}.*"
+                )
+            matched -= holding
         found |= matched
     return {name: module for name, module in named.items() if name in found}
 

@@ -3,8 +3,15 @@
 Owns how parameters are laid out over devices; the only file that imports `torch.distributed.fsdp`.
 Does not know where the bytes come from: it shards a model on meta. Which modules are units is
 `units`' plan, what is computed twice `recompute`'s, what is gathered ahead `prefetch`'s.
+
+[Note: casts] FSDP2 casts what goes into a unit and what comes out of it, in hooks. Up to torch 2.12
+it leaves two cases out: of a unit of several modules only the first to run gets its inputs cast and
+only the last its output, and a module that a recomputation calls from outside is not cast at all.
+Either way fp32 meets bf16 in the next product. Hooks of our own cast there; where FSDP2 has cast
+already, they change nothing.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -28,6 +35,8 @@ from toolkit.units import Unit, UnitPlan, plan_units
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 _PLAN = "fsdp_units"  # where a sharded model keeps the plan of its units
+_REDUCE_UNUSED = "set_reduce_scatter_unused_params"
+_IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
 
 
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
@@ -95,9 +104,10 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
             f"{type(model).__name__} is sharded already; build it anew to shard it otherwise"
         )
     _, shards = mesh_shape(mesh.size(), cfg)
+    _refuse_idle_experts(model, mesh.size())
     plan = plan_units(model, cfg)
     _refuse_dtypes(model, plan)
-    _recompute(model, plan, cfg)
+    recomputed = _recompute(model, plan, cfg)
     if cfg.torch_compile in (True, "layer"):
         _refuse_units_inside(plan)
         for name in plan.layers:
@@ -122,11 +132,11 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
             offload_policy=offload,
             ignored_params=others or None,
         )
+        if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
+            _cast_each(modules, unit)
+        if not _around_layers(unit, plan):
+            _reduce_unused(modules[0])
         parameters = dict(model.named_parameters())
-    # A rank whose tokens went to no expert of a list has no gradient for it where others have one:
-    # the ranks would reduce buffers of different sizes. Zeros stand in (torch >= 2.13).
-    if isinstance(model, FSDPModule) and hasattr(model, "set_reduce_scatter_unused_params"):
-        model.set_reduce_scatter_unused_params(True)
     if cfg.torch_compile == "model":
         model.compile(**_compile_options(cfg))
     plain = [n for n, p in parameters.items() if not isinstance(p, DTensor)]
@@ -181,6 +191,16 @@ def unshard_early(model: nn.Module) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
+    """Refuse types whose experts may get no token of a rank, where torch cannot reduce them."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    if kind in _IDLE_EXPERTS and ranks > 1 and not hasattr(FSDPModule, _REDUCE_UNUSED):
+        raise ShardingError(
+            f"{kind} sends tokens past its experts: a rank may use none of them while others do, "
+            f"which torch reduces from 2.13 on; this is {torch.__version__}"
+        )
+
+
 def _refuse_dtypes(model: nn.Module, plan: UnitPlan) -> None:
     parameters = dict(model.named_parameters())
     for unit in plan.units:
@@ -199,24 +219,31 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan) -> None:
             )
 
 
-def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
+def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:
+    """Have what `cfg` names recomputed in the backward; return the names of those modules."""
     asked: Any = cfg.activation_checkpointing
     if asked is False or asked == "none":
-        return
+        return []
     names = list(plan.layers)
     if cfg.activation_checkpointing_modules:
         setting = "sharding.activation_checkpointing_modules"
-        names = list(matching_modules(model, cfg.activation_checkpointing_modules, setting))
+        chosen = cfg.activation_checkpointing_modules
+        names = list(matching_modules(model, chosen, setting, called=True))
     # Of nested ones the outer recomputes the inner too.
-    names = [n for n in names if not any(n.startswith(o + ".") for o in names)]
     every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
-    for name in names[::every]:
+    names = [n for n in names if not _inside(n, names)][::every]
+    for name in names:
         recompute_in_backward(
             model.get_submodule(name),
             selective=asked == "selective",
             offload=cfg.activation_offload,
             pin_memory=cfg.pin_memory,
         )
+    return names
+
+
+def _inside(name: str, others: list[str]) -> bool:
+    return any(name.startswith(other + ".") for other in others)
 
 
 def _refuse_units_inside(plan: UnitPlan) -> None:
@@ -232,7 +259,18 @@ def _refuse_units_inside(plan: UnitPlan) -> None:
 
 
 def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if cfg.torch_compile_backend not in known:
+        raise ShardingError(
+            f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} is none of torch "
+            f"{torch.__version__}: {', '.join(known)}"
+        )
     return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
+
+
+# --------------------------------------------------------------------------------------------------
+# While sharding
+# --------------------------------------------------------------------------------------------------
 
 
 def _reshard(unit: Unit, shards: int) -> bool | int | None:
@@ -242,3 +280,55 @@ def _reshard(unit: Unit, shards: int) -> bool | int | None:
     if value == 1:  # as PyTorch reads it, without its warning
         return False
     return True if value == shards else value
+
+
+def _around_layers(unit: Unit, plan: UnitPlan) -> bool:
+    """Whether the unit is what is left around the layers: the root, or the base model."""
+    outer = [name + "." if name else "" for name in unit.modules]
+    return any(layer.startswith(name) for name in outer for layer in plan.layers)
+
+
+def _reduce_unused(module: nn.Module) -> None:
+    """Have the unit reduce zeros for what this rank did not use (torch 2.13).
+
+    A rank whose tokens went to no expert would otherwise reduce a smaller buffer than the others.
+    Not for what lies around the layers: parameters that no rank ever uses (a tower's embedding)
+    must get no gradient, or AdamW's decay would shrink them.
+    """
+    if isinstance(module, FSDPModule) and hasattr(module, _REDUCE_UNUSED):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _cast_each(modules: list[nn.Module], unit: Unit) -> None:
+    """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
+
+    # Not compiled, as FSDP2's own hooks are not: a compiled layer stays one graph.
+    @torch.compiler.disable
+    def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast(args, unit.param_dtype), _cast(kwargs, unit.param_dtype)
+
+    @torch.compiler.disable
+    def output(_: nn.Module, args: Any, out: Any) -> Any:
+        return _cast(out, unit.output_dtype)
+
+    for module in modules:
+        if unit.cast_forward_inputs:
+            module.register_forward_pre_hook(inputs, with_kwargs=True)
+        if unit.output_dtype is not None:
+            module.register_forward_hook(output)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return `value` with the floating-point tensors in it as `dtype`, where FSDP2 looks too."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # answers of transformers
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{n: _cast(getattr(value, n), dtype) for n in names})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_cast(part, dtype) for part in value))
+    if type(value) in (tuple, list):
+        return type(value)(_cast(part, dtype) for part in value)
+    if type(value) is dict:
+        return {key: _cast(part, dtype) for key, part in value.items()}
+    return value

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.layout import reshard
 from toolkit.loss import loss_sum, supervised_tokens
@@ -82,18 +83,19 @@ def train_step(
         total += contribution.detach()
     if world > 1:
         _average_replicated(model, world)
-    grad_norm = clip_gradients(model, max_grad_norm)
+    grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
     optimizer.step()
-    # Under offload the gradients' host memory is kept: page-locked memory is slow to get.
-    optimizer.zero_grad(set_to_none=getattr(model, "parameter_device", None) is None)
+    _clear_gradients(model, optimizer)
     if world > 1:
         dist.all_reduce(total)
     return StepStats(total / world, grad_norm, tokens)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients to a global norm of at most `max_norm`; return the norm before.
-    Collective.
+def clip_gradients(
+    model: nn.Module, max_norm: float, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Scale the gradients to a global norm of at most `max_norm`; return the norm before, 0-d on
+    `device`. Collective.
 
     The norm is that of the whole gradient: each rank's shards are counted once, and replicated
     gradients once. 0 does not clip.
@@ -105,9 +107,10 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     for part in (sharded, replicated):  # torch does not mix the two kinds
         if part:
             norm = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norms.append(norm.to(device))  # under offload sharded gradients are in host memory
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
         for part in (sharded, replicated):
@@ -115,27 +118,44 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return total
 
 
+def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Drop the gradients; under offload set them to zero, so that their host memory is kept.
+
+    Replicated gradients are on the device and dropped in any case. `Optimizer.zero_grad` cannot do
+    that: it zeroes both kinds in one call, which torch refuses.
+    """
+    if getattr(model, "parameter_device", None) is None:
+        optimizer.zero_grad()
+        return
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.zero_()
+        else:
+            parameter.grad = None
+
+
 def _average_replicated(model: nn.Module, world: int) -> None:
     """Average over the ranks the gradients of what FSDP does not shard, in one all-reduce.
 
     A parameter that some ranks did not use counts as zero there; one that no rank used keeps no
-    gradient.
+    gradient. Which are used the hosts tell each other, so that none waits for its device.
     """
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
     if not parameters:
         return
-    used = torch.tensor([float(p.grad is not None) for p in parameters])
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([g.float().flatten() for g in grads] + [used.to(grads[0].device)])
+    flags = ranks.gather([p.grad is not None for p in parameters])
+    used = [p for p, *said in zip(parameters, *flags, strict=True) if any(said)]
+    if not used:
+        return
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+    flat = torch.cat([g.float().flatten() for g in grads])
     dist.all_reduce(flat)
-    *sums, used = flat.split([p.numel() for p in parameters] + [len(parameters)])
-    for parameter, total, count in zip(parameters, sums, used.tolist(), strict=True):
-        if count > 0:
-            mean = (total / world).view_as(parameter).to(parameter.dtype)
-            if parameter.grad is None:
-                parameter.grad = mean
-            else:
-                parameter.grad.copy_(mean)
+    for parameter, total in zip(used, flat.split([p.numel() for p in used]), strict=True):
+        mean = (total / world).view_as(parameter).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = mean
+        else:
+            parameter.grad.copy_(mean)
 
 
 @torch.no_grad()

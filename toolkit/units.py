@@ -103,13 +103,17 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     owned = _owned(model, members, replicated)
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
         raise ShardingError(
-            f"{plain_name(model)}: no unit but the root would hold a parameter; set "
-            "sharding.layer_classes to the class of its layers"
+            f"{plain_name(model)}: no unit but the root would hold a parameter; "
+            + (
+                "sharding.ignored_parameters leaves none to shard: name fewer"
+                if cfg.ignored_parameters
+                else "set sharding.layer_classes to the class of its layers"
+            )
         )
     order = {name: i for i, name in enumerate(named)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
     filled.sort(key=lambda m: (-max(map(_depth, m)), order[m[0]]))
-    units = [_unit(cfg, m, owned[m], dtypes, head) for m in filled]
+    units = [_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
     units = _reshard_as_told(model, cfg, units)
     names = [n for n, p in model.named_parameters() if id(p) in replicated]
     return UnitPlan(tuple(units), tuple(layers), tuple(names), root_only)
@@ -123,7 +127,8 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
 def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
     """Return the names of the layers, and why they are no units where they cannot be."""
     if cfg.layer_classes:
-        return list(matching_modules(model, cfg.layer_classes, "sharding.layer_classes")), None
+        names = matching_modules(model, cfg.layer_classes, "sharding.layer_classes", called=True)
+        return list(names), None
     layers = list(decoder_layers(model))
     if not layers:
         raise ShardingError(
@@ -205,29 +210,54 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
 def _overrides(
     model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
 ) -> dict[Member, torch.dtype]:
-    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit."""
+    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit.
+
+    A unit inside a module that was named computes as that does.
+    """
     wanted: dict[str, torch.dtype] = {}
     for pattern, said in cfg.param_dtype_overrides.items():
         setting = "sharding.param_dtype_overrides"
-        for name in matching_modules(model, [pattern], setting):
-            wanted[name] = _dtype(said)
+        for name, module in matching_modules(model, [pattern], setting).items():
+            for path in _called(name, module):
+                wanted[path] = _dtype(said)
     units = {name: member for member in members for name in member}
+    default = _dtype(cfg.param_dtype)
     dtypes: dict[Member, torch.dtype] = {}
     groups: dict[tuple[Member, torch.dtype], list[str]] = {}
+    for member in members:
+        told = {_told([*_outer(name), name], wanted, default) for name in member}
+        if len(told) > 1:
+            raise ShardingError(
+                f"sharding.param_dtype_overrides asks for {' and '.join(sorted(map(str, told)))} "
+                f"in one unit ({', '.join(member)}), which computes in one dtype; name all of its "
+                "modules, or set sharding.layers_per_unit: 1"
+            )
+        if told != {default}:
+            dtypes[member] = told.pop()
     for name, dtype in wanted.items():
-        around = [outer for outer in (*_outer(name), ROOT) if outer in wanted]
-        inherited = wanted[around[-1]] if around else _dtype(cfg.param_dtype)
-        if name in units:
-            dtypes[units[name]] = dtype
-        elif dtype == inherited or not list(model.get_submodule(name).parameters()):
+        holds = any(True for _ in model.get_submodule(name).parameters())
+        if name in units or not holds or dtype == _told(_outer(name), wanted, default):
             continue
-        elif name == head:
+        if name == head:
             dtypes[(name,)] = dtype
         else:
             inside = [outer for outer in _outer(name) if outer in units]
             home = units[inside[-1]] if inside else (ROOT,)
             groups.setdefault((home, dtype), []).append(name)
     return dtypes | {tuple(names): dtype for (_, dtype), names in groups.items()}
+
+
+def _called(name: str, module: nn.Module) -> list[str]:
+    """Return `name`, or of a container, which has no forward, what it holds."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [name]
+    children = module.named_children()
+    return [path for part, child in children for path in _called(f"{name}.{part}", child)]
+
+
+def _told(path: list[str], wanted: dict[str, torch.dtype], default: torch.dtype) -> torch.dtype:
+    """Return the dtype of the innermost module of `path` that was named."""
+    return next((wanted[name] for name in reversed(path) if name in wanted), default)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,6 +366,7 @@ def _unit(
     cfg: ShardingConfig,
     member: Member,
     parameters: tuple[str, ...],
+    members: list[Member],
     dtypes: dict[Member, torch.dtype],
     head: str | None,
 ) -> Unit:
@@ -344,8 +375,9 @@ def _unit(
     output_dtype = None
     if member == (ROOT,):
         output_dtype = None if cfg.output_dtype is None else _dtype(cfg.output_dtype)
-    elif own and head not in member:
-        output_dtype = _dtype(cfg.param_dtype)
+    elif own and head not in member:  # as what lies around it computes
+        around = _home(member[0], members)
+        output_dtype = dtypes.get(around, _dtype(cfg.param_dtype))
     told = cfg.reshard_after_forward
     reshard: bool | int | None = told if told != "auto" else True  # type: ignore[assignment]
     if member == (ROOT,) and (told == "auto" or not isinstance(told, bool)):
