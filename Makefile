@@ -6,7 +6,7 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench architectures clean
+.PHONY: help install demo test check format bench architectures soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,10 +38,16 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/tokenise.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/consolidate.py
 	$(BIN)/python benchmarks/sharding.py
 
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
 	$(BIN)/python tests/architectures.py --write docs/architectures.md
+
+soak: install  ## Kills, power losses, full disks, damage; writes docs/soak.md, docs/damage.md (needs cc)
+	$(BIN)/python -W ignore tests/soak.py --write docs/soak.md
+	$(BIN)/python -W ignore tests/damage.py --write docs/damage.md
 
 clean:  ## Remove the virtual environment and the demo's run
 	rm -rf $(VENV) $(RUN)

@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import describe
+from memory import Peak, anonymous
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -135,35 +135,6 @@ def bare(folder: str, slices: dict[str, tuple[slice, ...]]) -> list[torch.Tensor
             for name in handle.keys():  # noqa: SIM118 - not a mapping
                 kept.append(handle.get_slice(name)[slices[name]].to(torch.float32, copy=True))
     return kept
-
-
-def anonymous() -> int:
-    """Return the anonymous resident memory of this process in bytes (mapped files are not
-    counted).
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
-
-
-class Peak:
-    """Samples the anonymous memory every 2 ms while entered."""
-
-    def __enter__(self) -> "Peak":
-        self.highest, self._stop = anonymous(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.highest = max(self.highest, anonymous())
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.highest = max(self.highest, anonymous())
 
 
 def row(dtype: str, found: list[dict]) -> str:

@@ -12,7 +12,17 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from toolkit import checkpoint, config, launch, models, ranks, run_dir, training
+from toolkit import (
+    checkpoint,
+    config,
+    disk,
+    launch,
+    models,
+    publish,
+    ranks,
+    run_dir,
+    training,
+)
 from toolkit.config import PretrainConfig
 from toolkit.data.order import EvalBatches, GlobalBatches, Position, SampleOrder, accumulation_for
 from toolkit.data.samples import Samples, check_enough, split
@@ -20,6 +30,7 @@ from toolkit.data.text import load_documents
 from toolkit.data.tokenise import tokenise
 from toolkit.data.tokenizer import check_vocabulary, load_tokenizer, prepare_tokenizer
 from toolkit.hf_format import assets_of, local_folder, read_weights, weight_files
+from toolkit.live_export import export_step, exported
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
 from toolkit.metrics import Clock, Metrics, flops_per_token, perplexity
 from toolkit.optim import build_optimizer, build_scheduler
@@ -42,9 +53,17 @@ def main() -> None:
 
 def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     # ---- What can be refused is refused here, before anything is loaded --------------------------
+    ranks.together(lambda: run_dir.reach(cfg))
     folder = ranks.together(lambda: run_dir.claim(cfg))
+    root = ranks.together(lambda: run_dir.root_of(cfg))
     mesh = ranks.together(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
+    if cfg.model.trust_remote_code:
+        run.say(
+            "WARNING: model.trust_remote_code is on: Python code that comes with "
+            f"{cfg.model.name_or_path} runs with your rights"
+        )
     ranks.together(lambda: refuse_misfits(cfg))
+    ranks.on_main(lambda: publish.check(cfg.hub, run.say))
     model_cfg = ranks.main_first(
         lambda: prepare_tokenizer(
             cfg.model, cfg.data, folder / run_dir.TOKENIZER, keep=run_dir.holds_work(folder)
@@ -57,11 +76,15 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     if cfg.model.init == "pretrained":
         ranks.together(lambda: check_fits(model, weights))
     ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
+    check_disk(model, folder, cfg, None if cfg.train.max_steps == -1 else cfg.train.max_steps, run)
     train_set, eval_set = ranks.main_first(lambda: load_data(model, model_cfg, cfg))
     ranks.together(lambda: check_enough(train_set, run.world_size))
 
     # ---- Where an earlier start left off ---------------------------------------------------------
-    found = checkpoint.newest(folder)
+    ranks.on_main(lambda: run_dir.hold(folder))
+    found = checkpoint.newest(root)
+    if found is None:
+        ranks.together(lambda: checkpoint.refuse_lost(root))
     batch_size = cfg.train.per_device_train_batch_size
     global_batch = batch_size * cfg.train.gradient_accumulation_steps * run.world_size
     position = Position(len(train_set), cfg.seed, global_batch)
@@ -75,6 +98,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     max_steps = cfg.train.max_steps
     if max_steps == -1:
         max_steps = math.ceil(cfg.train.num_train_epochs * len(train_set) / position.global_batch)
+        check_disk(model, folder, cfg, max_steps, run)
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
     if found is not None:
@@ -153,12 +177,19 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
 
         if step == max_steps or due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
-            state.step, state.tokens = step, metrics.tokens
+            state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
                 saved_at = step
-                path = checkpoint.save(state, folder, cfg.checkpoint)
-            run.say(f"saved {path}")
+                path = checkpoint.save(state, root, cfg.checkpoint)
+            run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+        at_end = step == max_steps and cfg.checkpoint.export_at_end
+        if at_end or due(step, cfg.checkpoint.export_steps):
+            metrics.check_finite(step)
+            with metrics.pause():
+                run.say(f"exported {export_step(model, folder, step)}")
     checkpoint.wait()
+    if first_step >= max_steps and cfg.checkpoint.export_at_end and not exported(folder, max_steps):
+        run.say(f"exported {export_step(model, folder, max_steps)}")
 
     # ---- What was done, and what comes next ------------------------------------------------------
     summary = metrics.close()
@@ -174,9 +205,24 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         )
     run.say(
         f"run        {folder}\n"
-        f"checkpoint {folder / 'checkpoints'}  (newest: step {saved_at})\n"
-        f"next       toolkit consolidate {folder} --output {folder}-hf"
+        f"checkpoint {root / 'checkpoints'}  (newest: step {saved_at})\n"
+        f"next       toolkit consolidate {folder} --output {run_dir.export_path(folder)}"
     )
+    ranks.on_main(lambda: publish.publish(folder, cfg.hub, run.say))
+
+
+def check_disk(
+    model: models.PreTrainedModel,
+    folder: Path,
+    cfg: PretrainConfig,
+    max_steps: int | None,
+    run: launch.Run,
+) -> None:
+    """Say what the run will write, and refuse it where the disk is too small."""
+    saving = cfg.checkpoint
+    needed = ranks.on_main(lambda: disk.need(model, folder, saving, max_steps, run.world_size))
+    ranks.on_main(lambda: disk.refuse_overflow(needed, saving))
+    run.say(f"disk       {needed}")
 
 
 def refuse_misfits(cfg: PretrainConfig) -> None:

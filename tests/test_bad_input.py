@@ -31,7 +31,7 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
-from toolkit import checkpoint, launch, loading
+from toolkit import checkpoint, launch, loading, run_dir
 from toolkit.config import ModelConfig
 from toolkit.data import tokenise, tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
@@ -904,3 +904,10 @@ def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
     )
     assert hashes(sharded) == before
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_on_one_output_dir_is_refused(tmp_path):
+    run_dir.hold(tmp_path / "run")
+    with pytest.raises(ConfigError, match="another process is running on output_dir"):
+        run_dir.hold(tmp_path / "run")
+    run_dir.hold(tmp_path / "other")

@@ -352,3 +352,30 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
 )
 def test_values_that_cannot_be(refusal, text, said) -> None:
     assert said in refusal(MODEL + text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Secrets
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_no_setting(refusal):
+    """Refused by name and by look, and never repeated: config.yaml and logs are files."""
+    token = "hf_" + "canaryCanary" * 3
+    for text, flags, word in [
+        (MODEL + f"hub: {{hub_token: {token}}}\n", [], "hub.hub_token"),
+        (MODEL, ["--hub.token", token], "hub.token"),
+        (MODEL, [f"--hub.hub_model_id={token}"], "--hub.hub_model_id"),
+        (MODEL, ["--hub.hub_model_id", token], "command line"),
+        (MODEL + f"hub: {{hub_model_id: {token}}}\n", [], "hub.hub_model_id"),
+        (MODEL + f"hub: {token}\n", [], "hub"),
+        (MODEL + f"train: {{max_steps: {token}}}\n", [], "train.max_steps"),
+        (MODEL + "data: {train_files: ['https://me:canary@host/x']}\n", [], "data.train_files"),
+    ]:
+        said = refusal(text, *flags)
+        assert word in said
+        assert "canary" not in said.lower()
+
+
+def test_pushing_needs_a_name(refusal):
+    assert "hub.hub_model_id" in refusal(MODEL + "hub: {push_to_hub: true}\n")

@@ -29,12 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import consolidate as module
-from toolkit import streaming
-from toolkit.config import ModelConfig
+from toolkit import checkpoint, export_folder, export_manifest, export_plan, streaming
+from toolkit.config import CheckpointConfig, ModelConfig
 from toolkit.consolidate import consolidate, parse_size
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.hf_format import HFAssets
+from toolkit.loading import materialise
 from toolkit.models import build_on_meta, decoder_layers, tied_names
 
 RANKS = 3
@@ -169,14 +169,25 @@ def test_export_does_not_depend_on_the_number_of_shards(
 ) -> None:
     one = Path(consolidate(root / name / "single", tmp_path / "one"))
     many = Path(consolidate(root / name / "sharded", tmp_path / "many"))
-    names = sorted(p.name for p in one.iterdir())
-    assert names == sorted(p.name for p in many.iterdir())
+    left, right = export_manifest.read(one), export_manifest.read(many)
+    assert left["origin"].pop("checkpoint") != right["origin"].pop("checkpoint")
+    assert left == right
+    names = sorted(left["files"])
+    assert [export_manifest.FILE, *names] == sorted(p.name for p in many.iterdir())[-1:] + names
     assert filecmp.cmpfiles(one, many, names, shallow=False) == (names, [], [])
 
 
 def test_experts_come_back_one_by_one(root: Path, tmp_path: Path) -> None:
     keys = weights(consolidate(root / "mixtral/sharded", tmp_path / "out")).keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in keys
+    # Each is a part of the fused tensor, which is moved as it lies there: nothing is held whole.
+    model, assets = export_plan.model_of_assets(root / "mixtral/source")
+    shapes = {n: (t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()}
+    plan = export_plan.make_plan(
+        root / "mixtral/source", model, assets, shapes, None, 10**9, where="a test"
+    )
+    assert any(group.converted for group in plan.groups)
+    assert all(plan.views[name] is not None for name in plan.outputs)
     stored_keys = (
         dcp.FileSystemReader(root / "mixtral/dcp-sharded").read_metadata().state_dict_metadata
     )
@@ -277,7 +288,7 @@ def test_integers_bools_scalars_and_empty_tensors(
             model.register_buffer(name, value.to("meta"))
         return model
 
-    monkeypatch.setattr(module, "build_on_meta", with_buffers)
+    monkeypatch.setattr(export_plan, "build_on_meta", with_buffers)
     out = consolidate(
         tmp_path / "dcp", tmp_path / "out", dtype="bfloat16", hf_assets=root / "llama/source"
     )
@@ -321,22 +332,15 @@ def test_sizes() -> None:
 def test_every_way_of_moving_bytes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernel, or in blocks far smaller than a tensor; whole rows and single columns."""
-
-    def refuse(*args: Any) -> int:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
+    """Straight or run by run, in blocks and slices far smaller than a tensor; rows and columns."""
     expected = trained(root / "llama/source").state_dict()
-    ways = [("kernel", 1, False), ("copy", 1, True), ("blocks", 2**60, False)]
-    for name, direct, refused in ways:
+    for name, direct in (("runs", 1), ("blocks", 2**60)):
         for folder in (root / "llama/dcp-sharded", root / "columns"):
             for dtype in ("float32", "bfloat16"):
                 with monkeypatch.context() as patch:
                     patch.setattr(streaming, "_DIRECT", direct)
                     patch.setattr(streaming, "_BLOCK", 64)
-                    patch.setattr(streaming, "_RANGE", 100)
-                    if refused:
-                        patch.setattr(os, "copy_file_range", refuse)
+                    patch.setattr(streaming, "_SLICE", 100)
                     out = consolidate(
                         folder,
                         tmp_path / f"{name}-{folder.name}-{dtype}",
@@ -487,7 +491,7 @@ def test_failure_leaves_nothing_and_leftovers_are_replaced(
 
     pid = os.fork()
     if pid == 0:
-        module._verify = killed
+        export_folder._verify = killed
         consolidate(run, tmp_path / "out")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert [p.name for p in tmp_path.iterdir()] == ["out.tmp-export"]
@@ -499,6 +503,105 @@ def test_failure_leaves_nothing_and_leftovers_are_replaced(
     with pytest.raises(ExportError, match="was not left by an export"):
         consolidate(run, tmp_path / "other")
     assert (tmp_path / "other.tmp-export/thesis.tex").read_text() == "mine"
+
+
+def test_an_interrupted_export_goes_on(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished files are kept to the byte, and only for the same plan and the same weights."""
+    run = root / "llama/sharded"
+    whole = Path(consolidate(run, tmp_path / "whole", max_shard_size="1KB"))
+    count = len(list(whole.glob("*.safetensors")))
+    out, staging = tmp_path / "out", tmp_path / "out.tmp-export"
+
+    def killed(stop_after: int, source: Path = run, **arguments: Any) -> list[str]:
+        """Start the export, kill it after some files; return the names that it created."""
+        created: list[str] = []
+        make = export_folder.create
+
+        def counted(file: Path, size: int) -> int:
+            if len(created) == stop_after:
+                raise KeyboardInterrupt
+            created.append(file.name)
+            return make(file, size)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(export_folder, "create", counted)
+            try:
+                consolidate(source, out, max_shard_size="1KB", **arguments)
+            except KeyboardInterrupt:
+                assert not out.exists()
+        return created
+
+    assert len(killed(3)) == 3
+    assert len(list(staging.glob("*.safetensors"))) == 3
+    second = sorted(staging.glob("*.safetensors"))[1]
+    content = bytearray(second.read_bytes())
+    content[-1] ^= 1  # a finished file that is not any more what it was
+    second.write_bytes(content)
+    names = killed(99)
+    assert second.name in names
+    assert len(names) == count - 2
+    everything = sorted(p.name for p in whole.iterdir())
+    assert filecmp.cmpfiles(whole, out, everything, shallow=False) == (everything, [], [])
+    assert not staging.exists()
+    shutil.rmtree(out)
+
+    assert len(killed(3)) == 3
+    assert len(killed(99, dtype="float16")) == count  # another plan: from the beginning
+    assert weights(out)["lm_head.weight"].dtype == torch.float16
+    shutil.rmtree(out)
+
+    assert len(killed(3)) == 3
+    assert len(killed(99, source=root / "llama/single")) == count  # another checkpoint
+    shutil.rmtree(out)
+
+    assert len(killed(3)) == 3
+    (staging / ".toolkit-export").write_text('{"plan": ')  # the note itself was cut off
+    assert len(killed(99)) == count
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    shutil.rmtree(out)
+    assert len(killed(2)) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "write_all", full)
+        with pytest.raises(ExportError, match=r"No space left.*2 finished weight file\(s\) stay"):
+            consolidate(run, out, max_shard_size="1KB")
+    assert len(killed(99)) == count - 2
+
+
+def test_digests_guard_what_is_read(root: Path, tmp_path: Path) -> None:
+    """A checkpoint that the toolkit saved: a flipped bit of a weight is found by its tensor."""
+    model = build_on_meta(ModelConfig(name_or_path=str(root / "llama/source")))
+    materialise(model, torch.device("cpu"))
+    model.load_state_dict(trained(root / "llama/source").state_dict())
+    state = checkpoint.TrainState(model, torch.optim.AdamW(model.parameters()), step=1)
+    checkpoint.save(state, tmp_path / "run", CheckpointConfig())
+    checkpoint.wait()
+    out = consolidate(tmp_path / "run", tmp_path / "out", dtype="float32")
+    assert same_bits(
+        weights(out),
+        weights(consolidate(root / "llama/sharded", tmp_path / "same", dtype="float32")),
+    )
+    origin = export_manifest.read(Path(out))["origin"]
+    found = tmp_path / "run/checkpoints/step-00000001"
+    manifest = (found / "manifest.json").read_bytes()
+    assert origin["checkpoint"] == hashlib.sha256(manifest).hexdigest()
+    assert (origin["step"], origin["dtype"]) == (1, "float32")
+    shard = next((found / "dcp").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    value = trained(root / "llama/source").state_dict()["model.layers.1.mlp.up_proj.weight"]
+    content[content.index(value.numpy().tobytes()) + 100] ^= 16
+    shard.write_bytes(content)
+    for limit in ("5GB", "4KB"):
+        with pytest.raises(
+            CheckpointError, match=r"model\.model\.layers\.1\.mlp\.up_proj\.weight has"
+        ):
+            consolidate(tmp_path / "run", tmp_path / "bad", max_shard_size=limit)
+        assert not (tmp_path / "bad").exists()
+        assert not (tmp_path / "bad.tmp-export").exists()
 
 
 def test_values_beyond_float16_are_an_error(root: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The launches are the slow part (10 s each), so each serves several checks.
 """
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -24,7 +25,8 @@ from conftest import (
     torchrun,
 )
 
-from toolkit import checkpoint, commit
+from toolkit import checkpoint, commit, export_manifest, publish
+from toolkit.commit import find_checkpoint
 from toolkit.consolidate import consolidate
 from toolkit.data.order import SampleOrder
 from toolkit.metrics import read_metrics
@@ -76,6 +78,9 @@ def runs(tmp_path_factory, tiny_llama, text_file) -> dict[int, Path]:
     ):
         output = root / str(world)
         more = ["--checkpoint.save_steps", "10"] if world == 2 else []
+        more += ["--checkpoint.export_steps", "20", "--checkpoint.export_at_end", "true"] * bool(
+            more
+        )
         result = run_recipe(launcher, *flags(tiny_llama, text_file, output, *size, *more))
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         done[world] = output
@@ -121,6 +126,20 @@ def _byte_ids(text: Path) -> list[int]:
     table = {c: i + 1 for i, c in enumerate(alphabet)}
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [table[c] for c in letters.pre_tokenize_str(text.read_text("utf-8"))[0][0]] + [0]
+
+
+def test_the_run_itself_exports(runs, tmp_path):
+    """Written by the run, gathered tensor by tensor: the offline export's bytes."""
+    live = runs[2] / "exports" / "step-00000020"
+    offline = Path(consolidate(runs[2], tmp_path / "offline"))
+    left, right = export_manifest.read(live), export_manifest.read(offline)
+    assert (left["files"], left["tensors"]) == (right["files"], right["tensors"])
+    assert left["origin"]["step"] == right["origin"]["step"] == STEPS
+    assert left["origin"]["run"] == right["origin"]["run"]
+    assert [p.name for p in live.parent.iterdir()] == ["step-00000020"]
+    assert not (runs[1] / "exports").exists()
+    assert publish.export_of(find_checkpoint(runs[2]), runs[2]) == live  # no second export
+    assert publish.export_of(find_checkpoint(runs[1]), runs[1]) == Path(f"{runs[1]}-hf")
 
 
 def test_any_number_of_processes_trains_as_a_plain_loop(runs, tiny_llama, text_file):
@@ -237,6 +256,26 @@ def losses_without_rng(run: Path, command, step: int) -> list[float]:
 
 def _digests(run: Path) -> dict:
     return commit.read_manifest(checkpoint.newest(run))["tensors"]
+
+
+def test_asynchronous_saving_changes_no_bit_and_holds_the_loop_shorter(
+    runs, tiny_llama, text_file, tmp_path
+):
+    run = tmp_path / "run"
+    more = ["--checkpoint.save_steps", "10", "--checkpoint.async_save", "true", *batch(4, 1)]
+    result = run_recipe(accelerate(2, free_port()), *flags(tiny_llama, text_file, run, *more))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert losses(run) == losses(runs[2])
+    saved, expected = commit.committed_steps(run), commit.committed_steps(runs[2])
+    assert list(saved) == list(expected) == [10, STEPS]
+    for step, path in saved.items():
+        ours, theirs = (commit.read_manifest(p) for p in (path, expected[step]))
+        assert ours["tensors"] == theirs["tensors"]
+        same = [n for n in ours["files"] if n.endswith(".distcp") or n == "state.json"]
+        assert [ours["files"][n] for n in same] == [theirs["files"][n] for n in same]
+    said = re.findall(r"after ([0-9.]+) s, of which the loop waited ([0-9.]+) s", result.stdout)
+    assert len(said) == 2
+    assert all(float(waited) < float(whole) for whole, waited in said)
 
 
 def test_no_arguments_run_the_demo_and_say_so(tmp_path):

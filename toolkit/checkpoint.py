@@ -1,50 +1,68 @@
 """The state of a run, saved so that it can be trusted and resumed so that nothing is lost.
 
-Owns what a state consists of, the digests of live tensors and their way into a torch DCP checkpoint
-and back. The folder protocol is `toolkit.commit`'s. Does not know the model's class; the assets for
-an export are copied, not understood.
+Owns what a state consists of and its way into a torch DCP checkpoint and back. The folder protocol
+is `toolkit.commit`'s, the bytes are `toolkit.dcp_writer`'s and `toolkit.dcp_reader`'s. Does not
+know the model's class; the assets for an export are copied, not understood.
 
-[Note: digests] While saving, each rank hashes the rows (dim 0) of the model tensors that it holds:
-sha256 over name, row index and row bytes. A tensor's digest is the lane-wise wrapping sum of its
-rows' hashes, so it is the same for any number of shards, and needs one all-reduce of 32 bytes a
-tensor. Tensors of one dimension or none are hashed whole. It guards against accidents; the files'
-sha256 guards the bytes.
+[Note: saving behind the loop] With `async_save` the loop waits only until the tensors are copied to
+host memory and everything small is snapshot. Writing, hashing, commit and pruning
+follow in a thread, with a process group of their own: threads that share one with the loop hang.
+One save at a time: the next one waits for it, and raises what it failed with, as `wait` and the
+end of the run do.
 """
 
+import contextlib
 import functools
-import hashlib
 import json
-import random
+import math
 import shutil
-import struct
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from toolkit import commit, ranks
+from toolkit import commit, in_flight, ranks, rng_state, store_commit
 from toolkit.config import CheckpointConfig
-from toolkit.dcp_format import TrustedLoadPlanner, TrustedReader
+from toolkit.dcp_format import METADATA_FILE, read_metadata
+from toolkit.dcp_reader import read_tensors
+from toolkit.dcp_writer import HashingWriter
+from toolkit.digests import described, model_tensors, part_digests, rows_digest, whole_rows
 from toolkit.errors import CheckpointError
-from toolkit.layout import local_slices
+from toolkit.hf_format import read_config
+from toolkit.staging import HostStager
+from toolkit.store import Place, is_url, where
 
-_DCP, _HF, _RNG, _STATE = "dcp", "hf", "rng", "state.json"
+__all__ = ["TrainState", "newest", "restore", "resume", "rows_digest", "save", "tensor_digests"]
+
+MANIFEST_VERSION = 2
+_DCP, _HF, _RNG, _STATE = "dcp", "hf", "rng", commit.STATE
+_CHANNEL, _GATHERED = "checkpoint", "gathered"
 # Keys of config.json that say nothing about what the model computes in training.
 _NOT_ARCHITECTURE = {
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation_autoset"),
 }
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What one rank read of a checkpoint."""
+
+    own_bytes: int
+    """Bytes of this rank's parts of parameters and optimizer state."""
+    bytes_requested: int
+    """Bytes asked for to fill them; verification, which reads everything, is not in it."""
+    seconds: float
 
 
 @dataclass
@@ -60,78 +78,195 @@ class TrainState:
     """Optimizer steps done."""
     tokens: int = 0
     """Supervised tokens seen."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else that is JSON; `resume` updates it."""
+    restored: Restored | None = None
+    """What `resume` read; None before."""
 
 
-def save(state: TrainState, run_dir: str | Path, cfg: CheckpointConfig) -> str:
+def save(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) -> str:
     """Write and commit a checkpoint of `state`, prune old ones; return its path. Collective.
 
-    Each rank writes its shards. Committed when the call returns; a failure or a kill at any moment
-    leaves the checkpoints that were committed before as they are.
+    `run_dir` may be a URL of an object store, `s3://bucket/run`: the protocol there is that of
+    `toolkit.store_commit`.
+
+    Each rank writes its shards, at the disk's speed. A failure or a kill at any moment leaves the
+    checkpoints that were committed before as they are. Committed when the call returns; with
+    `cfg.async_save` it returns as soon as the state is copied (a copy of this rank's parameters and
+    optimizer state in host memory, kept for the next save), and the path is that of the checkpoint
+    to be. See [Note: saving behind the loop].
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write; with `cfg.async_save` by the
+            next `save`, `wait` or the end of the run.
+    """
+    wait()
+    begun = time.perf_counter()
+    group = ranks.patient_group(_CHANNEL)  # every rank is here now, and not when it is needed
+    run = _where(run_dir)
+    folder = where(ranks.on_main(lambda: str(_protocol(run).begin(run, state.step))))
+    place = folder if isinstance(folder, Place) else None
+    if isinstance(folder, Place):  # where small files are put when they are complete
+        folder = ranks.together(lambda: Path(tempfile.mkdtemp(prefix="checkpoint-")))
+    try:
+        model = model_tensors(state.model)
+        gathered = whole_rows(model)
+        tensors = {**model, **_optimizer_tensors(state)}
+        if cfg.async_save:
+            # A gathered tensor may be the live one: where one rank holds all of it.
+            live: dict[Any, torch.Tensor] = dict(tensors)
+            live |= {(_GATHERED, n): t for n, t in gathered.items()}
+            copies = ranks.together(lambda: _stager().copy(live))
+            tensors = {n: copies[n] for n in tensors}
+            gathered = {n: copies[_GATHERED, n] for n in gathered}
+        job = _Job(
+            folder,
+            place,
+            run,
+            cfg,
+            state.step,
+            {n: tensors[n] for n in model},
+            gathered,
+            rng_state.snapshot(),
+            ranks.together(lambda: _content(state) if ranks.rank() == 0 else ""),
+            getattr(state.model, "hf_assets", None),
+        )
+        writer = HashingWriter(folder / _DCP, place / _DCP if place else None)
+        if cfg.async_save:
+            upload = dcp.async_save(
+                tensors, storage_writer=writer, process_group=group, async_stager=_stager()
+            )
+            work = functools.partial(
+                _finish_behind,
+                job,
+                writer,
+                upload.result,  # type: ignore[union-attr]
+                begun,
+                time.perf_counter() - begun,
+            )
+            in_flight.start(f"the checkpoint of step {state.step}", work)
+            return str(place or folder.parent / commit.step_name(state.step))
+    except BaseException:
+        _remove(folder, place)
+        raise
+    return _finish(
+        job, writer, lambda: dcp.save(tensors, storage_writer=writer, process_group=group)
+    )
+
+
+def wait() -> None:
+    """Return when what `save` began is committed; raise what it failed with. At once, if nothing is
+    in flight.
 
     Raises:
         CheckpointError: on every rank, when any rank could not write.
     """
-    folder = Path(ranks.on_main(lambda: str(commit.begin(run_dir, state.step))))
-    try:
-        tensors = {**_model_tensors(state.model), **_optimizer_tensors(state)}
-        _write_dcp(tensors, folder / _DCP)
-        digests = tensor_digests(state.model)
-        ranks.together(lambda: _write_rng(folder / _RNG))
-        ranks.on_main(lambda: _write_rest(state, folder))
-        files = _hash_split(folder)
-        manifest = {"version": 1, "step": state.step, "files": files, "tensors": digests}
-        path = ranks.on_main(lambda: str(commit.commit(folder, state.step, manifest)))
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(
-            f"checkpoint of step {state.step} could not be written: {error}"
-        ) from error
-    finally:
-        if ranks.rank() == 0 and folder.exists():  # still under its temporary name: it failed
-            shutil.rmtree(folder, ignore_errors=True)
-    ranks.on_main(lambda: [str(p) for p in commit.prune(run_dir, cfg.save_total_limit)])
-    return path
+    in_flight.wait()
 
 
-def wait() -> None:
-    """Return when every `save` has been committed. Saving is synchronous, so that is at once."""
-
-
-def newest(run_dir: str | Path) -> Path | None:
+def newest(run_dir: str | Path | Place) -> Path | Place | None:
     """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
 
     One that fails is named loudly and renamed to `step-N.bad-*`; nothing is deleted. Reads and
-    hashes every file, split over the ranks.
+    hashes every file, split over the ranks by size; rank 0 says how long that took.
     """
+    wait()
+    run = _where(run_dir)
+    protocol = _protocol(run)
+    broken = ranks.on_main(
+        lambda: [(str(path), what) for path, what in protocol.broken_steps(run).values()]
+    )
+    for name, what in broken:
+        _give_up(where(name), what)
     while True:
-        path = ranks.on_main(
-            lambda: max(commit.committed_steps(run_dir).items(), default=(0, None))[1]
+        found = ranks.on_main(
+            lambda: str(max(protocol.committed_steps(run).items(), default=(0, ""))[1])
         )
-        if path is None:
+        if not found:
             return None
-        names = ranks.on_main(lambda p=path: sorted(commit.read_manifest(p)["files"]))  # type: ignore[misc]
-        mine = names[ranks.rank() :: ranks.world_size()]
-        found = ranks.together(functools.partial(commit.damaged_files, path, mine))
-        damage = [one for part in ranks.gather(found) for one in part]
+        path = where(found)
+        damage = _verify(path)
         if not damage:
             return path
-        aside = ranks.on_main(functools.partial(commit.set_aside, path))
-        if ranks.rank() == 0:
-            listed = "; ".join(f"{n} {what}" for n, what in damage[:5])
-            print(
-                f"WARNING: checkpoint {path.name} is damaged and not used ({listed}); moved to "
-                f"{aside}",
-                flush=True,
-            )
+        _give_up(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
 
 
-def resume(state: TrainState, run_dir: str | Path, cfg: CheckpointConfig) -> int | None:
+def refuse_lost(run_dir: str | Path | Place) -> None:
+    """Refuse to begin anew where checkpoints of the run were set aside and none is left.
+
+    Raises:
+        CheckpointError: names them. A run that starts over by itself would cost what it had done.
+    """
+    run = where(run_dir)
+    aside = _protocol(run).set_aside_steps(run)
+    if aside and not _protocol(run).committed_steps(run):
+        raise CheckpointError(
+            f"no checkpoint of {run} verifies; what failed is kept: {', '.join(aside[:4])}. To "
+            "begin anew give another output_dir, or move those away"
+        )
+
+
+def _where(run_dir: str | Path | Place) -> Path | Place:
+    return ranks.together(lambda: where(run_dir)) if is_url(run_dir) else where(run_dir)
+
+
+def _protocol(place: Path | Place) -> Any:
+    """Return the module that keeps the commit protocol there: both have the same functions."""
+    return store_commit if isinstance(place, Place) else commit
+
+
+def _verify(checkpoint: Path | Place) -> list[tuple[str, str]]:
+    """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
+    begun, protocol = time.perf_counter(), _protocol(checkpoint)
+    sizes: dict[str, int] = ranks.on_main(
+        lambda: {n: e["size"] for n, e in protocol.read_manifest(checkpoint)["files"].items()}
+    )
+    # The largest file first, each to the rank with the least to read so far.
+    loads = [0] * ranks.world_size()
+    mine = []
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == ranks.rank():
+            mine.append(name)
+    found = ranks.together(lambda: protocol.damaged_files(checkpoint, mine))
+    damage = [one for part in ranks.gather(found) for one in part]
+    damage += ranks.on_main(lambda: _strangers(checkpoint, sizes))
+    if ranks.rank() == 0:
+        done = "read" if damage else "verified"
+        print(
+            f"{done} {checkpoint.name}: {sum(sizes.values()) / 1e9:.2f} GB hashed by "
+            f"{ranks.world_size()} rank(s) in {time.perf_counter() - begun:.1f} s",
+            flush=True,
+        )
+    return damage
+
+
+def _strangers(checkpoint: Path | Place, known: dict[str, int]) -> list[tuple[str, str]]:
+    there = _protocol(checkpoint).files_below(checkpoint)
+    there -= {*known, commit.MANIFEST, commit.COMMIT}
+    return [(name, "is not in the manifest") for name in sorted(there)]
+
+
+def _give_up(checkpoint: Path | Place, what: str) -> None:
+    aside = ranks.on_main(lambda: str(_protocol(checkpoint).set_aside(checkpoint)))
+    done = "moved to" if isinstance(checkpoint, Path) else "marked by"
+    if ranks.rank() == 0:
+        print(
+            f"WARNING: checkpoint {checkpoint.name} is damaged and not used ({what}); {done} "
+            f"{aside}",
+            flush=True,
+        )
+
+
+def resume(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) -> int | None:
     """Restore `state` from the newest checkpoint that verifies; return its step. Collective.
 
-    The model must be materialised. Works on any number of ranks, also unsharded in one process.
-    Learning rate and decay stay those of `state`'s optimizer: the schedule is moved to the step,
-    not replaced.
+    The model must be materialised. Works on any number of ranks, also unsharded in one process
+    without a process group. Each rank reads its own rows only. Learning rate and decay stay those
+    of `state`'s optimizer: the schedule is moved to the step, not replaced.
 
     Returns:
         The step, or None when the run has no checkpoint.
@@ -144,12 +279,31 @@ def resume(state: TrainState, run_dir: str | Path, cfg: CheckpointConfig) -> int
     return None if path is None else restore(state, path)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors: step, tokens, world size, data position."""
-    return json.loads((checkpoint / _STATE).read_text("utf-8"))
+def read_state(checkpoint: Path | Place) -> dict[str, Any]:
+    """Return what a checkpoint holds beside tensors: step, tokens, world size, data position.
+
+    Raises:
+        CheckpointError: the file is missing, no JSON, or lacks a piece; named.
+    """
+    file = checkpoint / _STATE
+    try:
+        saved = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: step, tokens, schedule, position") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    wanted = ("step", "tokens", "world_size", "optimizer", "scheduler", "data", "extra")
+    lacking = [n for n in wanted if not isinstance(saved, dict) or n not in saved]
+    if lacking:
+        raise CheckpointError(f"{file} lacks {', '.join(lacking)}")
+    kinds = dict.fromkeys(wanted[:3], int) | dict.fromkeys(wanted[3:], dict)
+    odd = [n for n, k in kinds.items() if saved[n] is not None and type(saved[n]) is not k]
+    if odd:
+        raise CheckpointError(f"{file} does not hold the state of a run: {', '.join(odd)}")
+    return saved
 
 
-def check_same_model(model: nn.Module, checkpoint: Path) -> None:
+def check_same_model(model: nn.Module, checkpoint: Path | Place) -> None:
     """Refuse to go on with another architecture than was saved, before a tensor is read.
 
     Compares config.json of `model.hf_assets` with the checkpoint's copy: two models may agree in
@@ -157,12 +311,16 @@ def check_same_model(model: nn.Module, checkpoint: Path) -> None:
 
     Raises:
         CheckpointError: names the settings that changed.
+        ModelError: the checkpoint's copy cannot be read.
     """
     file = checkpoint / _HF / "config.json"
     assets = getattr(model, "hf_assets", None)
-    if assets is None or not file.is_file():
+    if assets is None:
         return
-    before, now = json.loads(file.read_text("utf-8")), assets.config
+    with _at_hand(checkpoint, f"{_HF}/config.json") as folder:
+        if not (folder / _HF / "config.json").is_file():
+            return
+        before, now = read_config(folder / _HF), assets.config
     names = [n for n in {**before, **now} if n not in _NOT_ARCHITECTURE]
     changed = [n for n in names if before.get(n) != now.get(n)]
     if changed:
@@ -173,48 +331,92 @@ def check_same_model(model: nn.Module, checkpoint: Path) -> None:
         )
 
 
-def restore(state: TrainState, checkpoint: Path) -> int:
+@contextlib.contextmanager
+def _at_hand(checkpoint: Path | Place, *names: str) -> Iterator[Path]:
+    """Give the checkpoint's folder; of one on a store, a folder with the files `names` that it has,
+    each as the manifest says.
+    """
+    if isinstance(checkpoint, Path):
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+        store_commit.fetch(checkpoint, Path(folder), lambda name: name in names)
+        yield Path(folder)
+
+
+def restore(state: TrainState, checkpoint: Path | Place) -> int:
     """Restore `state` in place from one checkpoint that was verified before; see `resume`."""
+    begun = time.perf_counter()
     ranks.together(lambda: check_same_model(state.model, checkpoint))
     saved = ranks.together(lambda: read_state(checkpoint))
-    reader = TrustedReader(checkpoint / _DCP)
-    metadata = ranks.together(reader.read_metadata)
+    metadata = ranks.together(lambda: _metadata(checkpoint))
     known = {
         k: v
         for k, v in metadata.state_dict_metadata.items()
         if isinstance(v, TensorStorageMetadata)
     }
-    tensors = _model_tensors(state.model)
+    tensors = model_tensors(state.model)
     ranks.together(lambda: _check_model(tensors, known, checkpoint))
-    moments = ranks.together(lambda: _empty_moments(state, known, checkpoint))
+    moments = ranks.together(lambda: _empty_moments(state, known, saved, checkpoint))
+    if state.scheduler is not None:
+        ranks.together(lambda: _piece(saved, "scheduler", checkpoint))
+    if state.data is not None:
+        ranks.together(lambda: _piece(saved, "data", checkpoint))
     flat = {f"optimizer.{n}.{k}": t for n, values in moments.items() for k, t in values.items()}
-    try:
-        dcp.load({**tensors, **flat}, storage_reader=reader, planner=TrustedLoadPlanner())
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"{checkpoint} could not be read: {error}") from error
+    read = ranks.together(lambda: read_tensors(checkpoint / _DCP, metadata, {**tensors, **flat}))
     if state.optimizer is not None:
         _fill_optimizer(state, moments, saved)
     if state.scheduler is not None:
-        _move_schedule(state.scheduler, _piece(saved, "scheduler", checkpoint))
+        _move_schedule(state.scheduler, saved["scheduler"])
     if state.data is not None:
-        state.data.load_state_dict(_piece(saved, "data", checkpoint))
+        ranks.together(lambda: state.data.load_state_dict(saved["data"]))
     state.step, state.tokens = saved["step"], saved["tokens"]
+    state.metrics = dict(saved.get("metrics") or {})
     state.extra.update(saved["extra"])
-    ranks.together(lambda: _restore_rng(checkpoint, saved["world_size"], state.step))
+    ranks.together(lambda: _restore_rng(checkpoint, saved))
+    state.restored = Restored(read.own, read.read, time.perf_counter() - begun)
+    _say_restored(state.restored, checkpoint)
     return state.step
+
+
+def _metadata(checkpoint: Path | Place) -> Metadata:
+    with _at_hand(checkpoint, f"{_DCP}/{METADATA_FILE}") as folder:
+        # A store's shards are not at hand; their sizes were compared with the manifest's.
+        return read_metadata(folder / _DCP, blobs=isinstance(checkpoint, Path))
+
+
+def _say_restored(mine: Restored, checkpoint: Path | Place) -> None:
+    every = ranks.gather(mine)
+    own, asked = (sum(getattr(r, n) for r in every) for n in ("own_bytes", "bytes_requested"))
+    if ranks.rank() == 0:
+        print(
+            f"read {checkpoint.name}: {len(every)} rank(s) asked for {asked / 1e9:.2f} GB to fill "
+            f"{own / 1e9:.2f} GB ({asked / max(own, 1):.2f} x) in "
+            f"{max(r.seconds for r in every):.1f} s",
+            flush=True,
+        )
+
+
+def _restore_rng(checkpoint: Path | Place, saved: dict[str, Any]) -> None:
+    """Restore this rank's random state; on other ranks or another device derive one, and say so."""
+    before = (saved["world_size"], saved.get("device", "cpu"))
+    now = (ranks.world_size(), rng_state.device_type())
+    if before == now:
+        with _at_hand(checkpoint, f"{_RNG}/{rng_state.file_name(ranks.rank())}") as folder:
+            rng_state.restore(folder / _RNG, ranks.rank())
+        return
+    if ranks.rank() == 0:
+        print(
+            f"resuming on {now[0]} rank(s) of {now[1]} what {before[0]} of {before[1]} saved: "
+            "weights, optimizer and data continue exactly, random state (dropout) is derived anew",
+            flush=True,
+        )
+    rng_state.derive(ranks.rank(), saved["step"])
 
 
 # --------------------------------------------------------------------------------------------------
 # Model and optimizer as flat tensors
 # --------------------------------------------------------------------------------------------------
-
-
-def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers."""
-    persistent = model.state_dict().keys()
-    tensors: dict[str, torch.Tensor] = {n: p.detach() for n, p in model.named_parameters()}
-    tensors |= {n: b for n, b in model.named_buffers() if n in persistent}
-    return {f"model.{n}": t for n, t in tensors.items()}
 
 
 def _optimizer_tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -228,9 +430,7 @@ def _optimizer_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_scalars(state: TrainState) -> dict[str, dict[str, float]]:
-    """Return {state name: {value: ...}} of the optimizer's numbers, one default and its
-    exceptions.
-    """
+    """Return {name of the number: {parameter: value}} of the optimizer's state."""
     found: dict[str, dict[str, float]] = {}
     for name, values in _optimizer_state(state):
         for key, value in values.items():
@@ -248,7 +448,9 @@ def _optimizer_state(state: TrainState) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_model(
-    tensors: dict[str, torch.Tensor], known: dict[str, TensorStorageMetadata], checkpoint: Path
+    tensors: dict[str, torch.Tensor],
+    known: dict[str, TensorStorageMetadata],
+    checkpoint: Path | Place,
 ) -> None:
     lacking = sorted(n for n in tensors if n not in known)
     extra = sorted(n for n in known if n.startswith("model.") and n not in tensors)
@@ -280,11 +482,21 @@ def _check_model(
 
 
 def _empty_moments(
-    state: TrainState, known: dict[str, TensorStorageMetadata], checkpoint: Path
+    state: TrainState,
+    known: dict[str, TensorStorageMetadata],
+    saved: dict[str, Any],
+    checkpoint: Path | Place,
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return, per trained parameter, tensors to load its optimizer state into, laid out like it."""
     if state.optimizer is None:
         return {}
+    before = _piece(saved, "optimizer", checkpoint)
+    kind = type(state.optimizer).__name__
+    if before["class"] != kind:
+        raise CheckpointError(
+            f"{checkpoint} holds the optimizer state of {before['class']}, which {kind} cannot go "
+            "on with; use the optimizer it was trained with, or another output_dir"
+        )
     trained = {id(p) for g in state.optimizer.param_groups for p in g["params"]}
     parameters = {n: p for n, p in state.model.named_parameters() if id(p) in trained}
     moments: dict[str, dict[str, torch.Tensor]] = {n: {} for n in parameters}
@@ -297,15 +509,27 @@ def _empty_moments(
         moments[name][leaf] = (
             torch.zeros_like(like, dtype=dtype) if same else torch.zeros(info.size, dtype=dtype)
         )
-    if read_state(checkpoint).get("optimizer") is None:
-        raise CheckpointError(
-            f"{checkpoint} holds no optimizer state, which this run needs to go on"
+    # A parameter that never had a gradient has no state, and is named: all others of as many
+    # dimensions have the same parts (Adafactor's differ for vectors and matrices).
+    lacking = [
+        f"{key} of {name}"
+        for name in parameters
+        if name not in before["without"]
+        for key, there in (
+            *(
+                (leaf, leaf in moments[name])
+                for leaf in before["tensors"].get(str(parameters[name].ndim), ())
+            ),
+            *((number, name in values) for number, values in before["scalars"].items()),
+            ("all state", bool(before["tensors"] or before["scalars"])),
         )
-    lacking = [n for n, values in moments.items() if not values]
-    if lacking and len(lacking) < len(
-        moments
-    ):  # an optimizer without tensors (plain SGD) lacks all
-        raise CheckpointError(f"{checkpoint} holds no optimizer state of {', '.join(lacking[:3])}")
+        if not there
+    ]
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint} holds no optimizer state for {len(lacking)} of what this run needs: "
+            f"{', '.join(lacking[:3])}"
+        )
     return moments
 
 
@@ -349,7 +573,7 @@ def _move_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
         group["lr"] = rate
 
 
-def _piece(saved: dict[str, Any], name: str, checkpoint: Path) -> dict[str, Any]:
+def _piece(saved: dict[str, Any], name: str, checkpoint: Path | Place) -> dict[str, Any]:
     if saved.get(name) is None:
         raise CheckpointError(f"{checkpoint} holds no {name} state, which this run needs to go on")
     return saved[name]
@@ -360,37 +584,139 @@ def _piece(saved: dict[str, Any], name: str, checkpoint: Path) -> dict[str, Any]
 # --------------------------------------------------------------------------------------------------
 
 
-def _write_dcp(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+@dataclass(frozen=True)
+class _Job:
+    """Everything of one save that must not change any more, beside the tensors that DCP writes."""
+
+    folder: Path
+    place: Place | None
+    """On a store, where everything is put; `folder` then only holds this rank's small files."""
+    run: Path | Place
+    cfg: CheckpointConfig
+    step: int
+    model: dict[str, torch.Tensor]
+    gathered: dict[str, torch.Tensor]
+    rng: dict[str, torch.Tensor]
+    content: str
+    """Of state.json; empty on all ranks but the first."""
+    assets: Any
+
+
+@functools.cache
+def _stager() -> HostStager:
+    """Return the process's stager: one save is in flight at a time."""
+    return HostStager()
+
+
+def _finish_behind(
+    job: _Job, writer: HashingWriter, upload: Callable[[], object], begun: float, waited: float
+) -> None:
+    with ranks.over(_CHANNEL):
+        path = _finish(job, writer, upload)
+    if ranks.rank() == 0:
+        print(
+            f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the loop waited "
+            f"{waited:.3f} s",
+            flush=True,
+        )
+
+
+def _finish(job: _Job, writer: HashingWriter, upload: Callable[[], object]) -> str:
+    """Write everything, while the digests are made; commit; prune. Collective."""
+    failed = f"checkpoint of step {job.step} could not be written"
     try:
-        dcp.save(
-            tensors,
-            storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=False),
-        )
+        with ThreadPoolExecutor(1, "digests") as pool:
+            digests = pool.submit(part_digests, job.model, job.gathered)
+            upload()
+            lanes = ranks.together(digests.result)
+        files = ranks.together(lambda: _write_small(job, writer))
+        parts = ranks.gather((files, lanes))
+        path = ranks.on_main(lambda: str(_commit(job, parts)))
     except CheckpointException as error:
-        causes = "; ".join(
-            f"rank {r}: {e[0] if isinstance(e, tuple) else e}" for r, e in error.failures.items()
-        )
-        raise CheckpointError(f"{folder} could not be written: {causes}") from error
+        first = next(iter(error.failures.values()), error)
+        cause = first[0] if isinstance(first, tuple) else first
+        if isinstance(cause, CheckpointError):
+            raise CheckpointError(f"{failed}: {cause}") from error
+        raise commit.disk_error(failed, cause) from error
+    except OSError as error:
+        raise commit.disk_error(failed, error) from error
+    finally:
+        _remove(job.folder, job.place)  # still under its temporary name: it failed
+    policy = commit.retention(job.cfg)
+    ranks.on_main(lambda: [str(p) for p in _protocol(job.run).prune(job.run, policy)])
+    return path
 
 
-def _write_rest(state: TrainState, folder: Path) -> None:
-    assets = getattr(state.model, "hf_assets", None)
-    if assets is not None:
-        (folder / _HF).mkdir()
-        assets.save(folder / _HF)
+def _write_small(job: _Job, writer: HashingWriter) -> dict[str, dict[str, Any]]:
+    """Write what is not tensors; return size and sha256 of every file of this rank."""
+    files = {f"{_DCP}/{name}": entry for name, entry in writer.files.items()}
+    names = [f"{_RNG}/{rng_state.write(job.folder / _RNG, ranks.rank(), job.rng)}"]
+    if ranks.rank() == 0:
+        (job.folder / _STATE).write_text(job.content, "utf-8")
+        names += [_STATE, f"{_DCP}/.metadata"]
+        if job.assets is not None:
+            (job.folder / _HF).mkdir()
+            job.assets.save(job.folder / _HF)
+            names += [f"{_HF}/{n}" for n in commit.files_below(job.folder / _HF)]
+    if job.place is not None:
+        return files | store_commit.put_files(job.place, job.folder, names)
+    return files | commit.hash_files(job.folder, names)
+
+
+def _commit(job: _Job, parts: list[tuple[dict[str, dict[str, Any]], torch.Tensor]]) -> Path | Place:
+    manifest = {
+        "version": MANIFEST_VERSION,
+        "step": job.step,
+        "files": {name: entry for files, _ in parts for name, entry in files.items()},
+        "tensors": described(job.model, _summed([lanes for _, lanes in parts])),
+    }
+    if job.place is not None:
+        return store_commit.commit(job.place, job.step, manifest)
+    return commit.commit(job.folder, job.step, manifest)
+
+
+def _remove(folder: Path, place: Place | None) -> None:
+    """Remove what a save leaves on this machine's disk; on a store the next save does."""
+    if (place is not None or ranks.rank() == 0) and folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _content(state: TrainState) -> str:
+    """Return the text of state.json."""
     content = {
         "step": state.step,
         "tokens": state.tokens,
+        "metrics": {k: float(v) for k, v in state.metrics.items() if math.isfinite(v)},
         "world_size": ranks.world_size(),
-        "optimizer": None
-        if state.optimizer is None
-        else {"class": type(state.optimizer).__name__, "scalars": _optimizer_scalars(state)},
+        "device": rng_state.device_type(),
+        "optimizer": None if state.optimizer is None else _optimizer_content(state),
         "scheduler": None if state.scheduler is None else _json_only(state.scheduler.state_dict()),
         "data": None if state.data is None else state.data.state_dict(),
         "extra": state.extra,
         "versions": {"torch": torch.__version__},
     }
-    (folder / _STATE).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _optimizer_content(state: TrainState) -> dict[str, Any]:
+    assert state.optimizer is not None
+    trained = {id(p) for g in state.optimizer.param_groups for p in g["params"]}
+    with_state = dict(_optimizer_state(state))
+    leaves: dict[str, set[str]] = {}  # by the number of dimensions, a text in JSON
+    for name, parameter in state.model.named_parameters():
+        for key, value in with_state.get(name, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                leaves.setdefault(str(parameter.ndim), set()).add(key)
+    return {
+        "class": type(state.optimizer).__name__,
+        "tensors": {dimensions: sorted(parts) for dimensions, parts in leaves.items()},
+        "scalars": _optimizer_scalars(state),
+        "without": [
+            n
+            for n, p in state.model.named_parameters()
+            if id(p) in trained and not with_state.get(n)
+        ],
+    }
 
 
 def _json_only(values: dict[str, Any]) -> dict[str, Any]:
@@ -398,116 +724,14 @@ def _json_only(values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if k != "lr_lambdas"}
 
 
-def _hash_split(folder: Path) -> dict[str, dict[str, Any]]:
-    """Fsync and hash all files below `folder`, split over the ranks; return the union on every
-    rank.
-    """
-    names = ranks.on_main(lambda: sorted(commit.files_below(folder)))
-    mine = names[ranks.rank() :: ranks.world_size()]
-    found = ranks.together(lambda: commit.hash_files(folder, mine))
-    return {n: v for part in ranks.gather(found) for n, v in part.items()}
-
-
 def tensor_digests(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return name -> {"shape", "dtype", "digest"} of every model tensor. Collective; see [Note:
-    digests].
+    """Return name -> {"shape", "dtype", "digest"} of every model tensor. Collective; see
+    `toolkit.digests`.
     """
-    tensors = _model_tensors(model)
-    lanes = torch.zeros(len(tensors), 4, dtype=torch.int64)
-    for i, (name, tensor) in enumerate(tensors.items()):
-        lanes[i] = _local_digest(name, tensor)
-    if ranks.world_size() > 1:
-        dist.all_reduce(lanes)
-    return {
-        name: {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "digest": lanes[i].numpy().tobytes().hex(),
-        }
-        for i, (name, tensor) in enumerate(tensors.items())
-    }
+    tensors = model_tensors(model)
+    lanes = part_digests(tensors, whole_rows(tensors))
+    return described(tensors, _summed(ranks.gather(lanes)))
 
 
-def _local_digest(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's share of the digest: the sum over its rows, 4 lanes of 64 bits."""
-    nothing = torch.zeros(4, dtype=torch.int64)
-    if tensor.ndim < 2:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return rows_digest(name, whole.reshape(1, -1), 0) if ranks.rank() == 0 else nothing
-    if not isinstance(tensor, DTensor):
-        return rows_digest(name, tensor, 0) if ranks.rank() == 0 else nothing
-    coordinates = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-    if any(c > 0 for c, placement in coordinates if not placement.is_shard()):
-        return nothing  # of replicas only the first counts
-    local = tensor.to_local()
-    first = local_slices(tensor)[0].start
-    return rows_digest(name, local, first) if local.numel() else nothing
-
-
-def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the wrapping sum of the hashes of `rows` [n, ...], whose first has global index
-    `first`.
-    """
-    flat = rows.detach().cpu().contiguous().reshape(rows.shape[0], -1).view(torch.uint8).numpy()
-    prefix = hashlib.sha256(name.encode() + b"\0")
-    total = numpy.zeros(4, dtype=numpy.uint64)
-    for index in range(flat.shape[0]):
-        hasher = prefix.copy()
-        hasher.update(struct.pack("<Q", first + index))
-        hasher.update(flat[index])
-        total += numpy.frombuffer(hasher.digest(), dtype=numpy.uint64)
-    return torch.from_numpy(total.view(numpy.int64))
-
-
-# --------------------------------------------------------------------------------------------------
-# Random state
-# --------------------------------------------------------------------------------------------------
-
-
-def _write_rng(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    _version, words, gauss = random.getstate()
-    # The legacy form is a tuple; numpy's stubs allow the other one too.
-    _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))
-    tensors = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor(
-            [gauss if gauss is not None else float("nan")], dtype=torch.float64
-        ),
-        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
-        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    save_file(tensors, folder / f"rank-{ranks.rank():05d}.safetensors")
-
-
-def _restore_rng(checkpoint: Path, saved_world: int, step: int) -> None:
-    """Restore this rank's random state; on another number of ranks derive one, and say so."""
-    if saved_world != ranks.world_size():
-        if ranks.rank() == 0:
-            print(
-                f"resuming on {ranks.world_size()} rank(s) what {saved_world} saved: weights, "
-                "optimizer and "
-                "data continue exactly, random state (dropout) is derived anew",
-                flush=True,
-            )
-        key = hashlib.sha256(f"{torch.initial_seed()}/{ranks.rank()}/{step}".encode()).digest()
-        random.seed(int.from_bytes(key[:8], "little"))
-        numpy.random.seed(int.from_bytes(key[8:12], "little"))
-        torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
-        return
-    file = checkpoint / _RNG / f"rank-{ranks.rank():05d}.safetensors"
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: the random state of rank {ranks.rank()}")
-    saved = load_file(file)
-    gauss = saved["python_gauss"].item()
-    random.setstate((3, tuple(saved["python"].tolist()), None if gauss != gauss else gauss))
-    position, has_gauss = saved["numpy_position"].tolist()
-    keys = saved["numpy"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, position, has_gauss, saved["numpy_gauss"].item()))
-    torch.set_rng_state(saved["torch"])
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
+def _summed(lanes: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(lanes).sum(0)  # int64 wraps

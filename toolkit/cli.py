@@ -14,6 +14,8 @@ from pathlib import Path
 from toolkit import __version__
 from toolkit.errors import ConfigError, ToolkitError
 
+_SHOWN = 50  # lines of a long list, at its beginning and at its end
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (the process's own by default); return the exit code."""
@@ -79,6 +81,30 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(run=_consolidate)
 
     sub = commands.add_parser(
+        "verify",
+        help="prove that a checkpoint is intact, and that an export holds its weights",
+        description="Prove that a checkpoint (of a run: every one) or an export is intact, and, "
+        "given both, that the export holds exactly the weights of the checkpoint. Reads everything "
+        "and changes nothing. Exit 1 where something is wrong: a line each, with the file and the "
+        "tensor.",
+        allow_abbrev=False,
+    )
+    sub.add_argument("path", metavar="RUN_OR_CHECKPOINT_OR_EXPORT")
+    sub.add_argument("export", metavar="EXPORT", nargs="?", help="of that checkpoint")
+    sub.add_argument(
+        "--logits",
+        action="store_true",
+        help="also load the export with transformers and compute with it; needs its memory",
+    )
+    sub.add_argument(
+        "--hf_assets",
+        metavar="FOLDER_OR_ID",
+        help="config and tokenizer, where the checkpoint of another tool has none",
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.set_defaults(run=_verify)
+
+    sub = commands.add_parser(
         "inspect",
         help="show what a run or a checkpoint holds, or how a run would be sharded",
         description="Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding), or, "
@@ -97,6 +123,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.set_defaults(run=_inspect)
+
+    sub = commands.add_parser(
+        "push",
+        help="publish an export on the Hugging Face Hub",
+        description="Publish an export on the Hugging Face Hub as one commit: verified first, "
+        "private unless --public. Interrupted, the same command goes on where it stopped. The "
+        "token comes from `hf auth login` or HF_TOKEN.",
+        allow_abbrev=False,
+    )
+    sub.add_argument("folder", metavar="FOLDER", help="as `toolkit consolidate` wrote it")
+    sub.add_argument(
+        "--repo_id", required=True, metavar="ORG/NAME", help="created when there is none"
+    )
+    sub.add_argument("--revision", metavar="R", help="branch, created when missing (default: main)")
+    sub.add_argument(
+        "--public", action="store_true", help="create, or push to, a public repository"
+    )
+    sub.add_argument(
+        "--dry_run", action="store_true", help="send nothing; show the files and the model card"
+    )
+    sub.set_defaults(run=_push)
     return parser
 
 
@@ -104,16 +151,18 @@ def _consolidate(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from toolkit.consolidate import consolidate
+    from toolkit.fetch import at_hand
 
     logging.set_verbosity_error()
-    folder = consolidate(
-        args.checkpoint,
-        args.output,
-        dtype=args.dtype,
-        max_shard_size=args.max_shard_size,
-        hf_assets=args.hf_assets,
-        merge=args.merge,
-    )
+    with at_hand(args.checkpoint) as source:
+        folder = consolidate(
+            source,
+            args.output,
+            dtype=args.dtype,
+            max_shard_size=args.max_shard_size,
+            hf_assets=args.hf_assets,
+            merge=args.merge,
+        )
     sizes = [file.stat().st_size for file in Path(folder).iterdir()]
     weights = len(list(Path(folder).glob("*.safetensors")))
     print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes):,} bytes")
@@ -122,14 +171,45 @@ def _consolidate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from toolkit.fetch import at_hand
+    from toolkit.verify import is_export, verify_checkpoint, verify_export
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with at_hand(args.path) as path:
+        if args.export is not None:
+            report = verify_export(path, args.export, logits=args.logits, hf_assets=args.hf_assets)
+        elif args.hf_assets is not None:
+            return _fail("--hf_assets goes with a checkpoint and its EXPORT", code=2)
+        elif is_export(path):
+            report = verify_export(None, path, logits=args.logits)
+        elif args.logits:
+            return _fail("--logits needs an EXPORT: a checkpoint alone computes nothing", code=2)
+        else:
+            report = verify_checkpoint(path)
+    if args.json:
+        print(json.dumps(report.summary()), flush=True)
+    else:
+        lines = report.lines()
+        if len(lines) > 2 * _SHOWN:
+            lines[_SHOWN:-_SHOWN] = [f"... {len(lines) - 2 * _SHOWN} more; --json lists all"]
+        print("\n".join(lines), flush=True)
+    return 0 if report.ok else 1
+
+
 def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         return _inspect_plan(args)
     if args.world_size is not None:
         return _fail("--world_size goes with --plan CONFIG", code=2)
+    from toolkit.fetch import at_hand
     from toolkit.summary import render, summarise
 
-    summary = summarise(args.path)
+    with at_hand(args.path) as path:
+        summary = summarise(path)
     print(json.dumps(summary) if args.json else render(summary), flush=True)
     return 0
 
@@ -140,6 +220,30 @@ def _inspect_plan(args: argparse.Namespace) -> int:
 
     plan = plan_summary(config.load(config.PretrainConfig, args.plan), args.world_size)
     print(json.dumps(plan) if args.json else render_plan(plan), flush=True)
+    return 0
+
+
+def _push(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from toolkit.hub import preview, push
+
+    logging.set_verbosity_error()
+    where = {"revision": args.revision, "private": not args.public}
+    if not args.dry_run:
+        print(push(args.folder, args.repo_id, **where))
+        return 0
+    seen = preview(args.folder, args.repo_id, **where)
+    for title, files in (("send", seen.send), ("there already", seen.same)):
+        print(f"{title}: {len(files)} files, {sum(files.values()):,} bytes")
+        for name, size in sorted(files.items()):
+            print(f"    {size:>15,}  {name}")
+    print(f"delete: {len(seen.delete)} files")
+    for name in seen.delete:
+        print(f"    {name}")
+    for note in seen.notes:
+        print(f"note: {note}")
+    print(f"README.md:\n\n{seen.card}", end="")
     return 0
 
 

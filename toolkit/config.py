@@ -20,6 +20,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from toolkit.errors import ConfigError
+from toolkit.redact import is_secret_name, looks_secret
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -233,6 +234,30 @@ class CheckpointConfig:
     """Keep the newest so many (at least 2, so that one is whole while another is written); empty:
     all.
     """
+    save_permanent_steps: int | None = None
+    """Keep the checkpoints of these steps for good: a multiple of save_steps; empty: none."""
+    keep_best: bool | int = False
+    """Keep so many of the best by metric_for_best_model beside the newest; true: one."""
+    metric_for_best_model: str = "eval_loss"
+    """Metric of an evaluation that `keep_best` compares; `eval_` may be left out."""
+    greater_is_better: bool | None = None
+    """Whether more is better; empty: it is, unless the name ends in `loss` or `perplexity`."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
+    which costs each process its parameters and optimizer state once more there. Off: when the loop
+    goes on, the checkpoint is on the disk.
+    """
+    root: str | None = None
+    """Folder or URL of an object store, such as s3://bucket/run, that holds this run's checkpoints;
+    empty: output_dir, which keeps everything else in any case. A store needs its fsspec driver
+    (s3fs, gcsfs, adlfs) and finds its credentials where that driver looks for them.
+    """
+    export_steps: int | None = None
+    """Write the model as a Hugging Face folder every so many steps, to exports/step-N of the run;
+    all of them stay; empty: none.
+    """
+    export_at_end: bool = False
+    """Write it after the last step. Off: `toolkit consolidate` can at any time, in one process."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +266,23 @@ class MetricsConfig:
 
     disable_tqdm: bool = False
     """Print a line per logged step instead of a progress bar, also in a terminal."""
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """Where the run is published at its end. The token is never a setting: it comes from `hf auth
+    login` or HF_TOKEN."""
+
+    push_to_hub: bool = False
+    """Export the last checkpoint and push it when the run is done. Whether that is allowed is
+    asked before training, and a missing repository is created then."""
+    hub_model_id: str | None = None
+    """Repository, ORG/NAME."""
+    hub_private_repo: bool = True
+    """Create the repository as a private one; one that is public already is refused unless this is
+    false."""
+    hub_revision: str | None = None
+    """Branch to push to, created when missing; empty: main."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +296,7 @@ class PretrainConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     output_dir: str = "runs/pretrain"
     """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
     seed: int = 42
@@ -305,6 +348,11 @@ def parse(
                 raise ConfigError(
                     f"{flag} is a section of settings; give them one by one, such as {first} VALUE"
                 )
+        if looks_secret(arg):
+            raise ConfigError(
+                f"{flag if '=' in arg else 'the command line'} holds what looks like a token or a "
+                "password; leave it to the environment, such as HF_TOKEN, or to a login"
+            )
     try:
         sections = parser.instantiate(parser.parse_args(args))
     except ArgumentError as error:
@@ -345,6 +393,7 @@ def check(cfg: Any) -> None:
         "output_dir": cfg.output_dir,
         "data.train_files": data.train_files,
         "data.eval_files": data.eval_files,
+        "checkpoint.root": saving.root or [saving.root],
     }.items():
         if "" in _listed(value):  # a variable of the shell that was not set
             raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
@@ -353,6 +402,8 @@ def check(cfg: Any) -> None:
         "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
         "train.logging_steps": train.logging_steps,
         "checkpoint.save_steps": saving.save_steps,
+        "checkpoint.save_permanent_steps": saving.save_permanent_steps,
+        "checkpoint.export_steps": saving.export_steps,
         "sharding.layers_per_unit": cfg.sharding.layers_per_unit,
         "train.eval_steps": train.eval_steps,
         "train.per_device_eval_batch_size": train.per_device_eval_batch_size,
@@ -380,6 +431,7 @@ def check(cfg: Any) -> None:
             "last "
             "good checkpoint stays until the next one is whole"
         )
+    _check_retention(train, saving)
     if cfg.model.dtype == "float16":
         raise ConfigError(
             "model.dtype float16 cannot hold master weights (AdamW's second moment underflows to "
@@ -401,7 +453,21 @@ def check(cfg: Any) -> None:
             raise ConfigError(f"optim.{name} must be from 0 to below 1, got {getattr(optim, name)}")
     if not 0 <= optim.min_lr_rate <= 1:
         raise ConfigError(f"optim.min_lr_rate is a share from 0 to 1, got {optim.min_lr_rate}")
+    if cfg.hub.push_to_hub and saving.root is not None:
+        raise ConfigError(
+            "hub.push_to_hub exports the newest checkpoint of output_dir, and checkpoint.root puts "
+            "them elsewhere; leave out one of them (`toolkit consolidate RUN` and `toolkit push` "
+            "publish it after the run)"
+        )
+    if cfg.hub.push_to_hub and not cfg.hub.hub_model_id:
+        raise ConfigError("hub.push_to_hub needs hub.hub_model_id: give ORG/NAME")
     _check_sharding(cfg.sharding)
+    for name, value in _flat(cfg).items():
+        if looks_secret(str(value)):
+            raise ConfigError(
+                f"{name} holds what looks like a token or a password, and config.yaml would keep "
+                "it; leave it to the environment, such as HF_TOKEN, or to a login"
+            )
 
 
 def _check_sharding(cfg: ShardingConfig) -> None:
@@ -459,6 +525,29 @@ def _check_sharding(cfg: ShardingConfig) -> None:
                 f"sharding.{name} without activation_checkpointing does nothing; set "
                 "sharding.activation_checkpointing: full"
             )
+
+
+def _check_retention(train: TrainConfig, saving: CheckpointConfig) -> None:
+    permanent, every = saving.save_permanent_steps, saving.save_steps
+    if permanent is not None and permanent % every:
+        raise ConfigError(
+            f"checkpoint.save_permanent_steps {permanent} must be a multiple of save_steps "
+            f"{every}: other steps are not saved"
+        )
+    if saving.save_total_limit is None and (permanent is not None or saving.keep_best):
+        raise ConfigError(
+            "checkpoint.save_permanent_steps and keep_best do nothing where save_total_limit is "
+            "empty: all checkpoints are kept"
+        )
+    if saving.keep_best < 0:
+        raise ConfigError(
+            f"checkpoint.keep_best must be true, false or a number from 0, got {saving.keep_best}"
+        )
+    if saving.keep_best and (train.eval_steps is None or every % train.eval_steps):
+        raise ConfigError(
+            f"checkpoint.keep_best needs an evaluation at every checkpoint: save_steps {every} "
+            f"must be a multiple of train.eval_steps, got {train.eval_steps}"
+        )
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
@@ -567,6 +656,11 @@ def _check_path(cls: type, path: str, where: str) -> Any:
         if part not in hints:
             guess = difflib.get_close_matches(part, hints, n=1)
             section = walked.removesuffix(".") or "the top level"
+            if is_secret_name(part):
+                raise ConfigError(
+                    f"{path!r} ({where}) is no setting: a config is written to files, and a token "
+                    "does not belong there. Run `hf auth login`, or set HF_TOKEN"
+                )
             raise ConfigError(
                 f"unknown setting {path!r} ({where})"
                 + (f", did you mean {walked}{guess[0]}?" if guess else "")

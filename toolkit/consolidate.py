@@ -1,67 +1,74 @@
 """A sharded checkpoint becomes a Hugging Face folder: one process, no GPU, no process group.
 
-    DCP metadata + config  ->  plan: every output tensor's place in every output file
-                           ->  bytes: from the blob in a shard to that place, cast on the way
-                           ->  headers read back, fsync, rename to the final name
+    metadata + config  ->  plan: every output tensor's place in every output file
+                       ->  bytes: from the blob in a shard to that place, cast on the way
+                       ->  what was read compared with its digests, what was written read back
+                       ->  the final name
 
-Owns the plan of the output files and the moving of bytes. How a shard stores a chunk belongs to
-`dcp_format`, the names of the source to `hf_format`. Knows nothing of training.
+Owns this order, and how the bytes of one weight file are gathered from the shards. Where the shards
+are belongs to `sources`, what the folder consists of to `export_plan`, the folder on the disk to
+`export_folder`. Knows nothing of training.
 
-Memory: blocks of 1 MB. Parameters that transformers converts at load (fused experts) are turned
-back from a scratch file mapped into memory, one group at a time; the conversion itself may copy
-the group.
+Memory: a block of 256 KB a thread. Parameters that transformers converts at load (fused experts)
+are mostly cut and turned: those parts are moved like any other. What it computes anew is put
+together in a scratch file mapped into memory, one group at a time; the computation may hold the
+group.
+
+[Note: what is checked when] Before anything is written: sizes of all shards, hashes of their
+metadata and of the model's config, and that the chunks cover each tensor once. After a weight file
+is on the disk, while the shards are still cached: the digest of every tensor that went into it,
+against the digest taken from live memory when it was saved. Where there is none such (a checkpoint
+without digests, tensors split along another dimension than the first) the sha256 of the shard
+files, at the end. A checkpoint of another tool has no hashes: only its structure is checked.
 """
 
-import contextlib
-import fcntl
-import json
+import functools
 import math
+import mmap
 import os
-import re
-import shutil
-import struct
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from toolkit.commit import damaged_files, find_checkpoint, is_committed, read_manifest, sync
-from toolkit.config import ModelConfig
-from toolkit.dcp_format import (
-    METADATA_FILE,
-    coverage_fault,
-    read_metadata,
-    tensor_chunks,
-    tensor_metadata,
+from toolkit import model_card
+from toolkit.commit import CHECKPOINTS, damaged_files, read_manifest
+from toolkit.dcp_format import Chunk, contiguous_runs, read_chunk
+from toolkit.digests import hexadecimal, rows_digest
+from toolkit.errors import CheckpointError, ExportError
+from toolkit.export_folder import (
+    Timing,
+    check_output,
+    check_space,
+    finish,
+    staged,
+    write_weights,
 )
-from toolkit.errors import CheckpointError, ExportError, LoadingError
-from toolkit.hf_format import (
-    DTYPE_NAMES,
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
-    ExportGroup,
-    HFAssets,
-    convert_back,
-    export_groups,
-    local_folder,
-    read_weights,
-    use_source_names,
-    weight_files,
+from toolkit.export_plan import (
+    Plan,
+    make_plan,
+    model_of_assets,
+    parse_dtype,
+    parse_size,
+    tied_families,
 )
-from toolkit.models import build_on_meta, tied_names
-from toolkit.streaming import Mover, create, write_all
+from toolkit.hf_format import ExportGroup, convert_back
+from toolkit.sources import Source, check_whole, damaged, find_source, parameter_names
+from toolkit.streaming import (
+    Copy,
+    Mover,
+    Piece,
+    Task,
+    copies,
+    create,
+    flat_pieces,
+    run_tasks,
+)
 
-DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
-_CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
-_MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files
+_HASHED = 2**24  # bytes of rows mapped at a time to be hashed
+_COMPARED = 2**22
 
 
 def consolidate(
@@ -76,13 +83,15 @@ def consolidate(
     """Write the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
     The key names are those of the source checkpoint, tied weights are written once, config,
-    generation config and tokenizer come along. The folder appears under its name only when it is
-    complete and its headers were read back. Costs one read and one write of the weights, and memory
-    for two 1 MB blocks (plus one group of fused experts where the model has them).
+    generation config and tokenizer come along, and a manifest of all of it (`export_manifest`). The
+    folder appears under its name only when it is complete and was read back. Interrupted, it goes
+    on with the first weight file that was not finished. Costs one read and one write of the
+    weights, one more read of both (from the page cache where they fit) for the hashes, and 256 KB
+    of memory a thread.
 
     Args:
-        checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or, with
-            `hf_assets`, a plain torch DCP folder.
+        checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or one of
+            another tool: see `sources`.
         output: a folder that does not exist or is empty.
         dtype: of floating tensors. `auto`: each key's dtype in the source checkpoint; for a random
             start the config's dtype, bfloat16 if it has none. Integer and bool tensors keep theirs.
@@ -94,547 +103,356 @@ def consolidate(
     Raises:
         CheckpointError: no such checkpoint, or it is damaged.
         ExportError: the output is in the way, checkpoint and model do not fit together (names the
-            tensor), or there is no space. Nothing is left behind.
+            tensor), or there is no space. No folder of that name is left behind.
     """
-    if dtype not in DTYPE_CHOICES:
-        raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
-    limit = parse_size(max_shard_size)
-    source = _find_source(checkpoint, hf_assets)
-    target = _check_output(output, source.dcp)
-    if merge:
-        raise ExportError(
-            f"{source.dcp.parent} is not an adapter checkpoint: there is nothing to merge"
+    return _consolidate(
+        checkpoint, output, dtype, max_shard_size, hf_assets, merge, Timing(), default_threads()
+    )
+
+
+def default_threads() -> int:
+    """Return how many threads move bytes: see docs/benchmarks/consolidate.md."""
+    return min(8, 2 * (os.cpu_count() or 1))  # twice the cores: they wait for the disk in turns
+
+
+def _consolidate(
+    checkpoint: str | Path,
+    output: str | Path,
+    dtype: str,
+    max_shard_size: str | int,
+    hf_assets: str | Path | None,
+    merge: bool,
+    timing: Timing,
+    threads: int,
+) -> str:
+    override, limit = parse_dtype(dtype), parse_size(max_shard_size)
+    with timing.of("plan"):
+        source = find_source(checkpoint, hf_assets)
+        target = check_output(output, source.checkpoint or source.folder)
+        if merge:
+            raise ExportError(
+                f"{source.checkpoint or source.folder} is not an adapter checkpoint: there is "
+                "nothing to merge"
+            )
+        model, assets = model_of_assets(source.hf)
+        prefix, keys = parameter_names(source, model.state_dict())
+        shapes = {n: (source.tensors[k].dtype, source.tensors[k].shape) for n, k in keys.items()}
+        plan = make_plan(
+            source.hf,
+            model,
+            assets,
+            shapes,
+            override,
+            limit,
+            where=str(source.folder),
+            prefix=prefix,
         )
-    plan = _make_plan(source, None if dtype == "auto" else getattr(torch, dtype), limit)
-    _check_space(target, plan)
-    with _staged(target) as staging, _disk_errors(target):
-        for name, content in plan.assets.items():
-            (staging / name).write_bytes(content)
-        _write_weights(plan, staging)
-        _verify(plan, staging)
-        for name in plan.assets:
-            sync(staging / name)
+        check_whole(source, keys.values())
+        weights = _Weights(source, plan, keys)
+        check_space(target, plan.total_bytes + weights.scratch_bytes())
+    with timing.of("source"):
+        for family in tied_families(model).values():
+            _check_tied(source, [keys[name] for name in family if name in keys])
+    with staged(target, plan.digest(), source.fingerprint()) as staging:
+        write_weights(
+            plan,
+            staging,
+            lambda name, file, advance: run_tasks(
+                weights.tasks(name, staging.folder), file, threads, advance
+            ),
+            timing,
+            weights.check,
+        )
+        with timing.of("source"):
+            weights.check_rest()
+        with timing.of("finish"):
+            finish(plan, staging, _origin(source, dtype))
     return str(Path(output).expanduser())
 
 
-def parse_size(size: str | int) -> int:
-    """Return the bytes of a size such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
+def _origin(source: Source, dtype: str) -> dict[str, Any]:
+    """Return what the export's manifest says of where the weights came from."""
+    origin: dict[str, Any] = {"checkpoint": None, "step": None, "dtype": dtype, "run": None}
+    if source.checkpoint is not None:
+        step = read_manifest(source.checkpoint).get("step")
+        origin |= {"checkpoint": source.fingerprint(), "step": step}
+        if source.checkpoint.parent.name == CHECKPOINTS:
+            origin["run"] = model_card.run_facts(source.checkpoint.parent.parent, step) or None
+    return origin
+
+
+# --------------------------------------------------------------------------------------------------
+# From the shards to a weight file
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Weights:
+    """The way from the shards of `source` to the tensors of `plan`."""
+
+    source: Source
+    plan: Plan
+    keys: dict[str, str]
+    """Stored name -> key of the checkpoint."""
+    unchecked: set[str] = field(default_factory=set)
+    """Keys that have no digest to compare with: their files must be hashed."""
+
+    def __post_init__(self) -> None:
+        names = self.plan.names
+        self.owner = {names[n]: group for group in self.plan.groups for n in group.outputs}
+        self.digests: dict[str, Any] = {}
+        if self.source.checkpoint is not None:
+            self.digests = read_manifest(self.source.checkpoint).get("tensors", {})
+
+    def key(self, parameter: str) -> str:
+        """Return the checkpoint's key of a parameter."""
+        return self.keys[self.plan.stored[parameter]]
+
+    @functools.cache  # noqa: B019 - lives as long as the export
+    def chunks(self, key: str) -> list[Chunk]:
+        """Return the chunks of one tensor."""
+        return self.source.locate(key)
+
+    def exported(self, name: str) -> list[str]:
+        """Return the tensors of the weight file `name`, in the order of their bytes."""
+        outputs = self.plan.outputs
+        held = [n for n, output in outputs.items() if output.file == name]
+        return sorted(held, key=lambda n: outputs[n].begin)
+
+    def scratch_bytes(self) -> int:
+        """Return the bytes of the largest group that is put together before it is written."""
+        whole = [
+            group
+            for group in self.plan.groups
+            if any(self.plan.views[self.plan.names[n]] is None for n in group.outputs)
+        ]
+        return max((self._group_bytes(g) for g in whole), default=0)
+
+    def _group_bytes(self, group: ExportGroup) -> int:
+        """Return the bytes of the group's sources, each begun at a multiple of 8."""
+        held = (self.plan.shapes[name] for name in group.sources)
+        return sum(math.prod(shape) * dtype.itemsize + 7 for dtype, shape in held)
+
+    def tasks(self, name: str, folder: Path) -> list[Copy | Task]:
+        """Return what writes the weight file `name`, in the order of its bytes."""
+        tasks: list[Copy | Task] = []
+        together: dict[int, tuple[ExportGroup, list[str]]] = {}
+        for exported in self.exported(name):
+            group, view = self.owner[exported], self.plan.views[exported]
+            output = self.plan.outputs[exported]
+            if view is not None:
+                dtype = self.plan.shapes[view.source][0]
+                chunks = self.chunks(self.key(view.source))
+                pieces = flat_pieces(chunks)
+                found = None
+                if pieces is not None:
+                    found = copies(view, pieces, dtype, output.begin, output.dtype, exported)
+                if found is not None:
+                    tasks += [part for copy in found for part in copy.split()]
+                    continue
+                if not group.converted:
+                    tasks += [_move(chunk, output, exported) for chunk in chunks]
+                    continue
+            together.setdefault(id(group), (group, []))[1].append(exported)
+        lock = threading.Lock()
+        for group, members in together.values():
+            tasks.append(functools.partial(self._convert, group, members, folder, lock))
+        return tasks
+
+    def _convert(
+        self,
+        group: ExportGroup,
+        members: list[str],
+        folder: Path,
+        lock: threading.Lock,
+        mover: Mover,
+        target: int,
+    ) -> None:
+        """Write those outputs of one group that cannot be moved from the shards directly.
+
+        The group's sources are put together in a scratch file, mapped into memory: it does not
+        count against the process. One group at a time: the conversion may hold another copy.
+        """
+        with lock:
+            tensors = self._assemble(group, folder)
+            views = {n: self.plan.views[n] for n in members}
+            for name, view in views.items():
+                if view is not None:
+                    part = torch.as_strided(
+                        tensors[view.source], view.size, view.stride, view.offset
+                    )
+                    self._write(part, name, mover, target)
+            if None not in views.values():
+                return
+            converted = convert_back(self.plan.model, tensors)
+            if {n: tuple(t.shape) for n, t in converted.items()} != group.outputs:
+                raise ExportError(
+                    f"{group.sources} were converted to {sorted(converted)}, expected "
+                    f"{group.outputs}"
+                )
+            for output in list(converted):
+                tensor, name = converted.pop(output), self.plan.names[output]
+                if name in views and views[name] is None:
+                    self._write(tensor, name, mover, target)
+
+    def _write(self, tensor: torch.Tensor, name: str, mover: Mover, target: int) -> None:
+        output = self.plan.outputs[name]
+        mover.write(tensor, target, output.begin, output.dtype, name)
+
+    def _assemble(self, group: ExportGroup, folder: Path) -> dict[str, torch.Tensor]:
+        scratch = folder / ".scratch"
+        descriptor = create(scratch, self._group_bytes(group))
+        tensors: dict[str, torch.Tensor] = {}
+        begin = 0
+        try:
+            with Mover(lambda count: None) as mover:
+                for name in group.sources:
+                    dtype, shape = self.plan.shapes[name]
+                    for chunk in self.chunks(self.key(name)):
+                        mover.move(chunk, descriptor, begin, dtype, name)
+                    nbytes = math.prod(shape) * dtype.itemsize
+                    whole = torch.from_file(
+                        str(scratch), shared=True, size=begin + nbytes, dtype=torch.uint8
+                    )
+                    tensors[name] = whole[begin:].view(dtype).view(shape)
+                    begin += nbytes + -nbytes % 8
+        finally:
+            os.close(descriptor)
+            scratch.unlink()
+        return tensors
+
+    # ---- Whether what was read is what was saved -------------------------------------------------
+
+    def check(self, name: str) -> None:
+        """Compare the tensors that went into the weight file `name` with their digests.
+
+        Raises:
+            CheckpointError: one has other bytes than were saved.
+        """
+        for exported in self.exported(name):
+            for parameter in self.owner[exported].sources:
+                self._check_digest(self.key(parameter))
+
+    @functools.cache  # noqa: B019 - each tensor once
+    def _check_digest(self, key: str) -> None:
+        if self.source.checkpoint is None:
+            return  # of another tool: there is nothing to compare with
+        said = self.digests.get(key, {}).get("digest")
+        entry = self.source.tensors[key]
+        pieces = flat_pieces(self.chunks(key))
+        if said is None or pieces is None:
+            self.unchecked.add(key)
+            return
+        if hexadecimal(_digest(key, entry.shape, entry.dtype, pieces)) != said:
+            files = sorted({piece.file for piece in pieces})
+            where = str(files[0]) + (f" or {files[-1]}" if len(files) > 1 else "")
+            raise CheckpointError(
+                f"{key} has other bytes in {where} than were saved; use another checkpoint of the "
+                "run"
+            )
+
+    def check_rest(self) -> None:
+        """Hash the shard files of the tensors that `check` could not tell of.
+
+        Raises:
+            CheckpointError: one has other bytes than were saved.
+        """
+        checkpoint = self.source.checkpoint
+        if checkpoint is None:
+            return
+        for key in set(self.keys.values()):
+            self._check_digest(key)
+        files = {chunk.file for key in self.unchecked for chunk in self.chunks(key)}
+        names = sorted(str(file.relative_to(checkpoint)) for file in files)
+        if faults := damaged_files(checkpoint, only=names):
+            raise damaged(checkpoint / faults[0][0], faults[0][1])
+
+
+def _move(chunk: Chunk, output: Any, name: str) -> Task:
+    return lambda mover, target: mover.move(chunk, target, output.begin, output.dtype, name)
+
+
+def _digest(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]
+) -> torch.Tensor:
+    """Return the digest of a stored tensor, its rows read through mapped memory."""
+    row = math.prod(shape[1:]) * dtype.itemsize
+    lanes = torch.zeros_like(rows_digest(key, torch.zeros(1, 1), 0))
+    if math.prod(shape) == 0:
+        return lanes
+    if len(shape) < 2:
+        whole = torch.cat([_mapped(p.file, p.position, p.count * dtype.itemsize) for p in pieces])
+        return rows_digest(key, whole[None], 0)
+    for piece in pieces:
+        first, rows = piece.first * dtype.itemsize // row, piece.count * dtype.itemsize // row
+        step = max(1, _HASHED // row)
+        for done in range(0, rows, step):
+            count = min(step, rows - done)
+            part = _mapped(piece.file, piece.position + done * row, count * row)
+            lanes += rows_digest(key, part.view(count, row), first + done)
+    return lanes
+
+
+def _mapped(file: Path, position: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a file as a tensor, mapped into memory: read when they are looked at."""
+    skip = position % mmap.ALLOCATIONGRANULARITY
+    with open(file, "rb") as f:
+        if position + nbytes > os.fstat(f.fileno()).st_size:
+            raise CheckpointError(f"{file} became shorter while it was read")
+        # A private copy, which stays the file's own pages as nobody writes into it.
+        content = mmap.mmap(
+            f.fileno(), skip + nbytes, access=mmap.ACCESS_COPY, offset=position - skip
+        )
+    return torch.frombuffer(content, dtype=torch.uint8, offset=skip, count=nbytes)
+
+
+def _check_tied(source: Source, keys: list[str]) -> None:
+    """Check that tensors of which one is exported are the same to the byte.
 
     Raises:
-        ExportError: it is not a positive size.
+        ExportError: they are not.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", str(size).strip().upper())
-    number = 0.0
-    if match is not None:
-        base = 1024 if match[3] else 1000
-        number = float(match[1]) * base ** " KMGT".index(match[2] or " ")
-    if number < 1:
-        raise ExportError(
-            f'max_shard_size {size!r} is not a size; write "5GB", "500MB" or a number of bytes'
-        )
-    return int(number)
-
-
-# --------------------------------------------------------------------------------------------------
-# Where from, where to
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Source:
-    dcp: Path
-    hf: Path
-    prefix: str | None
-    """Of model tensors; None: to be found (a checkpoint of another tool)."""
-
-
-def _find_source(checkpoint: str | Path, hf_assets: str | Path | None) -> _Source:
-    path = Path(checkpoint).expanduser()
-    plain = (path / METADATA_FILE).is_file()
-    if plain and hf_assets is not None:
-        return _Source(path, local_folder(str(hf_assets)), None)
-    if plain and not is_committed(path.parent):
-        raise ExportError(
-            f"{path} is a torch DCP folder without the model's config; give the folder or the Hub "
-            "id that has it: --hf_assets FOLDER_OR_ID"
-        )
-    found = find_checkpoint(path)
-    _check_manifest(found)
-    hf = found / "hf" if hf_assets is None else local_folder(str(hf_assets))
-    if not (hf / "config.json").is_file():
-        raise ExportError(
-            f"{hf} has no config.json; give a folder that has: --hf_assets FOLDER_OR_ID"
-        )
-    return _Source(found / "dcp", hf, _PREFIX)
-
-
-def _check_manifest(checkpoint: Path) -> None:
-    """Check the bytes of everything that the export is made of against the manifest's hashes."""
-    files = read_manifest(checkpoint)["files"]
-    if f"dcp/{METADATA_FILE}" not in files:
-        raise CheckpointError(f"{checkpoint} has no dcp/{METADATA_FILE} in its manifest")
-    used = [name for name in files if name.startswith(("dcp/", "hf/"))]
-    if faults := damaged_files(checkpoint, only=used):
-        raise CheckpointError(
-            f"{checkpoint / faults[0][0]} {faults[0][1]}; use another checkpoint of the run"
-        )
-
-
-def _check_output(output: str | Path, dcp: Path) -> Path:
-    target = Path(output).expanduser().resolve()
-    if target.is_file():
-        raise ExportError(f"output {output} is a file; give a folder that does not exist yet")
-    if target.is_dir() and any(target.iterdir()):
-        raise ExportError(
-            f"output {output} exists and is not empty; give another folder or remove it first"
-        )
-    inside = dcp.parent.resolve() if is_committed(dcp.parent) else dcp.resolve()
-    if inside == target or inside in target.parents:
-        raise ExportError(
-            f"output {output} lies inside the checkpoint {inside}; give a folder elsewhere"
-        )
-    return target
-
-
-def _check_space(target: Path, plan: "_Plan") -> None:
-    parent = next(p for p in target.parents if p.is_dir())
-    free, needed = shutil.disk_usage(parent).free, plan.total_bytes + plan.scratch_bytes
-    if needed > free:
-        raise ExportError(
-            f"the export needs {_readable(needed)}, {parent} has {_readable(free)} free; give an "
-            "output on another disk, or a smaller dtype"
-        )
-
-
-@contextlib.contextmanager
-def _staged(target: Path) -> Iterator[Path]:
-    """Yield a folder beside `target` that takes its name on success and is removed on failure."""
-    staging = target.with_name(f"{target.name}.tmp-export")
-    try:
-        staging.mkdir(parents=True, exist_ok=True)
-        lock = os.open(staging, os.O_RDONLY)
-    except OSError as error:
-        raise ExportError(f"{staging} cannot be created: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+    for other in keys[1:]:
+        if source.tensors[keys[0]].shape != source.tensors[other].shape or not _same(
+            source, keys[0], other
+        ):
             raise ExportError(
-                f"another process is writing {target} (it holds {staging})"
-            ) from error
-        if any(staging.iterdir()) and not (staging / _MARK).is_file():
-            raise ExportError(
-                f"{staging} is in the way and was not left by an export; move it elsewhere"
+                f"{keys[0]} and {other} are one parameter of the model, and differ in "
+                f"{source.folder}: the model was trained without its tie; set "
+                "tie_word_embeddings to false in the config given with --hf_assets"
             )
-        try:
-            _empty(staging)
-            (staging / _MARK).touch()
-            yield staging
-            (staging / _MARK).unlink()
-            os.fsync(lock)
-            os.rename(staging, target)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        sync(target.parent)
-    finally:
-        os.close(lock)
 
 
-def _empty(folder: Path) -> None:
-    """Remove what an interrupted export left. The mark goes last."""
-    for path in sorted(folder.iterdir(), key=lambda p: p.name == _MARK):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+def _same(source: Source, left: str, right: str) -> bool:
+    """Whether two tensors of one shape have the same bytes, however each is cut into chunks."""
+    if source.tensors[left].dtype != source.tensors[right].dtype:
+        return False
+    one, other = _byte_runs(source.locate(left)), _byte_runs(source.locate(right))
+    index, done = 0, 0  # in `other`: run, and bytes of it that are compared
+    for _, content in one:
+        at = 0
+        while at < len(content):
+            against = other[index][1]
+            count = min(len(content) - at, len(against) - done, _COMPARED)
+            if not torch.equal(content[at : at + count], against[done : done + count]):
+                return False
+            at, done = at + count, done + count
+            if done == len(against):
+                index, done = index + 1, 0
+    return True
+
+
+def _byte_runs(chunks: list[Chunk]) -> list[tuple[int, torch.Tensor]]:
+    """Return (index of the first element, bytes) of a tensor's contiguous runs, in order."""
+    found = []
+    for chunk in chunks:
+        if chunk.raw is None:
+            payload = read_chunk(chunk).reshape(-1).view(torch.uint8)
         else:
-            path.unlink()
-
-
-@contextlib.contextmanager
-def _disk_errors(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ExportError(
-            f"writing {target} failed: {error.strerror or error}; nothing was left"
-        ) from error
-
-
-# --------------------------------------------------------------------------------------------------
-# The plan: shapes and names only
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Output:
-    """The place of one exported tensor."""
-
-    file: str
-    begin: int
-    """Offset of its first byte in the file."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Plan:
-    model: PreTrainedModel
-    dcp: Path
-    metadata: Metadata
-    keys: dict[str, str]
-    """Parameter name -> its key in the checkpoint."""
-    groups: list[ExportGroup]
-    names: dict[str, str]
-    """Name in a group's outputs -> exported name."""
-    outputs: dict[str, _Output]
-    """Exported name -> place."""
-    headers: dict[str, bytes]
-    """File name -> its first bytes: the length and the JSON of a safetensors file."""
-    sizes: dict[str, int]
-    """File name -> its whole size."""
-    assets: dict[str, bytes]
-    """Every other file of the folder."""
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sizes.values()) + sum(map(len, self.assets.values()))
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Size of the scratch file of the largest group that is converted."""
-        return max((self.group_bytes(g) for g in self.groups if g.converted), default=0)
-
-    def output(self, name: str) -> _Output:
-        """Return the place of the tensor that a group calls `name`."""
-        return self.outputs[self.names[name]]
-
-    def group_bytes(self, group: ExportGroup) -> int:
-        """Return the bytes of the group's sources, each begun at a multiple of 8."""
-        entries = [tensor_metadata(self.metadata, self.keys[n]) for n in group.sources]
-        return sum(math.prod(e.size) * e.properties.dtype.itemsize + 7 for e in entries)
-
-
-def _make_plan(source: _Source, override: torch.dtype | None, limit: int) -> _Plan:
-    metadata = read_metadata(source.dcp)
-    assets = HFAssets.load(source.hf)
-    # `random` and float32: only shapes and names are used here.
-    model = build_on_meta(ModelConfig(name_or_path=str(source.hf), init="random"))
-    use_source_names(model, assets)
-    prefix = _find_prefix(metadata, model) if source.prefix is None else source.prefix
-    keys = _match(model, assets, metadata, prefix, source)
-    groups = export_groups(model, keys)
-    order = {name: i for i, name in enumerate(keys)}
-    groups.sort(key=lambda g: min(order[n] for n in g.sources))
-    default = _config_dtype(assets)
-    names = {name: _spelling(name, model, assets) for group in groups for name in group.outputs}
-    dtypes: dict[str, torch.dtype] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for group in groups:
-        stored = {tensor_metadata(metadata, keys[n]).properties.dtype for n in group.sources}
-        if len(stored) > 1:
-            raise ExportError(f"{group.sources} leave together but are stored as {stored}")
-        for name, shape in group.outputs.items():
-            exported = names[name]
-            dtypes[exported] = _export_dtype(
-                exported, min(stored, key=str), assets, override, default
-            )
-            shapes[exported] = shape
-    outputs, headers, sizes = _lay_out(dtypes, shapes, limit)
-    written = override if override is not None else default if assets.source is None else None
-    files = dict(assets.files)
-    files["config.json"] = _config_file(source.hf, assets, model, written)
-    if len(headers) > 1:
-        total = sum(o.nbytes for o in outputs.values())
-        where = {name: outputs[name].file for name in sorted(outputs)}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    return _Plan(model, source.dcp, metadata, keys, groups, names, outputs, headers, sizes, files)
-
-
-def _find_prefix(metadata: Metadata, model: PreTrainedModel) -> str:
-    """Return what stands before the model's parameter names in a checkpoint of another tool."""
-    names, stored = set(model.state_dict()), set(metadata.state_dict_metadata)
-    sample = sorted(names, key=len)[-1]
-    found = {key.removesuffix(sample) for key in stored if key.endswith(sample)}
-    prefixes = sorted(found, key=lambda p: -len({p + n for n in names} & stored))
-    return prefixes[0] if prefixes else _PREFIX
-
-
-def _match(
-    model: PreTrainedModel, assets: HFAssets, metadata: Metadata, prefix: str, source: _Source
-) -> dict[str, str]:
-    """Return parameter name -> checkpoint key for all that is exported, in the model's order.
-
-    Of tied parameters one name is exported: the one that the source has, else the one that
-    transformers keeps.
-    """
-    state = model.state_dict()
-    families: dict[str, list[str]] = {}
-    for alias, owner in tied_names(model).items():
-        families.setdefault(owner, [owner]).append(alias)
-    aliases = {name for family in families.values() for name in family[1:]}
-    stored = {
-        k.removeprefix(prefix): k for k in metadata.state_dict_metadata if k.startswith(prefix)
-    }
-    if prefix == "":  # everything has this prefix: only what could be a parameter counts
-        roots = {name.partition(".")[0] for name in state}
-        stored = {name: key for name, key in stored.items() if name.partition(".")[0] in roots}
-    unknown = sorted(set(stored) - set(state))
-    if unknown:
-        raise ExportError(
-            f"{source.dcp} holds {prefix}{unknown[0]}{_more(unknown)}, which "
-            f"{type(model).__name__} of {source.hf / 'config.json'} does not have; is it the "
-            "config of this checkpoint?"
-        )
-    owned = {name: families.get(name, [name]) for name in state if name not in aliases}
-    missing = [
-        name for name, family in owned.items() if not any(member in stored for member in family)
-    ]
-    if missing:
-        raise ExportError(
-            f"{source.dcp} lacks {prefix}{missing[0]}{_more(missing)}, which "
-            f"{type(model).__name__} needs; the checkpoint is incomplete or of another model"
-        )
-    keys = {}
-    for name, family in owned.items():
-        key = next(stored[member] for member in family if member in stored)
-        shape, expected = tuple(tensor_metadata(metadata, key).size), tuple(state[name].shape)
-        if shape != expected:
-            raise ExportError(
-                f"{key} is {shape} in {source.dcp}, {expected} in the model of "
-                f"{source.hf / 'config.json'}; is it the config of this checkpoint?"
-            )
-        fault = coverage_fault(metadata, key)
-        if fault is not None:
-            raise ExportError(f"{key} {shape} is not whole in {source.dcp}: {fault}")
-        keys[_exported_name(model, assets, family)] = key
-    return keys
-
-
-def _exported_name(model: PreTrainedModel, assets: HFAssets, family: list[str]) -> str:
-    """Return under which of its tied names a parameter is exported."""
-    if len(family) == 1:
-        return family[0]
-    dropped = getattr(model, "all_tied_weights_keys", None) or {}
-    ranked = sorted(family, key=lambda name: name in dropped)
-    for name in ranked:
-        (group,) = export_groups(model, [name])
-        outputs = [_spelling(output, model, assets) for output in group.outputs]
-        if assets.source is not None and all(output in assets.source for output in outputs):
-            return name
-    return ranked[0]
-
-
-def _spelling(name: str, model: PreTrainedModel, assets: HFAssets) -> str:
-    """Return `name` as the source spells it: some leave the base model's prefix out (`wte.weight`).
-
-    transformers accepts both when it loads and always writes the prefix.
-    """
-    prefix, source = f"{model.base_model_prefix}.", assets.source
-    if source is None or name in source:
-        return name
-    if name.startswith(prefix) and name.removeprefix(prefix) in source:
-        return name.removeprefix(prefix)
-    return prefix + name if prefix + name in source else name
-
-
-def _config_dtype(assets: HFAssets) -> torch.dtype:
-    """Return the dtype of what the source does not have: the config's, else its commonest."""
-    said = assets.config.get("dtype", assets.config.get("torch_dtype"))
-    dtype = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else None
-    if dtype in _CASTABLE:
-        return dtype
-    kinds = [DTYPES.get(kind) for kind in (assets.source or {}).values()]
-    return max(_CASTABLE, key=kinds.count) if set(kinds) & set(_CASTABLE) else torch.bfloat16
-
-
-def _export_dtype(
-    name: str,
-    stored: torch.dtype,
-    assets: HFAssets,
-    override: torch.dtype | None,
-    default: torch.dtype,
-) -> torch.dtype:
-    if not stored.is_floating_point:
-        return stored
-    if override is not None:
-        return override
-    said = None if assets.source is None else assets.source.get(name)
-    if said is None:
-        return default
-    if DTYPES.get(said) not in _CASTABLE:
-        raise ExportError(
-            f"{name} is {said} in the source checkpoint (quantized): trained weights cannot be "
-            "cast to that; pass --dtype bfloat16"
-        )
-    return DTYPES[said]
-
-
-def _lay_out(
-    dtypes: dict[str, torch.dtype], shapes: dict[str, tuple[int, ...]], limit: int
-) -> tuple[dict[str, _Output], dict[str, bytes], dict[str, int]]:
-    """Return outputs, headers and file sizes; the files are filled in the model's order."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPE_NAMES:
-            raise ExportError(f"{name} is {dtype}, which safetensors cannot store")
-        nbytes = math.prod(shapes[name]) * dtype.itemsize
-        if shards[-1] and filled + nbytes > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-    outputs, headers, sizes = {}, {}, {}
-    for i, names in enumerate(shards):
-        file = (
-            SINGLE_FILE
-            if len(shards) == 1
-            else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        )
-        # Widest dtype first, as safetensors' writer has it: all tensors are aligned to their items.
-        names = sorted(names, key=lambda n: -dtypes[n].itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name in names:
-            end = offset + math.prod(shapes[name]) * dtypes[name].itemsize
-            header[name] = {
-                "dtype": DTYPE_NAMES[dtypes[name]],
-                "shape": list(shapes[name]),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = struct.pack("<Q", len(text)) + text
-        sizes[file] = len(headers[file]) + offset
-        for name in names:
-            begin = len(headers[file]) + header[name]["data_offsets"][0]
-            outputs[name] = _Output(file, begin, dtypes[name], shapes[name])
-    return outputs, headers, sizes
-
-
-def _config_file(
-    hf: Path, assets: HFAssets, model: PreTrainedModel, written: torch.dtype | None
-) -> bytes:
-    """Return config.json: the source's bytes, unless those would change the bits that are loaded.
-
-    `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
-    replaced.
-    """
-    config = json.loads(json.dumps(assets.config))
-    changed = False
-    if written is not None:
-        name = str(written).removeprefix("torch.")
-        for section in [config, *(v for v in config.values() if isinstance(v, dict))]:
-            said = section.get("dtype", section.get("torch_dtype"))
-            if said != name and (said is not None or section is config):
-                section.pop("torch_dtype", None)
-                section["dtype"] = name
-                changed = True
-    said = config.get("architectures") or []
-    if type(model).__name__ not in said and (not said or said[0].endswith("Model")):
-        config["architectures"] = [type(model).__name__]  # also where a base model gained its head
-        changed = True
-    if not changed:
-        return (hf / "config.json").read_bytes()
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-# --------------------------------------------------------------------------------------------------
-# The bytes
-# --------------------------------------------------------------------------------------------------
-
-
-def _write_weights(plan: _Plan, folder: Path) -> None:
-    """Write every safetensors file of the plan into `folder`, each byte once, and fsync them."""
-    with contextlib.ExitStack() as stack:
-        files = {}
-        for name, header in plan.headers.items():
-            files[name] = create(folder / name, plan.sizes[name])
-            stack.callback(os.close, files[name])
-            write_all(files[name], memoryview(header), 0)
-        bar = stack.enter_context(
-            tqdm(
-                total=sum(output.nbytes for output in plan.outputs.values()),
-                desc="consolidate",
-                unit="B",
-                unit_scale=True,
-                disable=not sys.stderr.isatty(),
-            )
-        )
-        mover = Mover(bar.update)
-        for group in plan.groups:
-            if group.converted:
-                _write_converted(plan, group, files, folder, mover)
-                continue
-            (source,), (name,) = group.sources, group.outputs
-            output = plan.output(name)
-            for chunk in tensor_chunks(plan.dcp, plan.metadata, plan.keys[source]):
-                mover.move(chunk, files[output.file], output.begin, output.dtype, name)
-        for descriptor in files.values():
-            os.fsync(descriptor)
-
-
-def _write_converted(
-    plan: _Plan, group: ExportGroup, files: dict[str, int], folder: Path, mover: "Mover"
-) -> None:
-    """Turn one group back into the source's tensors and write them.
-
-    The group is put together in a scratch file, mapped into memory: what is read whole to be
-    converted does not count against the process.
-    """
-    scratch = folder / ".scratch"
-    descriptor = create(scratch, plan.group_bytes(group))
-    tensors, begin = {}, 0
-    try:
-        still = Mover(lambda count: None)
-        for name in group.sources:
-            entry = tensor_metadata(plan.metadata, plan.keys[name])
-            dtype, shape = entry.properties.dtype, tuple(entry.size)
-            for chunk in tensor_chunks(plan.dcp, plan.metadata, plan.keys[name]):
-                still.move(chunk, descriptor, begin, dtype, name)
-            nbytes = math.prod(shape) * dtype.itemsize
-            whole = torch.from_file(
-                str(scratch), shared=True, size=begin + nbytes, dtype=torch.uint8
-            )
-            tensors[name] = whole[begin:].view(dtype).view(shape)
-            begin += nbytes + -nbytes % 8
-    finally:
-        os.close(descriptor)
-        scratch.unlink()
-    converted = convert_back(plan.model, tensors)
-    if {name: tuple(t.shape) for name, t in converted.items()} != group.outputs:
-        raise ExportError(
-            f"{group.sources} were converted to {sorted(converted)}, expected {group.outputs}"
-        )
-    for name in list(converted):
-        output = plan.output(name)
-        mover.write(converted.pop(name), files[output.file], output.begin, output.dtype, name)
-
-
-def _verify(plan: _Plan, folder: Path) -> None:
-    """Read the written headers back and compare them with the plan."""
-    try:
-        entries = read_weights(weight_files(folder))
-    except LoadingError as error:
-        raise ExportError(f"the export does not read back: {error}") from error
-    found = {n: (e.file.name, e.begin, e.dtype, e.shape) for n, e in entries.items()}
-    planned = {n: (o.file, o.begin, o.dtype, o.shape) for n, o in plan.outputs.items()}
-    for name in sorted(found.keys() | planned.keys()):
-        if found.get(name) != planned.get(name):
-            raise ExportError(
-                f"{name} reads back as {found.get(name)}, planned was {planned.get(name)}"
-            )
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _readable(nbytes: int) -> str:
-    return f"{nbytes / 10**9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 10**6:.2f} MB"
+            payload = _mapped(chunk.file, chunk.raw, chunk.nbytes)
+        at = 0
+        for first, count in contiguous_runs(chunk.offsets, chunk.sizes, chunk.shape):
+            nbytes = count * chunk.dtype.itemsize
+            found.append((first, payload[at : at + nbytes]))
+            at += nbytes
+    return sorted(found, key=lambda run: run[0])

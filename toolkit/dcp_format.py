@@ -14,7 +14,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from toolkit.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
+StorageInfo = _StorageInfo
+"""Where a blob is. Private to torch, yet part of every DCP folder: named here alone."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,13 @@ class Chunk:
 # --------------------------------------------------------------------------------------------------
 
 
-def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
+def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Metadata:
     """Return what a DCP folder holds, from its `.metadata`; nothing in that file can run code.
 
     Only the names that torch 2.11 to 2.13 write are accepted, and they are read as inert records:
     the `Metadata` is built afresh from them. Every file name must be that of a file in the folder
-    and every blob must lie inside its file. Costs one pass over `.metadata` and one stat a file.
+    and every blob must lie inside its file; without `blobs` the files are not looked at, to read
+    what a damaged folder should hold. Costs one pass over `.metadata` and one stat a file.
 
     Raises:
         CheckpointError: no metadata, a global that has no place there (named), a file name outside
@@ -86,7 +89,9 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
         metadata = _build_metadata(root)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{file} is not DCP metadata as torch writes it: {error}") from error
-    _check_blobs(Path(folder), metadata)
+    _check_names(Path(folder), metadata)
+    if blobs:
+        _check_blobs(Path(folder), metadata)
     return metadata
 
 
@@ -284,6 +289,15 @@ def _plain(value: Any, depth: int = 0) -> Any:
     raise TypeError(f"expected plain values, got {type(value).__name__}")
 
 
+def _check_names(folder: Path, metadata: Metadata) -> None:
+    for name in {info.relative_path for info in metadata.storage_data.values()}:
+        plain = os.path.basename(name) == name and name not in ("", ".", "..")
+        if not plain or "\0" in name or "\\" in name:
+            raise CheckpointError(
+                f"{folder / METADATA_FILE} names {name!r}, which is no file of its folder"
+            )
+
+
 def _check_blobs(folder: Path, metadata: Metadata) -> None:
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
@@ -300,10 +314,6 @@ def _check_blobs(folder: Path, metadata: Metadata) -> None:
 
 def _file_size(folder: Path, name: str) -> int:
     """Return the size of a file that the metadata names, which must lie in the folder itself."""
-    if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-        raise CheckpointError(
-            f"{folder / METADATA_FILE} names {name!r}, which is no file of its folder"
-        )
     path = folder / name
     if path.is_symlink() and path.resolve().parent != folder.resolve():
         raise CheckpointError(
@@ -333,10 +343,13 @@ def tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
     return entry
 
 
-def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chunk]:
+def tensor_chunks(
+    folder: str | Path, metadata: Metadata, fqn: str, part_of: Sequence[slice] | None = None
+) -> list[Chunk]:
     """Return the non-empty chunks of one tensor, each with the place of its raw bytes.
 
-    Reads the directory of each blob's zip (a few hundred bytes), never a payload.
+    Reads the directory of each blob's zip (a few hundred bytes), never a payload. With `part_of`, a
+    slice a dim, only of the chunks that overlap that part.
 
     Raises:
         CheckpointError: a chunk that is stored nowhere, or a blob that is no tensor of its size.
@@ -345,6 +358,11 @@ def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chun
     chunks = []
     for part in entry.chunks:
         if math.prod(part.sizes) == 0:
+            continue
+        if part_of is not None and any(
+            o >= want.stop or o + n <= want.start
+            for o, n, want in zip(part.offsets, part.sizes, part_of, strict=True)
+        ):
             continue
         info = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
         if info is None:
@@ -356,15 +374,25 @@ def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chun
 def coverage_fault(metadata: Metadata, fqn: str) -> str | None:
     """Return why chunks do not cover each element of a tensor exactly once; None if they do.
 
-    Intervals only, no bytes are read. O(n log n) in the number of chunks for tensors sharded over
-    one dimension.
+    Intervals only, no bytes are read.
     """
     entry = tensor_metadata(metadata, fqn)
-    boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if math.prod(c.sizes) > 0]
-    total, held = math.prod(entry.size), sum(math.prod(sizes) for _, sizes in boxes)
-    if len(entry.size) > 0 and len(boxes) > 1:
+    boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
+    return boxes_fault(tuple(entry.size), boxes)
+
+
+def boxes_fault(
+    shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> str | None:
+    """Return why boxes (offsets, sizes) do not cover each element of `shape` exactly once.
+
+    O(n log n) in the number of boxes for tensors sharded over one dimension.
+    """
+    boxes = [(offsets, sizes) for offsets, sizes in boxes if math.prod(sizes) > 0]
+    total, held = math.prod(shape), sum(math.prod(sizes) for _, sizes in boxes)
+    if len(shape) > 0 and len(boxes) > 1:
         # Sweep along the dimension that separates most chunks, so that few are open at a time.
-        dim = max(range(len(entry.size)), key=lambda d: len({o[d] for o, _ in boxes}))
+        dim = max(range(len(shape)), key=lambda d: len({o[d] for o, _ in boxes}))
         open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for offsets, sizes in sorted(boxes, key=lambda box: box[0][dim]):
             open_boxes = [b for b in open_boxes if b[0][dim] + b[1][dim] > offsets[dim]]
@@ -455,7 +483,7 @@ def _locate(
     file = folder / info.relative_path
     try:
         with open(file, "rb", buffering=0) as f:
-            raw = _raw_payload(_Blob(f.fileno(), info.offset, info.length), dtype, sizes)
+            raw = _raw_payload(BlobView(f.fileno(), info.offset, info.length), dtype, sizes)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except (
@@ -475,7 +503,7 @@ def _locate(
     )
 
 
-def _raw_payload(blob: "_Blob", dtype: torch.dtype, sizes: tuple[int, ...]) -> int | None:
+def _raw_payload(blob: "BlobView", dtype: torch.dtype, sizes: tuple[int, ...]) -> int | None:
     """Return where in the blob the tensor's bytes are; None where they are not exactly these."""
     with zipfile.ZipFile(blob) as archive:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -556,7 +584,7 @@ _STORAGES = {
 }
 
 
-class _Blob(io.RawIOBase):
+class BlobView(io.RawIOBase):
     """A part of a file as a seekable stream of its own, through pread: nothing else is read."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:

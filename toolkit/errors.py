@@ -1,11 +1,20 @@
 """The errors a user can meet. Each says what was expected, what came and what to do next.
 
-Owns the exception classes. Knows nothing else of the toolkit.
+Owns the exception classes. Knows nothing else of the toolkit but what a secret looks like.
 """
+
+from toolkit.redact import scrub
 
 
 class ToolkitError(Exception):
-    """A failure with a cause the user can act on; printed as one line, without a traceback."""
+    """A failure with a cause the user can act on; printed as one line, without a traceback.
+
+    A value that a message repeats may be a token that was put into the wrong place: it is not
+    repeated.
+    """
+
+    def __str__(self) -> str:
+        return scrub(super().__str__())
 
 
 class ConfigError(ToolkitError):
@@ -42,3 +51,7 @@ class CheckpointError(ToolkitError):
 
 class ExportError(ToolkitError):
     """A checkpoint cannot be turned into a Hugging Face folder."""
+
+
+class HubError(ToolkitError):
+    """The Hub cannot be reached, or refuses; the message says what to do and holds no secret."""

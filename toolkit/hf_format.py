@@ -8,6 +8,7 @@ DCP or of ranks.
 """
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable
@@ -117,11 +118,25 @@ class HFAssets:
         """
         assets = cls(config=read_config(folder), files=asset_files(folder))
         if (folder / SOURCE_FILE).is_file():
-            source = json.loads((folder / SOURCE_FILE).read_text("utf-8"))
-            assets.source, assets.tied = source["keys"], source["tied"]
+            assets.source, assets.tied = _read_source(folder / SOURCE_FILE)
         else:
             assets.source = source_dtypes(folder)
         return assets
+
+
+def _read_source(file: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
+    try:
+        content = _strict_json(file.read_text("utf-8"))
+        keys, tied = content["keys"], content["tied"]
+        for table in ({} if keys is None else keys, tied):
+            if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+                raise TypeError("names must map to texts")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(
+            f"{file} does not hold the key names of a source checkpoint: {_said(error)}; "
+            f"{_FETCH_AGAIN}"
+        ) from error
+    return keys, tied
 
 
 def assets_of(model: torch.nn.Module) -> HFAssets:
@@ -201,6 +216,15 @@ def asset_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is that of an entry of a folder itself, on any system: no path, no way out."""
+    return (
+        os.path.basename(name) == name
+        and name not in ("", ".", "..")
+        and not any(c in name for c in "\0\\/")
+    )
+
+
 def weight_files(
     folder: Path, name_or_path: str | None = None, revision: str | None = None
 ) -> list[Path]:
@@ -221,7 +245,7 @@ def weight_files(
         index = _read_index(folder / INDEX_FILE)
         names = sorted(set(index.values()))
         for name in names:
-            if os.path.basename(name) != name or name in ("", ".", ".."):
+            if not is_plain_name(name):
                 raise LoadingError(
                     f"{folder / INDEX_FILE} names {name!r}, which is not a file of its folder; "
                     "only plain file names are read. Get the checkpoint again from a source that "
@@ -270,11 +294,15 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of one safetensors file, each checked to lie inside the file.
+def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
+    """Return the tensors of one safetensors file; their bytes follow each other without a gap.
+
+    Without `whole` the file may be shorter or longer than its header says, to see what is lost.
 
     Raises:
-        LoadingError: the header is damaged, or the file shorter or longer than it says.
+        LoadingError: the header is damaged (a name that is there twice, ranges that overlap or
+            leave holes, shapes that are no shapes, more than 100 MB), or the file shorter or longer
+            than it says.
     """
     size = file.stat().st_size
     with open(file, "rb") as f:
@@ -287,32 +315,93 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             )
         raw = f.read(length)
     try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        entries = {}
-        for name, info in header.items():
-            begin, end = info["data_offsets"]
-            entry = TensorEntry(
-                file, DTYPES[info["dtype"]], tuple(info["shape"]), 8 + length + begin, end - begin
-            )
-            count = 1
-            for n in entry.shape:
-                count *= n
-            if not 0 <= begin <= end or entry.nbytes != count * entry.dtype.itemsize:
-                raise ValueError(
-                    f"{name}: bytes {begin} to {end} do not hold {entry.dtype} {entry.shape}"
-                )
-            entries[name] = entry
+        header = _strict_json(raw)
+        if not isinstance(header, dict) or not raw.startswith(b"{"):
+            raise TypeError("it is no JSON object")
+        about = header.pop("__metadata__", {})
+        if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
+            raise TypeError("__metadata__ must map names to texts")
+        entries = {name: _entry(file, 8 + length, name, info) for name, info in header.items()}
+        _check_ranges(entries, 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadingError(
-            f"{file} has a damaged safetensors header: {error}; {_FETCH_AGAIN}"
+            f"{file} has a damaged safetensors header: {_said(error)}; {_FETCH_AGAIN}"
         ) from error
     end = max((e.begin + e.nbytes for e in entries.values()), default=8 + length)
-    if end != size:
+    if whole and end != size:
         raise LoadingError(
             f"{file} should be {end} bytes long by its header, and is {size}; {_FETCH_AGAIN}"
         )
     return entries
+
+
+def header_metadata(file: Path) -> dict[str, str]:
+    """Return what the header of a safetensors file says beside its tensors.
+
+    Raises:
+        LoadingError: it is not a map of strings; `read_header` checks the rest.
+    """
+    with open(file, "rb") as f:
+        length = struct.unpack("<Q", f.read(8))[0]
+        if length > _HEADER_LIMIT:
+            raise LoadingError(f"{file} has a header of {length} bytes; {_FETCH_AGAIN}")
+        said = json.loads(f.read(length)).get("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(v, str) for v in said.values()):
+        raise LoadingError(f"{file} has a header whose metadata is no map of strings")
+    return said
+
+
+def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
+    """Return the entry that one line of a header describes; refuses what is not of its type."""
+    if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
+        raise TypeError(f"{name} must have dtype, shape and data_offsets")
+    kind, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ValueError(f"{name} has dtype {str(kind)[:40]!r}; known are {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise TypeError(f"{name} has shape {str(shape)[:80]}, a list of sizes is expected")
+    whole = isinstance(offsets, list) and len(offsets) == 2
+    if not whole or not all(type(n) is int for n in offsets):
+        raise TypeError(f"{name} has data_offsets {str(offsets)[:80]}, two numbers are expected")
+    begin, end = offsets
+    dtype = DTYPES[kind]
+    if not 0 <= begin <= end or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}: bytes {begin} to {end} do not hold {dtype} {tuple(shape)}")
+    return TensorEntry(file, dtype, tuple(shape), base + begin, end - begin)
+
+
+def _check_ranges(entries: dict[str, TensorEntry], begin: int) -> None:
+    """Refuse bytes that belong to two tensors or to none, as safetensors does."""
+    position, before = begin, "the header"
+    for name, entry in sorted(entries.items(), key=lambda e: (e[1].begin, e[1].nbytes)):
+        if entry.begin != position:
+            what = "overlaps" if entry.begin < position else "leaves a hole after"
+            raise ValueError(f"{name} {what} {before}")
+        position, before = entry.begin + entry.nbytes, name
+
+
+def _strict_json(text: bytes | str) -> Any:
+    """Return what JSON text holds. A name that is there twice means one thing to one reader and
+    another to the next: refused, like numbers that JSON does not have.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(n for i, n in enumerate(names) if n in names[:i])
+            raise ValueError(f"{twice[:80]!r} is there twice")
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def source_dtypes(folder: Path) -> dict[str, str] | None:
@@ -343,7 +432,7 @@ def _obtain(folder: Path, name: str, remote: str | None, revision: str | None) -
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        index = json.loads(file.read_text("utf-8"))["weight_map"]
+        index = _strict_json(file.read_text("utf-8"))["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
             raise TypeError("weight_map must map tensor names to file names")
         if not index:
@@ -352,8 +441,10 @@ def _read_index(file: Path) -> dict[str, str]:
         raise LoadingError(
             f"{file} is not a safetensors index: it has no {error}; {_FETCH_AGAIN}"
         ) from error
-    except (ValueError, TypeError) as error:
-        raise LoadingError(f"{file} is not a safetensors index: {error}; {_FETCH_AGAIN}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise LoadingError(
+            f"{file} is not a safetensors index: {_said(error)}; {_FETCH_AGAIN}"
+        ) from error
     return index
 
 

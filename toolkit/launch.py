@@ -25,7 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from toolkit import accelerate_yaml
+from toolkit import accelerate_yaml, in_flight, ranks
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
 
 # Nodes of one job may start minutes apart; a rank that never comes should not be waited for all
@@ -37,6 +37,8 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
 _LET_SPEAK = datetime.timedelta(seconds=10)
 
 
+# How long a run that failed waits for the checkpoint that was being written behind it.
+_LET_FINISH = datetime.timedelta(minutes=5)
 # What says how many processes another launcher started, without telling torch.
 _OTHER_LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -142,13 +144,23 @@ def start() -> Iterator[Run]:
                 "accelerate_configs/"
             )
         yield Run(accelerator, accelerator.device, rank, world)
+        ranks.end()
     except BaseException:
+        _let_finish()  # a second Ctrl-C ends the wait
         # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
         # a rank that fails just leaves, so that the launcher ends the others.
-        if world == 1:
+        if world == 1 and not in_flight.busy():
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _let_finish() -> None:
+    """Give a checkpoint in flight the time to become whole; what it fails with comes second."""
+    try:
+        ranks.end(_LET_FINISH.total_seconds())
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def guarded(main: Callable[[], None]) -> None:

@@ -25,6 +25,15 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
+def laid_out_as(reference: DTensor, part: torch.Tensor) -> DTensor:
+    """Return the DTensor whose local part is `part`, wherever that is.
+
+    `DTensor.from_local` would move it to the mesh's device; under offload and in a copy for a
+    checkpoint it belongs in host memory.
+    """
+    return DTensor(part.contiguous(), reference._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
 def reshard(model: nn.Module) -> None:
     """Free what units of `model` still hold gathered, so that its parameters are the sharded ones.
 

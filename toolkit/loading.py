@@ -8,11 +8,12 @@ training loop.
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from toolkit.hf_format import (
     split_mapping,
     weight_files,
 )
-from toolkit.layout import local_slices
+from toolkit.layout import laid_out_as, local_slices
 from toolkit.recorded_init import Recorder
 from toolkit.shard_reader import FileTensor, Reader
 
@@ -91,6 +92,14 @@ def check_fits(model: PreTrainedModel, path: str | Path) -> None:
     folder = local_folder(str(path))
     entries = read_weights(weight_files(folder, str(path)))
     _check_shapes(model, entries)
+    _refuse(model, folder, misfits(model, entries))
+
+
+def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
+    """Return what would keep transformers from loading `entries` into `model`: kind -> tensors.
+
+    Headers only; `model` is on meta and not sharded, and stays as it is.
+    """
     meta = torch.device("meta")
     sources = {}
     for name, entry in entries.items():
@@ -100,11 +109,76 @@ def check_fits(model: PreTrainedModel, path: str | Path) -> None:
     twin = copy.deepcopy(model)
     info = _drive_loader(twin, sources, meta)
     if info.conversion_errors:  # a conversion that looks at values: the load itself will tell
-        return
+        return {}
     twin.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     twin._adjust_missing_and_unexpected_keys(info)
     info.missing_keys -= set(assets_of(model).tied)
-    _refuse_misfit(model, folder, info)
+    return _problems(info)
+
+
+@dataclass(frozen=True)
+class LoadGroup:
+    """Tensors of a checkpoint that are loaded together."""
+
+    keys: tuple[str, ...]
+    parameter: str
+    """The parameter, of several the first; a name that the model does not have is unexpected."""
+    converted: bool
+    """Whether `load_group` must make the parameters; else the one tensor is the parameter."""
+
+
+def load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
+    """Return how transformers makes parameters of `model` from the tensors `keys`. Names only."""
+    try:
+        from transformers.core_model_loading import rename_source_key
+    except ImportError as error:
+        raise _gone(error) from error
+    renamings, converters = split_mapping(copy.deepcopy(assets_of(model).conversions))
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[tuple[str, bool], list[str]] = {}
+    for key in keys:
+        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if target not in state and key in state:  # as the loader does
+            target, pattern = rename_source_key(key, [], [], prefix, state)
+        name = (target, pattern is not None)
+        # Two plain tensors of one name are not loaded together: the second replaces the first.
+        found.setdefault(name if name[1] else (target + "\0" + key, False), []).append(key)
+    return [
+        LoadGroup(tuple(members), target.partition("\0")[0], converted)
+        for (target, converted), members in found.items()
+    ]
+
+
+def load_group(
+    model: PreTrainedModel, group: LoadGroup, entries: dict[str, TensorEntry]
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that transformers makes of one group's tensors: on the CPU, not cast.
+
+    Needs the memory of the group, and what the conversion itself takes.
+
+    Args:
+        model: on meta, not sharded; its parameters are on meta again afterwards.
+
+    Raises:
+        LoadingError: transformers cannot convert them.
+    """
+    members = {key: entries[key] for key in group.keys}
+    dtype = functools.reduce(torch.promote_types, {e.dtype for e in members.values()})
+    for _, parameter in _named(model):  # the loader casts to what it finds
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = torch.empty_like(parameter, dtype=dtype)
+    with Reader() as reader:
+        sources = {key: FileTensor(reader, key, entry) for key, entry in members.items()}
+        info = _drive_loader(model, sources, torch.device("cpu"))
+    made = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
+    for name, tensor in made.items():
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        _replace(model, name, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+    info.missing_keys = set()  # all others
+    if problems := _problems(info):
+        raise LoadingError(f"{', '.join(group.keys[:3])}: {_listed(problems)}")
+    return {name: tensor.detach() for name, tensor in made.items()}
 
 
 def init_weights(model: PreTrainedModel, device: torch.device | str, seed: int) -> None:
@@ -235,6 +309,18 @@ def _home(model: nn.Module, device: torch.device) -> torch.device:
 
 
 def _refuse_misfit(model: PreTrainedModel, folder: Path, info: Any) -> None:
+    _refuse(model, folder, _problems(info))
+
+
+def _refuse(model: PreTrainedModel, folder: Path, problems: dict[str, list[str]]) -> None:
+    if problems:
+        raise LoadingError(
+            f"{folder} does not fit {_plain_name(model)} as its config.json describes it: "
+            f"{_listed(problems)}. Give a folder whose config.json and weights belong together"
+        )
+
+
+def _problems(info: Any) -> dict[str, list[str]]:
     problems = {
         "missing in the checkpoint": sorted(info.missing_keys),
         "not known to the model": sorted(info.unexpected_keys),
@@ -243,12 +329,11 @@ def _refuse_misfit(model: PreTrainedModel, folder: Path, info: Any) -> None:
         ),
         "not convertible": sorted(info.conversion_errors),
     }
-    said = [f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items() if v]
-    if said:
-        raise LoadingError(
-            f"{folder} does not fit {_plain_name(model)} as its config.json describes it: "
-            f"{'; '.join(said)}. Give a folder whose config.json and weights belong together"
-        )
+    return {kind: names for kind, names in problems.items() if names}
+
+
+def _listed(problems: dict[str, list[str]]) -> str:
+    return "; ".join(f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items())
 
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> None:
@@ -521,7 +606,7 @@ def _place(model: nn.Module, names: list[str], part: torch.Tensor, reference: to
     """Put this rank's `part` under all of `names`, laid out as `reference` is."""
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
-        value = _laid_out_as(reference, value)
+        value = laid_out_as(reference, value)
     if isinstance(reference, nn.Parameter):
         value = nn.Parameter(value, requires_grad=reference.requires_grad)
     value._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -529,25 +614,16 @@ def _place(model: nn.Module, names: list[str], part: torch.Tensor, reference: to
         _replace(model, name, value)
 
 
-def _laid_out_as(reference: DTensor, part: torch.Tensor) -> DTensor:
-    """Return the DTensor whose local part is `part`, wherever that is.
-
-    `DTensor.from_local` would move it to the mesh's device; under offload it belongs in host
-    memory.
-    """
-    return DTensor(part.contiguous(), reference._spec, requires_grad=False)  # type: ignore[call-arg]
-
-
 @contextlib.contextmanager
 def _parts_stay_where_they_are() -> Iterator[None]:
-    """Let transformers' loader wrap local parts without moving them; see `_laid_out_as`."""
+    """Let transformers' loader wrap local parts without moving them; see `laid_out_as`."""
     import transformers.core_model_loading as loader
 
     name = "_dtensor_from_local_like"
     if not hasattr(loader, name):
         raise _gone(AttributeError(f"core_model_loading.{name}"))
     before = getattr(loader, name)
-    setattr(loader, name, lambda part, reference: _laid_out_as(reference, part))
+    setattr(loader, name, lambda part, reference: laid_out_as(reference, part))
     try:
         yield
     finally:

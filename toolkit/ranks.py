@@ -8,7 +8,9 @@ Without an initialised process group every function is the plain call.
 """
 
 import datetime
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,7 +20,9 @@ from toolkit.errors import ToolkitError
 T = TypeVar("T")
 
 _PATIENCE = datetime.timedelta(days=1)
-_groups: dict[Any, dist.ProcessGroup] = {}
+_groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
+_channel = threading.local()
+_endings: list[Callable[[float | None], object]] = []
 
 
 def rank() -> int:
@@ -79,16 +83,53 @@ def main_first(fn: Callable[[], T]) -> T:
     return together((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
 
 
-def _patient_group() -> dist.ProcessGroup:
+def before_end(fn: Callable[[float | None], object]) -> None:
+    """Let `end` call `fn`: what runs behind the loop needs the process group to the last.
+
+    Args:
+        fn: takes the seconds it may wait at most, None for as long as it takes.
+    """
+    if fn not in _endings:
+        _endings.append(fn)
+
+
+def end(seconds: float | None = None) -> None:
+    """Wait for what runs behind the loop, before the process group is taken down."""
+    for fn in _endings:
+        fn(seconds)
+
+
+def patient_group(channel: str = "main") -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks that waits a day: one rank may tokenise for hours.
 
-    Created at the first exchange, which every rank takes part in.
+    None without a process group. Created at its first use, which every rank takes part in.
     """
+    if not dist.is_initialized():
+        return None
     world = dist.group.WORLD
     if world not in _groups:
         _groups.clear()  # of a process group that is gone
-        _groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    return _groups[world]
+        _groups[world] = {}
+    if channel not in _groups[world]:
+        _groups[world][channel] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return _groups[world][channel]
+
+
+@contextmanager
+def over(channel: str) -> Iterator[None]:
+    """Let this thread's exchanges use a group of their own, made by `patient_group(channel)`.
+
+    Two threads that exchange over one group take each other's messages and wait for ever.
+    """
+    _channel.name = channel
+    try:
+        yield
+    finally:
+        _channel.name = "main"
+
+
+def _patient_group() -> dist.ProcessGroup | None:
+    return patient_group(getattr(_channel, "name", "main"))
 
 
 def _raise_together(failure: BaseException | None) -> None:

@@ -1,0 +1,269 @@
+"""What a checkpoint costs: saving against a plain write, the loop's wait, loading on other ranks.
+
+    python benchmarks/checkpoint.py [--gigabytes 4] [--ranks 4] [--repeats 5] [--moments]
+                                    [--scratch DIR] [--output FILE]
+
+`ranks` gloo processes hold a Llama of `gigabytes` of fp32 parameters, with `--moments` AdamW's
+state too. Round for round, in turn, each on fresh files that are removed afterwards:
+
+    plain     every rank writes the bytes of its shards into one file and fsyncs it
+    save      `checkpoint.save`: shards, hashes, digests, manifest, commit
+    unhashed  the same without any hash
+    async     the same with `async_save`: how long the loop waits, and until it is committed
+
+Then 1, 2 and 4 ranks resume what was saved, from a cold page cache where the system lets files go
+(Linux), and say how many bytes they asked for; verification is timed apart.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from machine import describe
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+
+from toolkit import checkpoint, dcp_writer
+from toolkit.config import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
+from toolkit.digests import LANES
+from toolkit.loading import materialise
+from toolkit.models import build_on_meta
+from toolkit.optim import build_optimizer
+from toolkit.sharding import apply_fsdp, init_mesh
+
+KINDS = ("plain", "save", "unhashed", "async")
+_WIDTH = 2048
+_LAYER = (4 * _WIDTH**2 + 3 * _WIDTH * 5632) * 4  # bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="of parameters, all ranks")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--moments", action="store_true", help="AdamW's state too: three times it")
+    parser.add_argument("--scratch", type=Path, help="on the disk to measure")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/checkpoint.md"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        write_config(Path(scratch, "model"), args.gigabytes)
+        found = on_ranks(args.ranks, saves, scratch, args.repeats, args.moments)
+        loads = {}
+        for world in (1, 2, 4):
+            forget(Path(scratch, "kept"))
+            loads[world] = on_ranks(world, load, scratch, args.moments)
+    text = report(found, loads, args)
+    print(text)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(text)
+
+
+def write_config(folder: Path, gigabytes: float) -> None:
+    """Write the config of a Llama whose fp32 parameters take about `gigabytes`."""
+    vocabulary = 32000 if gigabytes >= 1 else 4000
+    layers = max(1, round((gigabytes * 1e9 - 2 * vocabulary * _WIDTH * 4) / _LAYER))
+    LlamaConfig(
+        hidden_size=_WIDTH,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+
+
+def on_ranks(world: int, fn, scratch: str, *args) -> list[dict]:
+    mp.spawn(_entry, (fn, world, scratch, args), nprocs=world)
+    return [json.loads(Path(scratch, f"{r}.json").read_text()) for r in range(world)]
+
+
+def _entry(rank: int, fn, world: int, scratch: str, args: tuple) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{scratch}/store-{world}-{fn.__name__}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    Path(scratch, f"{rank}.json").write_text(json.dumps(fn(rank, world, scratch, *args)))
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def build(world: int, scratch: str, moments: bool) -> checkpoint.TrainState:
+    cfg = ShardingConfig(param_dtype="float32")
+    model = build_on_meta(ModelConfig(f"{scratch}/model", init="random"))
+    apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
+    materialise(model, torch.device("cpu"))
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3)) if moments else None
+    return checkpoint.TrainState(model, optimizer, step=1)
+
+
+def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool) -> dict:
+    state = build(world, scratch, moments)
+    torch.manual_seed(rank)
+    for parameter in state.model.parameters():
+        local(parameter).normal_()
+    if state.optimizer is not None:
+        for parameter in state.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+    seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "blocked")}
+    shards = [local(p) for p in state.model.parameters()]
+    if state.optimizer is not None:
+        values = (v for s in state.optimizer.state.values() for v in s.values() if v.ndim)
+        shards += [local(v) for v in values]
+    for i in range(repeats + 1):
+        for kind in KINDS if i % 2 else KINDS[::-1]:
+            gc.collect()
+            run = Path(scratch, f"run-{kind}")
+            if rank == 0:
+                os.sync()
+            dist.barrier()
+            begun = time.perf_counter()
+            if kind == "plain":
+                plain(run, rank, shards)
+            else:
+                with without_hashes() if kind == "unhashed" else contextlib.nullcontext():
+                    checkpoint.save(state, run, CheckpointConfig(async_save=kind == "async"))
+                    if kind == "async":
+                        blocked = time.perf_counter() - begun
+                        checkpoint.wait()
+            dist.barrier()
+            if i:  # the first round warms up: imports, and the copies' memory
+                seconds[kind].append(time.perf_counter() - begun)
+                if kind == "async":
+                    seconds["blocked"].append(blocked)
+            if rank == 0:
+                shutil.rmtree(run)
+            dist.barrier()
+    checkpoint.save(state, Path(scratch, "kept"), CheckpointConfig())
+    return {"seconds": seconds, "bytes": sum(s.nbytes for s in shards)}
+
+
+def plain(folder: Path, rank: int, shards: list[torch.Tensor]) -> None:
+    folder.mkdir(exist_ok=True)
+    with open(folder / str(rank), "wb", buffering=0) as f:
+        for shard in shards:
+            left = memoryview(shard.reshape(-1).view(torch.uint8).numpy())
+            while left:
+                left = left[f.write(left) :]
+        os.fsync(f.fileno())
+
+
+def without_hashes() -> contextlib.ExitStack:
+    """Return a context in which a save hashes neither its shards nor its tensors."""
+
+    class Nothing:
+        def update(self, content: object) -> None:
+            pass
+
+        def hexdigest(self) -> str:
+            return "0" * 64
+
+    def no_digests(tensors: dict, gathered: dict) -> torch.Tensor:
+        return torch.zeros(len(tensors), LANES, dtype=torch.int64)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(dcp_writer, "_HASH", Nothing))
+    stack.enter_context(mock.patch.object(checkpoint, "part_digests", no_digests))
+    return stack
+
+
+def forget(folder: Path) -> None:
+    """Let the page cache go of all files below `folder`."""
+    if hasattr(os, "posix_fadvise"):
+        for file in folder.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as f:
+                    os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load(rank: int, world: int, scratch: str, moments: bool) -> dict:
+    state = build(world, scratch, moments)
+    path = Path(scratch, "kept", "checkpoints", "step-00000001")
+    dist.barrier()
+    checkpoint.restore(state, path)
+    assert state.restored is not None
+    if rank == 0:
+        forget(Path(scratch, "kept"))
+    dist.barrier()
+    begun = time.perf_counter()
+    assert checkpoint.newest(f"{scratch}/kept") is not None
+    return {**vars(state.restored), "verified": time.perf_counter() - begun}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def report(found: list[dict], loads: dict[int, list[dict]], args: argparse.Namespace) -> str:
+    # All ranks leave a round together; the slowest counts.
+    times = {
+        kind: [max(f["seconds"][kind][i] for f in found) for i in range(args.repeats)]
+        for kind in found[0]["seconds"]
+    }
+
+    def ratio(kind: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[kind], times[to], strict=True))
+
+    total = sum(f["bytes"] for f in found)
+    rows = [
+        f"| {what} | {statistics.median(times[kind]):.2f} | "
+        f"{min(times[kind]):.2f} to {max(times[kind]):.2f} | {ratio(kind, 'plain'):.2f} |"
+        for kind, what in (
+            ("plain", "plain write and fsync"),
+            ("save", "save, committed"),
+            ("unhashed", "save without any hash"),
+            ("async", "asynchronous save, committed"),
+            ("blocked", "asynchronous save, the loop's wait"),
+        )
+    ]
+    reads = [
+        f"| {world} | {sum(r['own_bytes'] for r in ranks) / 1e9:.3f} | "
+        f"{sum(r['bytes_requested'] for r in ranks) / 1e9:.3f} | "
+        f"{max(r['bytes_requested'] / r['own_bytes'] for r in ranks):.4f} | "
+        f"{max(r['seconds'] for r in ranks):.2f} | {max(r['verified'] for r in ranks):.2f} |"
+        for world, ranks in loads.items()
+    ]
+    return "\n".join(
+        [
+            "# Saving and loading checkpoints",
+            "",
+            f"{args.ranks} gloo ranks, {total / 1e9:.2f} GB "
+            f"({'parameters and AdamW state' if args.moments else 'parameters'}, fp32), fresh "
+            f"files, fsync included, {args.repeats} rounds in which the kinds take turns; medians, "
+            "and ratios taken per round.",
+            "",
+            "| | s | from, to | against plain |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            f"Hashing (sha256 of the files, digests of the tensors) makes a save "
+            f"{ratio('save', 'unhashed'):.2f} x as long.",
+            "",
+            f"Loading what {args.ranks} ranks saved, cold page cache:",
+            "",
+            "| ranks | own GB, all ranks | requested GB | requested / own, worst rank | load s | "
+            "verification s |",
+            "|---|---|---|---|---|---|",
+            *reads,
+            "",
+            describe("checkpoint.py", "torch", "xxhash"),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,531 @@
+"""Saving: what is written and hashed, what goes on behind the loop, and how failures come out."""
+
+import hashlib
+import io
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from conftest import ROOT, save_tiny_model
+from distributed import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from toolkit import checkpoint, commit, dcp_writer, digests, disk
+from toolkit.config import CheckpointConfig
+from toolkit.dcp_format import read_metadata
+from toolkit.dcp_reader import read_tensors
+from toolkit.errors import CheckpointError
+
+SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
+
+
+class Counter:
+    """A position in the data."""
+
+    def __init__(self) -> None:
+        self.seen = 5
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def small_state(seed: int = 0, step: int = 3) -> checkpoint.TrainState:
+    """A plain model of two layers after an AdamW step, with everything a state can have."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model(torch.randn(2, 6)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return checkpoint.TrainState(model, optimizer, scheduler, Counter(), step, 40)
+
+
+# ---- Files and digests ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(300, 500),
+        torch.randn(1000, 70).bfloat16(),
+        torch.randn(7),
+        torch.tensor(3),
+        torch.empty(0, 5),
+        torch.randn(40_000).double(),
+        torch.arange(100_000).reshape(100, 1000)[:, 3:900],
+        torch.ones(70_000, dtype=torch.bool),
+    ],
+    ids=lambda t: f"{str(t.dtype)[6:]}{list(t.shape)}",
+)
+def test_a_blob_is_what_torch_writes_with_every_checksum_right(tensor):
+    ours = b"".join(bytes(p) for p in dcp_writer._pieces(tensor.clone().contiguous()))
+    theirs = io.BytesIO()
+    torch.save(tensor.clone().contiguous(), theirs)
+    assert torch.equal(torch.load(io.BytesIO(ours), weights_only=True), tensor)
+    with zipfile.ZipFile(io.BytesIO(ours)) as a, zipfile.ZipFile(theirs) as b:
+        assert a.testzip() is None
+        assert a.namelist() == b.namelist()
+        for name in a.namelist():
+            # torch derives the id from the checksums that it was told to leave out.
+            assert name.endswith("serialization_id") or a.read(name) == b.read(name)
+    if tensor.nbytes > 2**16:  # control: a flipped bit does not pass
+        broken = bytearray(ours)
+        broken[len(ours) // 2] ^= 1
+        with zipfile.ZipFile(io.BytesIO(bytes(broken))) as damaged:
+            assert damaged.testzip() is not None
+
+
+def test_a_file_is_hashed_while_it_is_written(tmp_path):
+    parts = [os.urandom(n) for n in (3, 9 * 2**20, 0, 2**20 + 1)]
+    with dcp_writer.HashedFile(tmp_path / "file") as file:
+        for part in parts:
+            file.write(part)
+    content = (tmp_path / "file").read_bytes()
+    assert content == b"".join(parts)
+    assert file.described() == {
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def test_a_digest_is_the_sum_of_its_rows_in_any_parts():
+    tensor = torch.randn(50, 3, 4)
+    whole = digests.rows_digest("model.x", tensor, 0)
+    parts = [digests.rows_digest("model.x", tensor[a:b], a) for a, b in ((0, 7), (7, 8), (8, 50))]
+    assert torch.equal(torch.stack(parts).sum(0), whole)
+    expected = numpy.zeros(2, dtype=numpy.uint64)
+    for i, row in enumerate(tensor):
+        seed = (xxhash.xxh3_64_intdigest(b"model.x") + i) % 2**64
+        hashed = xxhash.xxh3_128_digest(row.numpy().tobytes(), seed)
+        expected += numpy.frombuffer(hashed, dtype="<u8")
+    assert digests.hexadecimal(whole) == expected.astype("<u8").tobytes().hex()
+    swapped = tensor.clone()
+    swapped[[3, 9]] = tensor[[9, 3]]
+    others = [
+        digests.rows_digest("model.x", swapped, 0),
+        digests.rows_digest("model.y", tensor, 0),
+        digests.rows_digest("model.x", tensor[:-1], 0),
+        digests.rows_digest("model.x", tensor, 1),
+    ]
+    assert not any(torch.equal(other, whole) for other in others)
+
+
+def test_torchs_own_tools_read_what_was_saved(tmp_path):
+    state = small_state()
+    path = Path(checkpoint.save(state, tmp_path, SYNC))
+    target = {f"model.{n}": torch.zeros_like(p) for n, p in state.model.named_parameters()}
+    dcp.load(target, checkpoint_id=path / "dcp")
+    for name, parameter in state.model.named_parameters():
+        assert torch.equal(target[f"model.{name}"], parameter)
+    assert not commit.damaged_files(path)
+
+
+# ---- Reading only what is wanted -----------------------------------------------------------------
+
+
+def write_columns(rank: int, world: int, folder: str) -> dict[str, int]:
+    """Save a matrix sharded by columns and one by rows; read both by rows and count."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    values = {"columns": torch.arange(35.0).view(5, 7), "rows": torch.arange(24.0).view(6, 4)}
+    dims = {"columns": 1, "rows": 0}
+    saved = {n: distribute_tensor(v, mesh, [Shard(dims[n])]) for n, v in values.items()}
+    dcp.save(saved, checkpoint_id=folder)
+    metadata = read_metadata(folder)
+    wanted = {
+        n: distribute_tensor(torch.zeros_like(v), mesh, [Shard(0)]) for n, v in values.items()
+    }
+    found = read_tensors(Path(folder), metadata, wanted)
+    for name, value in values.items():
+        assert torch.equal(wanted[name].full_tensor(), value), name
+    digest = digests.part_digests(saved, digests.whole_rows(saved))
+    return {"own": found.own, "read": found.read, "digest": digest.tolist()}
+
+
+def go_on_behind(rank: int, world: int, folder: str, root: str) -> dict:
+    """Everything about asynchronous saving that needs ranks."""
+    from test_checkpoint_resume import Trainer
+
+    run = Trainer(folder, world, "adamw", 20)
+    run.steps(1)
+    found: dict = {"columns": write_columns(rank, world, f"{root}/columns")}
+
+    # The loop trains on while the copy is written, slowly.
+    slow = dcp_writer.HashedFile.write
+
+    def wait_and_write(self, content) -> None:
+        time.sleep(0.005)
+        slow(self, content)
+
+    checkpoint.save(run.state, f"{root}/sync", SYNC)
+    with mock.patch.object(dcp_writer.HashedFile, "write", wait_and_write):
+        begun = time.perf_counter()
+        path = checkpoint.save(run.state, f"{root}/async", ASYNC)
+        found["blocked"] = time.perf_counter() - begun
+        found["early"] = commit.is_committed(Path(path))
+        run.steps(1)
+        checkpoint.wait()
+        found["whole"] = time.perf_counter() - begun
+    found["late"] = commit.is_committed(Path(path))
+
+    # One rank fails behind the loop: all learn of it, at `wait` and at the next save.
+    def fail(self, content) -> None:
+        if rank == world - 1:
+            raise OSError(28, "No space left on device", "shard")
+        slow(self, content)
+
+    for how in ("wait", "save"):
+        with mock.patch.object(dcp_writer.HashedFile, "write", fail):
+            checkpoint.save(run.state, f"{root}/full-{how}", ASYNC)
+            for thread in threading.enumerate():
+                if thread.name.startswith("the checkpoint"):
+                    thread.join()
+        try:
+            checkpoint.wait() if how == "wait" else checkpoint.save(
+                run.state, f"{root}/full-{how}", SYNC
+            )
+            found[how] = "no error"
+        except CheckpointError as error:
+            found[how] = str(error)
+        torch.distributed.barrier()
+        found[f"left {how}"] = sorted(p.name for p in Path(f"{root}/full-{how}").rglob("step*"))
+    checkpoint.save(run.state, f"{root}/full-save", SYNC)
+    found["recovered"] = sorted(commit.committed_steps(f"{root}/full-save"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory) -> tuple[list[dict], Path]:
+    root = tmp_path_factory.mktemp("behind")
+    folder = save_tiny_model(root / "model", num_hidden_layers=2)
+    return run_ranks(go_on_behind, 2, str(folder), str(root)), root
+
+
+def test_only_the_rows_of_this_rank_are_read(behind):
+    found = [rank["columns"] for rank in behind[0]]
+    rows = sum(f["own"] for f in found)
+    assert rows == (35 + 24) * 4
+    assert [f["read"] for f in found] == [f["own"] for f in found]
+    lanes = torch.tensor([f["digest"] for f in found]).sum(0)
+    assert torch.equal(lanes[0], digests.rows_digest("columns", torch.arange(35.0).view(5, 7), 0))
+    assert torch.equal(lanes[1], digests.rows_digest("rows", torch.arange(24.0).view(6, 4), 0))
+
+
+def test_the_loop_goes_on_and_the_checkpoint_is_that_of_the_call(behind):
+    found, root = behind
+    for rank in found:
+        assert rank["blocked"] < 0.5 * rank["whole"]
+        assert (rank["early"], rank["late"]) == (False, True)
+    sync, behind_loop = (
+        commit.read_manifest(commit.find_checkpoint(root / kind)) for kind in ("sync", "async")
+    )
+    assert sync["tensors"] == behind_loop["tensors"]
+    assert sync["files"].keys() == behind_loop["files"].keys()
+    for name, entry in sync["files"].items():
+        if name.startswith("rng/"):  # a safetensors header keeps no order
+            a, b = (load_file(commit.find_checkpoint(root / k) / name) for k in ("sync", "async"))
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        elif name != "dcp/.metadata":  # names its folder and holds an id
+            assert entry == behind_loop["files"][name], name
+
+
+@pytest.mark.parametrize("how", ["wait", "save"])
+def test_a_failure_behind_the_loop_is_raised_on_every_rank(behind, how):
+    for rank in behind[0]:
+        assert "No space left on device" in rank[how]
+        assert "free some space" in rank[how]
+        assert rank[f"left {how}"] == []
+        assert rank["recovered"] == [2]
+
+
+# ---- The end of a run ----------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, time
+import torch
+from toolkit import checkpoint, dcp_writer
+from toolkit.config import CheckpointConfig
+
+how, root = sys.argv[1:]
+write = dcp_writer.HashedFile.write
+
+def slow(self, content):
+    time.sleep(0.02)
+    if how == "full":
+        raise OSError(28, "No space left on device", "shard")
+    write(self, content)
+
+def save():
+    dcp_writer.HashedFile.write = slow
+    state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=3)
+    checkpoint.save(state, root, CheckpointConfig(async_save=True))
+
+def crash():
+    with launch.start():
+        save()
+        raise KeyboardInterrupt if how == "interrupt" else ValueError("the loop crashed")
+
+if how in ("crash", "interrupt"):
+    from toolkit import launch
+    launch.guarded(crash)
+save()
+"""
+
+
+def test_the_end_of_a_run_waits_and_fails_where_the_save_did(tmp_path):
+    """Without `wait`: at a good end, on a full disk, after a crash of the loop, and Ctrl-C."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    started = {
+        how: subprocess.Popen(
+            [sys.executable, str(program), how, str(tmp_path / how)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        for how in ("good", "full", "crash", "interrupt")
+    }
+    said = {how: process.communicate(timeout=120)[0] for how, process in started.items()}
+    codes = {how: process.returncode for how, process in started.items()}
+    assert codes == {"good": 0, "full": 1, "crash": 1, "interrupt": 130}, said
+    committed = {how: sorted(commit.committed_steps(tmp_path / how)) for how in started}
+    assert committed == {"good": [3], "full": [], "crash": [3], "interrupt": [3]}
+    assert "the loop crashed" in said["crash"]
+    assert "No space left on device" in said["full"]
+
+
+# ---- Everything is restored, or named ------------------------------------------------------------
+
+
+def drop_rng(path: Path) -> None:
+    shutil.rmtree(path / "rng")
+
+
+def garble_rng(path: Path) -> None:
+    (path / "rng/rank-00000.safetensors").write_bytes(b"\x08" + b"\0" * 40)
+
+
+def rng_without_numpy(path: Path) -> None:
+    file = path / "rng/rank-00000.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if n != "numpy"}, file)
+
+
+def rng_of_other_sizes(path: Path) -> None:
+    file = path / "rng/rank-00000.safetensors"
+    save_file({n: t[:1] for n, t in load_file(file).items()}, file)
+
+
+def edit_state(path: Path, old: str, new: str) -> None:
+    file = path / "state.json"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def saved_without(name: str):
+    def change(state: checkpoint.TrainState) -> None:
+        setattr(state, name, None)
+
+    return change
+
+
+def without_a_moment(state: checkpoint.TrainState) -> None:
+    del state.optimizer.state[state.model[1].weight]["exp_avg_sq"]
+
+
+def without_a_count(state: checkpoint.TrainState) -> None:
+    del state.optimizer.state[state.model[1].weight]["step"]
+
+
+def with_momentum(state: checkpoint.TrainState) -> None:
+    state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (None, drop_rng, "rank-00000.safetensors is missing: the random state of rank 0"),
+        (None, garble_rng, "rank-00000.safetensors cannot be read, the random state of rank 0"),
+        (None, rng_without_numpy, "lacks the random state of numpy"),
+        (None, rng_of_other_sizes, "holds no random state"),
+        (saved_without("optimizer"), None, "holds no optimizer state, which this run needs"),
+        (saved_without("scheduler"), None, "holds no scheduler state, which this run needs"),
+        (saved_without("data"), None, "holds no data state, which this run needs"),
+        (without_a_moment, None, "exp_avg_sq of 1.weight"),
+        (without_a_count, None, "step of 1.weight"),
+        (with_momentum, None, "optimizer state of SGD, which AdamW cannot go on with"),
+        (None, lambda p: (p / "state.json").unlink(), "state.json is missing: step, tokens"),
+        (None, lambda p: edit_state(p, "{", ""), "state.json cannot be read"),
+        (None, lambda p: edit_state(p, '"tokens"', '"toke"'), "state.json lacks tokens"),
+        (None, lambda p: (p / "dcp/.metadata").unlink(), "has no .metadata"),
+        (None, lambda p: (p / "dcp/__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    ],
+    ids=str,
+)
+def test_a_missing_piece_is_named(tmp_path, before, after, said):
+    saved = small_state()
+    if before is not None:
+        before(saved)
+    path = Path(checkpoint.save(saved, tmp_path, SYNC))
+    if after is not None:
+        after(path)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.restore(small_state(1), path)
+    assert said in str(error.value)
+
+
+def test_everything_is_restored_in_one_plain_process(tmp_path):
+    saved = small_state()
+    saved.metrics, saved.extra = {"eval_loss": 2.5, "odd": float("nan")}, {"note": [1, 2]}
+    saved.data.seen = 77
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    random.gauss(0, 1), numpy.random.normal()  # both keep a second value for later
+    checkpoint.save(saved, tmp_path, SYNC)
+    expected = [random.gauss(0, 1), numpy.random.normal(), torch.rand(3).tolist()]
+    fresh = small_state(1, 0)
+    assert checkpoint.resume(fresh, tmp_path, SYNC) == 3
+    assert [random.gauss(0, 1), numpy.random.normal(), torch.rand(3).tolist()] == expected
+    assert (fresh.tokens, fresh.data.seen, fresh.extra) == (40, 77, {"note": [1, 2]})
+    assert fresh.metrics == {"eval_loss": 2.5}
+    assert fresh.scheduler.state_dict() == saved.scheduler.state_dict()
+    for a, b in zip(saved.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in saved.optimizer.state[a].items():
+            assert torch.equal(value, fresh.optimizer.state[b][key]), key
+    # A run that asks for less than there is goes on.
+    assert checkpoint.resume(checkpoint.TrainState(fresh.model), tmp_path, SYNC) == 3
+
+
+def test_a_parameter_that_never_had_a_gradient_does_not_stop_a_resume(tmp_path):
+    saved = small_state()
+    saved.model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    saved.optimizer.add_param_group({"params": [saved.model.unused]})
+    saved.scheduler = None
+    checkpoint.save(saved, tmp_path, SYNC)
+    fresh = small_state(1)
+    fresh.model.register_parameter("unused", nn.Parameter(torch.zeros(2)))
+    fresh.optimizer.add_param_group({"params": [fresh.model.unused]})
+    fresh.scheduler = None
+    assert checkpoint.resume(fresh, tmp_path, SYNC) == 3
+    assert fresh.model.unused not in fresh.optimizer.state
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
+    for step in (3, 4):
+        path = Path(checkpoint.save(small_state(0, step), tmp_path, SYNC))
+    file = path / "dcp/__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    assert checkpoint.resume(small_state(1), tmp_path, SYNC) == 3
+    said = capsys.readouterr().out
+    assert "WARNING: checkpoint step-00000004 is damaged and not used" in said
+    assert "verified step-00000003" in said
+    assert len(list((tmp_path / "checkpoints").glob("step-00000004.bad-*/dcp/*.distcp"))) == 1
+
+
+def test_a_run_whose_checkpoints_all_failed_does_not_begin_anew_by_itself(tmp_path):
+    checkpoint.refuse_lost(tmp_path)  # nothing was ever saved
+    path = Path(checkpoint.save(small_state(), tmp_path, SYNC))
+    (path / "state.json").write_text("{}")
+    assert checkpoint.newest(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"what failed is kept: step-00000003\.bad-"):
+        checkpoint.refuse_lost(tmp_path)
+    checkpoint.save(small_state(0, 4), tmp_path, SYNC)
+    checkpoint.refuse_lost(tmp_path)
+
+
+def test_an_optimizer_whose_state_differs_by_parameter_goes_on(tmp_path):
+    def made(seed: int) -> checkpoint.TrainState:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)  # Adafactor: rows and columns of the matrix, plain for the vector
+        return checkpoint.TrainState(model, torch.optim.Adafactor(model.parameters()), step=3)
+
+    def stepped(state: checkpoint.TrainState) -> None:
+        state.model(torch.ones(2, 4)).square().sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+    saved, fresh = made(0), made(1)
+    stepped(saved)
+    checkpoint.save(saved, tmp_path, SYNC)
+    assert checkpoint.resume(fresh, tmp_path, SYNC) == 3
+    for state in (saved, fresh):
+        stepped(state)
+    assert torch.equal(saved.model.weight, fresh.model.weight)
+
+
+# ---- The disk ------------------------------------------------------------------------------------
+
+
+def test_the_disk_is_asked_before_the_run(tmp_path):
+    from toolkit.config import ModelConfig, OptimConfig
+    from toolkit.loading import load_pretrained
+    from toolkit.models import build_on_meta
+    from toolkit.optim import build_optimizer
+
+    folder = save_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=2)
+    model = build_on_meta(ModelConfig(str(folder)))
+    predicted = disk.checkpoint_bytes(model, 1)  # on meta: nothing is loaded
+    load_pretrained(model, str(folder), "cpu")
+    optimizer = build_optimizer(model, OptimConfig())
+    model(input_ids=torch.arange(9)[None]).logits.sum().backward()
+    optimizer.step()
+    path = Path(checkpoint.save(checkpoint.TrainState(model, optimizer, step=1), tmp_path, SYNC))
+    written = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    assert 0.9 * predicted < written <= predicted
+
+    cfg = CheckpointConfig(save_steps=10, save_total_limit=3)
+    for changes, max_steps, expected in (
+        ({}, 100, 4),
+        ({}, 20, 2),
+        ({}, None, 4),
+        ({"save_permanent_steps": 50}, 100, 6),
+        ({"keep_best": True}, 100, 5),
+        ({"save_total_limit": None}, 95, 10),
+    ):
+        changed = CheckpointConfig(**{"save_steps": 10, "save_total_limit": 3, **changes})
+        assert disk.checkpoints_kept(changed, max_steps) == expected, changes
+
+    def need(free: int) -> disk.Need:
+        with mock.patch.object(disk.shutil, "disk_usage") as usage:
+            usage.return_value.free = free
+            return disk.need(model, tmp_path / "not" / "yet", cfg, 100, 1)
+
+    total = 4 * predicted + disk.export_bytes(model)
+    disk.refuse_overflow(need(total), cfg)
+    with pytest.raises(CheckpointError) as error:
+        disk.refuse_overflow(need(total - 10**6), cfg)
+    for part in (disk._readable(total), "free", "Free 1.0 MB", "save_total_limit is 3"):
+        assert part in str(error.value)
+    # What is there already needs no room.
+    there = disk.need(model, tmp_path, cfg, 100, 1)
+    assert there.there == written
+    # So with exports; but what was set aside stays, and makes no room.
+    for name, counts in (("exports/step-1", True), ("exports/step-1.old-a", False)):
+        before = disk.need(model, tmp_path, cfg, 100, 1).there
+        shutil.copytree(path, tmp_path / name)
+        assert disk.need(model, tmp_path, cfg, 100, 1).there == before + written * counts
+    before = disk.need(model, tmp_path, cfg, 100, 1).there
+    shutil.copytree(path, path.with_name("step-00000009.bad-a"))
+    assert disk.need(model, tmp_path, cfg, 100, 1).there == before

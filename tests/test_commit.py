@@ -1,0 +1,418 @@
+"""The folder protocol of checkpoints and their retention, on folders of two small files.
+
+Kills, full disks and power losses at every operation: test_commit_crash.py and `make soak`.
+"""
+
+import errno
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toolkit import commit, config
+from toolkit.commit import Retention, expendable
+from toolkit.config import CheckpointConfig, PretrainConfig
+from toolkit.errors import CheckpointError, ConfigError
+
+
+def save(run: Path, step: int, text: str = "x", metrics: dict | None = None) -> Path:
+    folder = commit.begin(run, step)
+    (folder / "dcp").mkdir()
+    (folder / "dcp" / "data").write_text(text)
+    (folder / "state.json").write_text(json.dumps({"step": step, "metrics": metrics or {}}))
+    files = commit.hash_files(folder, ["dcp/data", "state.json"])
+    return commit.commit(folder, step, {"version": 1, "step": step, "files": files, "tensors": {}})
+
+
+def text_of(run: Path) -> str:
+    return (commit.find_checkpoint(run) / "dcp" / "data").read_text()
+
+
+def names(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "checkpoints").iterdir())
+
+
+def kinds(run: Path) -> list[str]:
+    return sorted(n.partition(".")[2].partition("-")[0] for n in names(run) if "." in n)
+
+
+# --------------------------------------------------------------------------------------------------
+# COMMIT decides
+# --------------------------------------------------------------------------------------------------
+
+
+def test_commit_is_compared_to_the_byte(tmp_path):
+    checkpoint = save(tmp_path, 3)
+    good = (checkpoint / "COMMIT").read_bytes()
+    changes = [good[:-1], good + b"\n", b" " + good, good[:-1] + b"\r\n", good.upper(), b""]
+    for changed in changes:
+        (checkpoint / "COMMIT").write_bytes(changed)
+        assert not commit.is_committed(checkpoint), changed
+        assert list(commit.broken_steps(tmp_path)) == [3]
+    (checkpoint / "COMMIT").write_bytes(good)
+    assert commit.is_committed(checkpoint)
+    assert not commit.broken_steps(tmp_path)
+    for name in ("COMMIT", "manifest.json"):  # a link may point to anywhere
+        os.rename(checkpoint / name, tmp_path / name)
+        os.symlink(tmp_path / name, checkpoint / name)
+        assert not commit.is_committed(checkpoint)
+        os.rename(tmp_path / name, checkpoint / name)
+
+
+def test_a_changed_manifest_and_a_lost_commit_are_named(tmp_path):
+    save(tmp_path, 3)
+    flipped, lost = save(tmp_path, 4), save(tmp_path, 5)
+    content = bytearray((flipped / "manifest.json").read_bytes())
+    content[20] ^= 1
+    (flipped / "manifest.json").write_bytes(content)
+    (lost / "COMMIT").unlink()
+    assert list(commit.committed_steps(tmp_path)) == [3]
+    broken = commit.broken_steps(tmp_path)
+    assert broken[4][1] == "COMMIT is not that of manifest.json: one of them was changed"
+    assert broken[5][1] == "COMMIT missing"
+    commit.prune(tmp_path, 2)
+    commit.begin(tmp_path, 6)
+    assert flipped.is_dir()
+    assert lost.is_dir()  # damage is never taken for a leftover
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "dcp/../../x", "", ".", "dcp//data", "a\0b"]
+)
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
+    checkpoint = save(tmp_path, 3)
+    manifest = commit.read_manifest(checkpoint)
+    manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
+    text = json.dumps(manifest)
+    (checkpoint / "manifest.json").write_text(text)
+    (checkpoint / "COMMIT").write_text(commit.seal(text.encode()))
+    assert commit.is_committed(checkpoint)
+    with pytest.raises(CheckpointError, match="no file of the checkpoint"):
+        commit.damaged_files(checkpoint)
+
+
+def test_other_names_are_no_checkpoints(tmp_path):
+    good = save(tmp_path, 100_000_000)  # nine digits
+    root = good.parent
+    for name in (
+        "step-000000007",
+        "step-7",
+        "step-٠٠٠٠٠٠٠٧",
+        "step-00000007x",
+        "step-00000007.old-x",
+    ):
+        shutil.copytree(good, root / name)
+    (root / "step-00000008").write_text("a file where a folder is expected")
+    (root / "step-00000009.tmp-00000000").write_text("likewise")
+    assert list(commit.committed_steps(tmp_path)) == [100_000_000]
+    before = set(names(tmp_path))
+    commit.prune(tmp_path, 2)
+    assert before - set(names(tmp_path)) == {"step-00000009.tmp-00000000"}
+    save(tmp_path, 8)
+    assert list(commit.committed_steps(tmp_path)) == [8, 100_000_000]
+    assert kinds(tmp_path).count("bad") == 1
+
+
+def test_damage_is_named_also_where_the_disk_cannot_read(tmp_path, monkeypatch):
+    checkpoint = save(tmp_path, 3)
+    assert commit.damaged_files(checkpoint) == []
+    assert commit.damaged_files(checkpoint, only=["more"]) == [("more", "is not in the manifest")]
+    real = open
+
+    def unreadable(file, *args, **kwargs):
+        if str(file).endswith("dcp/data"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", unreadable)
+    said = commit.damaged_files(checkpoint)
+    assert said == [("dcp/data", "cannot be read: Input/output error")]
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["a prepared COMMIT", "the rename", "COMMIT"])
+def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step):
+    save(tmp_path, 3, "first")
+    real_rename, real_write = os.rename, commit._write_synced
+
+    def full(file, text):
+        if file.name == "COMMIT.prepared":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        real_write(file, text)
+
+    def rename(source, target):
+        name = Path(target).name
+        if name == ("COMMIT" if step == "COMMIT" else "step-00000003") and ".old-" not in str(
+            source
+        ):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+        real_rename(source, target)
+
+    with monkeypatch.context() as patch:
+        if step == "a prepared COMMIT":
+            patch.setattr(commit, "_write_synced", full)
+        else:
+            patch.setattr(os, "rename", rename)
+        cause = "No space left" if step == "a prepared COMMIT" else "Input/output error"
+        with pytest.raises(CheckpointError, match=cause):
+            save(tmp_path, 3, "second")
+    assert text_of(tmp_path) == "first"
+    assert kinds(tmp_path) == ["tmp"]
+    save(tmp_path, 3, "third")
+    commit.prune(tmp_path, 2)
+    assert text_of(tmp_path) == "third"
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_a_folder_that_is_not_its_manifest_is_not_committed(tmp_path):
+    def attempt(change) -> None:
+        folder = commit.begin(tmp_path, 3)
+        (folder / "data").write_text("x")
+        files = commit.hash_files(folder, ["data"])
+        change(folder, files)
+        commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
+
+    attempts = {
+        "more is not in the manifest": lambda d, f: (d / "more").write_text(""),
+        "data is missing": lambda d, f: (d / "data").unlink(),
+        "data is 2 bytes long, expected 1": lambda d, f: (d / "data").write_text("xy"),
+    }
+    for said, change in attempts.items():
+        with pytest.raises(CheckpointError, match=f"{said}: not committed"):
+            attempt(change)
+        assert not commit.committed_steps(tmp_path)
+    attempt(lambda d, f: None)
+    assert list(commit.committed_steps(tmp_path)) == [3]
+
+
+def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
+    """Killed twice in a row while overwriting: there is one `old` at most, and it is the newer."""
+    for text in ("first", "second"):
+        save(tmp_path, 3, text)
+        target = tmp_path / "checkpoints" / "step-00000003"
+        commit._step_aside(target, 3)  # and no more: the kill
+        assert text_of(tmp_path) == text
+        shutil.copytree(commit.find_checkpoint(tmp_path), target)
+        (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
+        assert text_of(tmp_path) == text
+        assert not commit.broken_steps(tmp_path)
+        commit.prune(tmp_path, 2)
+        assert text_of(tmp_path) == text
+        assert kinds(tmp_path) == ["old"]
+    save(tmp_path, 3, "third")
+    commit.prune(tmp_path, 2)
+    assert text_of(tmp_path) == "third"
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_a_damaged_old_one_does_not_come_back(tmp_path):
+    save(tmp_path, 3, "first")
+    commit._step_aside(tmp_path / "checkpoints" / "step-00000003", 3)
+    old = commit.find_checkpoint(tmp_path)
+    bad = commit.set_aside(old)
+    assert bad.name.startswith("step-00000003.bad-")
+    assert not commit.committed_steps(tmp_path)  # it did, as step-N.old-x.bad-y
+
+
+def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
+    save(tmp_path, 3, "first")
+    target = tmp_path / "checkpoints" / "step-00000003"
+    commit._step_aside(target, 3)
+    folder = commit.begin(tmp_path, 3)
+    (folder / "data").write_text("second")
+    files = commit.hash_files(folder, ["data"])
+    commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
+    (target / "data").write_text("secone")
+    commit.prune(tmp_path, 2)
+    commit.set_aside(target)
+    assert text_of(tmp_path) == "first"
+
+
+def test_the_checkpoints_folder_may_be_a_link_and_no_file(tmp_path):
+    for what in ("a file", "a broken link"):
+        run = tmp_path / what
+        run.mkdir()
+        if what == "a file":
+            (run / "checkpoints").write_text("")
+        else:
+            (run / "checkpoints").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(CheckpointError, match="a folder is expected"):
+            commit.begin(run, 1)
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "big disk").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "big disk")
+    for step in (1, 2, 3):
+        save(run, step)
+        commit.prune(run, 2)
+    assert list(commit.committed_steps(run)) == [2, 3]
+
+
+def test_a_link_to_a_checkpoint_is_read_and_not_deleted(tmp_path):
+    save(tmp_path, 1)
+    elsewhere = shutil.move(tmp_path / "checkpoints" / "step-00000001", tmp_path / "elsewhere")
+    (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    commit.prune(tmp_path, 2)
+    assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]
+
+
+def test_leftovers_go_before_the_next_save_needs_their_room(tmp_path):
+    save(tmp_path, 3)
+    root = tmp_path / "checkpoints"
+    for name in ("step-00000004.tmp-0123abcd", "step-00000002.trash-0123abcd"):
+        shutil.copytree(root / "step-00000003", root / name)
+    os.rename(
+        shutil.copytree(root / "step-00000003", root / "step-00000004") / "COMMIT",
+        root / "step-00000004" / "COMMIT.prepared",
+    )
+    folder = commit.begin(tmp_path, 5)
+    assert names(tmp_path) == sorted(["step-00000003", folder.name])
+
+
+# --------------------------------------------------------------------------------------------------
+# Retention
+# --------------------------------------------------------------------------------------------------
+
+
+def test_what_retention_keeps():
+    def left(policy: Retention, losses: dict[int, float | None]) -> list[int]:
+        verified = {s: {} if v is None else {"eval_loss": v} for s, v in losses.items()}
+        return sorted(set(losses) - expendable(verified, policy))
+
+    none = dict.fromkeys(range(1, 9))
+    assert left(Retention(last=None), none) == [*range(1, 9)]
+    assert left(Retention(last=3), none) == [6, 7, 8]
+    assert left(Retention(last=1), none) == [7, 8]  # never fewer than two
+    assert left(Retention(last=0), none) == [7, 8]
+    assert left(Retention(last=2, every=3), none) == [3, 6, 7, 8]
+    losses = {1: 5.0, 2: 1.0, 3: None, 4: 1.0, 5: float("nan"), 6: 3.0, 7: 4.0, 8: 9.0}
+    assert left(Retention(best=1), losses) == [4, 7, 8]  # of equals the newer
+    assert left(Retention(best=2), losses) == [2, 4, 7, 8]
+    assert left(Retention(best=1, greater_is_better=True), losses) == [7, 8]
+    assert left(Retention(best=2, greater_is_better=True), losses) == [1, 7, 8]
+    assert left(Retention(best=3, metric="eval_accuracy"), losses) == [7, 8]
+    assert left(Retention(best=1, every=5), losses) == [4, 5, 7, 8]
+    assert left(Retention(last=4), {1: None}) == [1]
+    assert left(Retention(), {}) == []
+
+
+def test_retention_keeps_what_each_rule_names_and_two_at_least():
+    chance = random.Random(0)
+    for _ in range(500):
+        steps = chance.sample(range(100), chance.randint(0, 12))
+        verified = {s: {"eval_loss": chance.random()} for s in steps if chance.random() < 0.7}
+        policy = Retention(
+            chance.choice((1, 2, 3, 5)), chance.choice((None, 2, 7)), chance.randint(0, 3)
+        )
+        left = set(verified) - expendable(verified, policy)
+        assert len(left) >= min(2, len(verified))
+        assert left >= set(sorted(verified)[-(policy.last or 0) :])
+        assert all(s in left for s in verified if policy.every and s % policy.every == 0)
+        best = sorted(verified, key=lambda s: verified[s]["eval_loss"])[: policy.best]
+        assert left >= set(best)
+        assert len(left) <= max(2, policy.last or 0) + policy.best + (100 if policy.every else 0)
+
+
+def test_prune_reads_the_metrics_and_deletes(tmp_path):
+    policy = Retention(last=2, every=4, best=1)
+    for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8], start=1):
+        save(tmp_path, step, metrics={"eval_loss": loss})
+        commit.prune(tmp_path, policy)
+    assert list(commit.committed_steps(tmp_path)) == [2, 4, 6, 7]
+    assert [p.name for p in commit.prune(tmp_path, 2)] == ["step-00000002", "step-00000004"]
+    assert commit.prune(tmp_path, None) == []
+    assert names(tmp_path) == ["step-00000006", "step-00000007"]
+
+
+@pytest.mark.parametrize("damage", ["a bit", "the size", "a file", "the manifest"])
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    broken = tmp_path / "checkpoints" / "step-00000003"
+    if damage == "a bit":
+        (broken / "dcp" / "data").write_text("y")
+    elif damage == "the size":
+        (broken / "dcp" / "data").write_text("")
+    elif damage == "a file":
+        (broken / "dcp" / "data").unlink()
+    else:
+        (broken / "manifest.json").write_text("{}")
+    commit.prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    save(tmp_path, 4)
+    commit.prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_large_files_are_compared_by_size(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step, "x" * 1000)
+    (tmp_path / "checkpoints" / "step-00000003" / "dcp" / "data").write_text("y" * 1000)
+    monkeypatch.setattr(commit, "_AFFORDABLE", 500)
+    commit.prune(tmp_path, 2)
+    assert list(commit.committed_steps(tmp_path)) == [2, 3]
+
+
+def test_what_cannot_be_deleted_is_named(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+
+    def busy(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        with pytest.raises(CheckpointError, match=r"could not be deleted: Device or resource busy"):
+            commit.prune(tmp_path, 2)
+    assert list(commit.committed_steps(tmp_path)) == [2, 3]
+    commit.prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_the_config_says_what_is_kept():
+    cfg = CheckpointConfig(save_total_limit=3, keep_best=True, save_permanent_steps=1000)
+    assert commit.retention(cfg) == Retention(3, 1000, 1, "eval_loss", False)
+    for name, metric, greater in (
+        ("loss", "eval_loss", False),
+        ("eval_perplexity", "eval_perplexity", False),
+        ("accuracy", "eval_accuracy", True),
+    ):
+        found = commit.retention(CheckpointConfig(keep_best=2, metric_for_best_model=name))
+        assert (found.best, found.metric, found.greater_is_better) == (2, metric, greater)
+    assert commit.retention(CheckpointConfig(greater_is_better=True)).greater_is_better
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["--checkpoint.save_total_limit", "1"], "must be at least 2"),
+        (["--checkpoint.save_permanent_steps", "700"], "must be a multiple of save_steps 500"),
+        (["--checkpoint.save_permanent_steps", "0"], "must be at least 1"),
+        (["--checkpoint.keep_best", "true"], "needs an evaluation at every checkpoint"),
+        (["--checkpoint.keep_best", "2", "--train.eval_steps", "300"], "multiple of train.eval_"),
+        (["--checkpoint.keep_best", "-1"], "keep_best must be true, false or a number"),
+        (
+            ["--checkpoint.save_total_limit", "null", "--checkpoint.save_permanent_steps", "500"],
+            "all checkpoints are kept",
+        ),
+    ],
+)
+def test_settings_that_cannot_mean_what_they_say(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        config.parse(PretrainConfig, ["--model.name_or_path", "x", *settings])
+
+
+def test_settings_that_fit():
+    flags = ["--checkpoint.keep_best", "2", "--train.eval_steps", "250"]
+    flags += ["--checkpoint.save_permanent_steps", "1000"]
+    cfg = config.parse(PretrainConfig, ["--model.name_or_path", "x", *flags])
+    assert cfg.checkpoint.keep_best == 2

@@ -1,0 +1,110 @@
+"""The manifest of an export: what it says, and that no byte of it can change unseen."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from toolkit import export_manifest
+from toolkit.errors import ExportError
+from toolkit.hf_format import read_header
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    one = {"a": torch.randn(300, 700), "norm": torch.randn(3), "step": torch.tensor(7)}
+    save_file(one, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
+    save_file({"b": torch.randn(5, 7).bfloat16()}, tmp_path / "model-00002-of-00002.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / ".gitattributes").write_text("of the Hub")
+    return tmp_path
+
+
+def test_says_what_the_files_and_tensors_are(folder):
+    done = []
+    described = export_manifest.describe(folder, done.append)
+    assert set(described["files"]) == {
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+    for name, entry in described["files"].items():
+        raw = (folder / name).read_bytes()
+        assert entry == {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    assert sum(done) == sum(entry["size"] for entry in described["files"].values())
+    assert set(described["tensors"]) == {"a", "b", "norm", "step"}
+    for name, entry in described["tensors"].items():
+        stored = read_header(folder / entry["file"])[name]
+        raw = (folder / entry["file"]).read_bytes()[stored.begin : stored.begin + stored.nbytes]
+        assert entry["sha256"] == hashlib.sha256(raw).hexdigest()
+    assert described["tensors"]["b"]["dtype"] == "BF16"
+    assert described["tensors"]["b"]["shape"] == [5, 7]
+    assert described["tensors"]["step"]["shape"] == []
+
+
+def test_what_was_written_is_read_back_and_no_flipped_bit_is(folder):
+    described = export_manifest.describe(folder)
+    origin = {
+        "step": 3,
+        "dtype": "auto",
+        "run": {"loss": float("nan"), "ü": [1e-5, 0.1]},
+        "n": {2: 1},
+    }
+    export_manifest.write(folder, described, origin)
+    read = export_manifest.read(folder)
+    assert read["files"] == described["files"]
+    assert read["tensors"] == described["tensors"]
+    assert read["origin"]["run"] == {"loss": None, "ü": [1e-5, 0.1]}
+    file = folder / export_manifest.FILE
+    whole = file.read_bytes()
+    for bit in range(0, 8 * len(whole), 11):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        with pytest.raises(ExportError, match=export_manifest.FILE):
+            export_manifest.read(folder)
+    for changed in (whole[:-1], whole + b"\n", whole[: len(whole) // 2], b""):
+        file.write_bytes(changed)
+        with pytest.raises(ExportError, match="damaged"):
+            export_manifest.read(folder)
+    file.unlink()
+    with pytest.raises(ExportError, match="has no"):
+        export_manifest.read(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "sub/x", "", ".", "..", "a\0b", "a\\b", export_manifest.FILE]
+)
+def test_a_name_that_is_no_file_of_the_folder_is_refused(folder, name):
+    described = export_manifest.describe(folder)
+    described["files"][name] = described["files"]["config.json"]
+    export_manifest.write(folder, described, {})  # its own hash is right
+    with pytest.raises(ExportError, match="no file of its folder"):
+        export_manifest.read(folder)
+
+
+def test_links_folders_and_doubled_tensors_are_refused(folder):
+    (folder / "sub").mkdir()
+    with pytest.raises(ExportError, match="not a plain file"):
+        export_manifest.describe(folder)
+    (folder / "sub").rmdir()
+    (folder / "link.json").symlink_to("config.json")
+    with pytest.raises(ExportError, match="not a plain file"):
+        export_manifest.describe(folder)
+    (folder / "link.json").unlink()
+    save_file({"a": torch.zeros(2)}, folder / "other.safetensors")
+    with pytest.raises(ExportError, match="tensor a is in both"):
+        export_manifest.describe(folder)
+
+
+def test_a_newer_version_says_so(folder):
+    export_manifest.write(folder, export_manifest.describe(folder), {})
+    file = folder / export_manifest.FILE
+    manifest = json.loads(file.read_text())["manifest"] | {"version": 2}
+    file.write_bytes(export_manifest._render(manifest))
+    with pytest.raises(ExportError, match="install a newer one"):
+        export_manifest.read(folder)

@@ -1,0 +1,681 @@
+"""Publishing: the real `huggingface_hub` client against a Hub in this process that can fail.
+
+The client is told to use its HTTP transport (HF_HUB_DISABLE_XET=1), but for one test of the other.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, free_port, save_byte_tokenizer, save_tiny_model, torchrun
+from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Large, Repo
+
+from toolkit import commit, export_manifest, model_card
+from toolkit.redact import REMOVED, is_secret_name, scrub
+
+NAME = "me/tiny"
+FACTS = {
+    "base_model": {"name": "tiny", "hub_id": None, "init": "random"},
+    "data": {"train_files": ["a.txt"]},
+    "hyperparameters": {"optim.learning_rate": 0.001},
+    "metrics": {"loss": 1.5},
+    "curve": {"loss": [[1, 3.0], [2, 2.0], [3, 1.5]], "eval_loss": []},
+    "versions": {"toolkit": "0"},
+    "steps": 3,
+    "tokens": 96,
+}
+
+
+class Worker:
+    """The process that holds the real client."""
+
+    def __init__(self, hub: Hub, folder: Path) -> None:
+        self.errors = folder / "stderr.txt"
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_TOKEN")
+        } | {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(folder / "home"),
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
+        self.environment = environment
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "hub_worker.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", self.errors.read_text()
+        self.heard: list[str] = []
+
+    def __call__(self, what: str, *arguments: object, **options: object) -> dict:
+        self.begin(what, *arguments, **options)
+        return self.end()
+
+    def begin(self, what: str, *arguments: object, **options: object) -> None:
+        asked = {n: options.pop(n) for n in ("environment", "fork", "xet") if n in options}
+        asked |= {"call": what, "arguments": [str(a) for a in arguments], "options": options}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, self.errors.read_text()
+        self.heard.append(line)
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def push(hub, tmp_path_factory):
+    """Call `hub.push` and the like in the process with the real client."""
+    worker = Worker(hub, tmp_path_factory.mktemp("worker"))
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(hub):
+    hub.reset()
+    hub.repos.clear()
+    hub.taken.clear()
+
+
+def write_manifest(folder: Path, facts: dict | None = None) -> Path:
+    (folder / export_manifest.FILE).unlink(missing_ok=True)
+    origin = {"checkpoint": "ab" * 32, "step": 3, "dtype": "auto", "run": facts or FACTS}
+    export_manifest.write(folder, export_manifest.describe(folder), origin)
+    return folder
+
+
+def make_export(folder: Path, shard: str = "20KB", seed: int = 0) -> Path:
+    """Write a tiny model in several files, with a tokenizer and a manifest."""
+    folder.mkdir()
+    save_byte_tokenizer(folder)
+    save_tiny_model(folder, shard=shard, seed=seed)
+    return write_manifest(folder)
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory) -> Path:
+    return make_export(tmp_path_factory.mktemp("export") / "tiny-hf")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """The export of an older run, in other shards."""
+    return make_export(tmp_path_factory.mktemp("other") / "tiny-hf", shard="60KB", seed=1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in folder.iterdir()}
+
+
+def holds(repo: Repo, folder: Path, branch: str = "main") -> bool:
+    """Whether the repository has every file of the folder, to the byte, and a card."""
+    there = repo.content(branch)
+    return "README.md" in there and all(there.get(n) == c for n, c in contents(folder).items())
+
+
+def every(kind: str, first: int, last: float, **more: object) -> Callable:
+    """Return faults for the requests from number `first` to `last`."""
+    return lambda number, method, path: (
+        Fault(kind, **more) if first <= number <= last else None  # type: ignore[arg-type]
+    )
+
+
+# ---- One push ------------------------------------------------------------------------------------
+
+
+def test_an_export_becomes_one_commit(hub, push, export):
+    done = push("push", export, NAME)
+    assert done["error"] is None, done["trace"]
+    repo = hub.repos[NAME]
+    assert repo.private
+    assert holds(repo, export)
+    assert len(repo.branches["main"]) == 2, "the first commit, and one"
+    assert done["result"] == f"{hub.url}/{NAME}/commit/{repo.head().oid}"
+    assert sum(isinstance(f, Large) for f in repo.head().files.values()) >= 3
+    assert "all sizes and hashes agree" in done["said"][-1]
+    # The token goes to the Hub alone, not to the store of the large files.
+    assert all((s.token is None) == s.path.startswith("/store/") for s in hub.seen)
+
+    card = repo.content()["README.md"].decode()
+    digest = export_manifest_digest(export)
+    for part in ("library_name: transformers", "pipeline_tag: text-generation", digest):
+        assert part in card
+    for part in (f'from_pretrained("{NAME}"', "toolkit verify tiny", "optim.learning_rate", "```"):
+        assert part in card
+
+    # The same again: nothing to do, no second commit, not a byte of weights.
+    hub.reset()
+    second = push("push", export, NAME)
+    assert second["result"] == done["result"]
+    assert "nothing to do" in second["said"][-1]
+    assert len(repo.branches["main"]) == 2
+    assert {s.method for s in hub.seen} == {"GET"}
+
+
+def export_manifest_digest(folder: Path) -> str:
+    return hashlib.sha256((folder / export_manifest.FILE).read_bytes()).hexdigest()
+
+
+def test_what_was_pushed_loads_and_verifies(hub, push, export, tmp_path):
+    push("push", export, NAME)
+    for name, content in hub.repos[NAME].content().items():
+        (tmp_path / name).write_bytes(content)
+    from toolkit.verify import verify_export
+
+    assert verify_export(None, tmp_path).ok
+
+
+def test_weights_of_an_older_export_go_in_the_same_commit(hub, push, export, other):
+    push("push", other, NAME)
+    repo = hub.repos[NAME]
+    hub.add(repo, {"notes.md": b"mine", "model.safetensors": b"old"})
+    old = set(repo.content())
+    seen = push("preview", export, NAME)["result"]
+    push("push", export, NAME)
+    gone = old - set(repo.content())
+    assert gone == {n for n in contents(other) if n.startswith("model-")} | {"model.safetensors"}
+    assert sorted(gone) == seen["delete"]
+    assert holds(repo, export)
+    assert repo.content()["notes.md"] == b"mine"
+    assert len(repo.branches["main"]) == 4
+
+
+def test_public_only_when_asked(hub, push, export):
+    assert push("push", export, NAME, private=False)["error"] is None
+    assert not hub.repos[NAME].private
+    # A repository that is public already is not filled by a push that means to be private.
+    hub.make("me/open", private=False)
+    done = push("push", export, "me/open")
+    assert done["error"][0] == "HubError"
+    assert "is public" in done["error"][1]
+    assert "--public" in done["error"][1]
+    assert len(hub.repos["me/open"].branches["main"]) == 1
+    assert push("push", export, "me/open", revision="next")["error"] is not None
+    assert list(hub.repos["me/open"].branches) == ["main"]
+
+
+def test_a_branch_is_created(hub, push, export, other):
+    push("push", export, NAME)
+    done = push("push", other, NAME, revision="runs/two")
+    assert done["error"] is None, done["trace"]
+    repo = hub.repos[NAME]
+    assert holds(repo, export)
+    assert holds(repo, other, "runs/two")
+    assert not set(repo.content("runs/two")) & {"model-00003-of-00005.safetensors"}
+    assert len(repo.branches["main"]) == 2
+
+
+def test_cards(hub, push, export, tmp_path):
+    """The folder's own card goes as it is; one that was edited on the Hub stays."""
+    push("push", export, NAME)
+    repo = hub.repos[NAME]
+    hub.add(repo, {"README.md": b"# Better words\n"})
+    done = push("push", export, NAME)
+    assert "nothing to do" in done["said"][-1]
+    assert repo.content()["README.md"] == b"# Better words\n"
+
+    own = tmp_path / "own"
+    shutil.copytree(export, own)
+    (own / "README.md").write_text("# My words\n")
+    assert push("push", own, NAME)["error"] is None
+    assert repo.content()["README.md"] == b"# My words\n"
+    (own / "README.md").write_text(f"# My words\nlogin with {TOKEN}\n")
+    done = push("push", own, NAME)
+    assert done["error"][0] == "ExportError"
+    assert "token" in done["error"][1]
+    assert repo.content()["README.md"] == b"# My words\n"
+
+
+def test_dry_run(hub, push, export):
+    seen = push("preview", export, NAME)["result"]
+    assert set(seen["send"]) == set(contents(export)) | {"README.md"}
+    assert seen["send"]["config.json"] == (export / "config.json").stat().st_size
+    assert seen["card"].startswith("---\n")
+    assert "would be created, private" in seen["notes"][0]
+    assert not hub.repos
+    assert {s.method for s in hub.seen} == {"GET"}
+
+    push("push", export, NAME)
+    seen = push("preview", export, NAME)["result"]
+    assert not seen["send"]
+    assert set(contents(export)) < set(seen["same"])
+
+    # Without a token no request is made; without a network it says so and goes on.
+    hub.reset()
+    nobody = {"HF_TOKEN": None}
+    seen = push("preview", export, NAME, environment=nobody)["result"]
+    assert "hf auth login" in seen["notes"][0]
+    assert not hub.seen
+    hub.faults = every("before", 0, float("inf"))
+    seen = push("preview", export, NAME)["result"]
+    assert "was not read" in seen["notes"][0]
+    assert set(seen["send"]) == set(contents(export)) | {"README.md"}
+
+
+def test_the_default_transport(hub, push, export):
+    """xet: the same push, up to the blocks' content, which this server does not put together."""
+    pytest.importorskip("hf_xet")
+    done = push("push", export, NAME, xet=True)
+    assert done["error"] is None, done["trace"]
+    assert "all sizes and hashes agree" in done["said"][-1]
+    repo = hub.repos[NAME]
+    assert len(repo.branches["main"]) == 2
+    large = {n: f.sha256 for n, f in repo.head().files.items() if isinstance(f, Large)}
+    files = export_manifest.read(export)["files"]
+    assert large == {n: e["sha256"] for n, e in files.items() if n.endswith(".safetensors")}
+    assert not any(s.method == "PUT" for s in hub.seen)
+    assert {s.token for s in hub.seen if s.path.startswith("/cas/")} == {XET_TOKEN}
+    second = push("push", export, NAME, xet=True)
+    assert "nothing to do" in second["said"][-1]
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+def test_verified_first(hub, push, export, tmp_path):
+    bad = tmp_path / "bad"
+    shutil.copytree(export, bad)
+    file = sorted(bad.glob("*.safetensors"))[0]
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    done = push("push", bad, NAME)
+    assert done["error"][0] == "ExportError"
+    assert file.name in done["error"][1]
+    assert push("preview", bad, NAME)["error"][0] == "ExportError"
+    assert not hub.seen, "nothing was sent, not even a question"
+    (bad / export_manifest.FILE).unlink()
+    assert "toolkit consolidate" in push("push", bad, NAME)["error"][1]
+    for name in ("checkpoints", "dcp"):
+        folder = tmp_path / f"of-{name}"
+        (folder / name).mkdir(parents=True)
+        said = push("push", folder, NAME)["error"][1]
+        assert f"toolkit consolidate {folder} --output {folder}-hf" in said
+    assert "does not exist" in push("push", tmp_path / "nowhere", NAME)["error"][1]
+    assert not hub.seen
+
+
+def test_refusals_are_one_line(hub, push, export):
+    hub.taken.add("me/taken")
+    hub.make("me/closed").writable = False
+    cases = [
+        ({"environment": {"HF_TOKEN": None}}, NAME, "run `hf auth login`, or set HF_TOKEN"),
+        ({"environment": {"HF_TOKEN": "hf_wrongWrongWrongWrong"}}, NAME, "(401)"),
+        ({"environment": {"HF_TOKEN": READ_TOKEN}}, NAME, "write role"),
+        ({}, "tiny", "is not ORG/NAME"),
+        ({}, "me/a b", "is not one"),
+        ({}, "me/a/b", "is not one"),
+        ({}, "others/tiny", "write role for others"),
+        ({}, "me/closed", "write role for me"),
+        ({}, "me/taken", "the name is taken"),
+        ({"revision": "0" * 40}, "me/other", "branch"),
+    ]
+    for options, name, words in cases:
+        hub.reset()
+        done = push("push", export, name, **options)
+        assert done["error"] is not None, (name, options)
+        assert done["error"][0] == "HubError", done
+        assert words in done["error"][1], done["error"]
+        assert "\n" not in done["error"][1]
+        assert len(hub.seen) < 12, "refusals are not tried again"
+    assert not any(len(r.branches["main"]) > 1 for r in hub.repos.values())
+
+
+def test_access_is_checked_before_a_run(hub, push):
+    assert push("check_access", NAME)["error"] is None
+    assert hub.repos[NAME].private
+    assert push("check_access", NAME)["error"] is None
+    hub.make("me/closed").writable = False
+    hub.make("me/open", private=False)
+    for name, options, words in [
+        ("me/closed", {}, "write role"),
+        ("me/open", {}, "is public"),
+        ("others/x", {}, "write role"),
+        (NAME, {"environment": {"HF_TOKEN": READ_TOKEN}}, "may only read"),
+        (NAME, {"environment": {"HF_TOKEN": None}}, "hf auth login"),
+    ]:
+        done = push("check_access", name, **options)
+        assert words in done["error"][1], done
+
+
+# ---- A Hub that fails ----------------------------------------------------------------------------
+
+
+def again(hub: Hub, before: Repo) -> Repo:
+    """Return the repository as it was."""
+    hub.reset()
+    hub.repos[NAME] = copy.deepcopy(before)
+    return hub.repos[NAME]
+
+
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_the_connection_breaks_at_every_request_in_turn(hub, push, export, other, kind):
+    """Once at request k: the repository ends complete. From k on: unchanged, or complete."""
+    assert push("push", other, NAME)["error"] is None
+    before = hub.repos[NAME]
+    outcomes = set()
+    k = 0
+    while True:
+        repo = again(hub, before)
+        hub.faults = every(kind, k, k)
+        done = push("push", export, NAME)
+        assert done["error"] is None, (k, done["error"])
+        assert holds(repo, export), k
+        assert len(repo.branches["main"]) == 3, "one commit, also where its answer was lost"
+        if len(hub.seen) <= k:
+            break
+        repo = again(hub, before)
+        old = repo.content()
+        hub.faults = every(kind, k, float("inf"))
+        done = push("push", export, NAME, retry={"tries": 2})
+        unchanged = repo.content() == old and len(repo.branches["main"]) == 2
+        complete = holds(repo, export) and len(repo.branches["main"]) == 3
+        assert unchanged or complete, k
+        assert done["error"][0] == "HubError"
+        assert "connection was lost" in done["error"][1]
+        assert "same command again" in done["error"][1]
+        outcomes.add("unchanged" if unchanged else "complete")
+        # The same command completes it when the Hub is back.
+        hub.reset()
+        assert push("push", export, NAME)["error"] is None
+        assert holds(repo, export)
+        assert len(repo.branches["main"]) == 3
+        k += 1
+    assert k >= 10, "not every request was met"
+    assert outcomes == {"unchanged", "complete"}
+
+
+def test_creation_breaks_at_every_request(hub, push, export):
+    """The same for a repository and a branch that have yet to be made."""
+    for kind in ("before", "after"):
+        for k in range(5):
+            hub.reset()
+            hub.repos.clear()
+            hub.faults = every(kind, k, k)
+            done = push("push", export, NAME, revision="next")
+            assert done["error"] is None, (kind, k, done["error"])
+            assert holds(hub.repos[NAME], export, "next")
+            assert hub.repos[NAME].private
+            assert len(hub.repos[NAME].branches["next"]) == 2
+
+
+def test_busy_hub(hub, push, export):
+    """429 with Retry-After is waited for, 5xx is tried again, other refusals are final."""
+    for status in (429, 500, 502, 503, 504):
+        for k in (0, 3, 6):
+            hub.reset()
+            hub.repos.clear()
+            hub.faults = every("status", k, k, status=status)
+            done = push("push", export, NAME)
+            assert done["error"] is None, (status, k, done)
+            assert holds(hub.repos[NAME], export)
+    hub.reset()
+    hub.faults = every("status", 0, 0, status=429, retry_after="1")
+    begun = time.monotonic()
+    assert push("push", export, NAME)["error"] is None
+    assert time.monotonic() - begun >= 1.0
+    hub.reset()
+    hub.faults = every("status", 0, float("inf"), status=503, retry_after="86400")
+    done = push("push", export, NAME)
+    assert "asks to wait 86400 s" in done["error"][1]
+    assert len(hub.seen) == 1
+    hub.reset()
+    hub.faults = every("status", 0, float("inf"), status=418)
+    assert "(418" in push("push", export, NAME)["error"][1]
+    assert len(hub.seen) == 1
+    hub.reset()
+    hub.faults = every("status", 0, float("inf"), status=500)
+    done = push("push", export, NAME, retry={"tries": 3})
+    assert "failed 3 times" in done["error"][1]
+    assert len(hub.seen) == 3
+
+
+def test_large_files_in_parts(hub, push, export):
+    hub.part_size = 9_000
+    hub.faults = every("before", 8, 9)
+    assert push("push", export, NAME)["error"] is None
+    assert holds(hub.repos[NAME], export)
+    assert sum(s.method == "PUT" for s in hub.seen) > 6
+
+
+def test_killed_and_the_same_command(hub, push, export, tmp_path):
+    """SIGKILL in the middle of sending; then the same push sends only what was missing."""
+    repo = hub.make(NAME)
+    child = tmp_path / "child"
+    puts = 0
+
+    def kill_at_the_third(number: int, method: str, path: str) -> Fault | None:
+        nonlocal puts
+        puts += method == "PUT"
+        if puts == 3 and method == "PUT":
+            os.kill(int(child.read_text()), signal.SIGKILL)
+            return Fault("before")
+        return None
+
+    hub.faults = kill_at_the_third
+    assert push("push", export, NAME, fork=str(child))["signal"] == signal.SIGKILL
+    stored = set(repo.objects)
+    assert stored, "it was killed before anything was sent"
+    assert len(repo.branches["main"]) == 1, "a reader sees nothing of it"
+    hub.reset()
+    assert push("push", export, NAME)["error"] is None
+    assert holds(repo, export)
+    sent = {s.path.split("/")[-1] for s in hub.seen if s.method == "PUT"}
+    assert not sent & stored
+    assert sent | stored == set(repo.objects)
+
+
+def test_somebody_else_commits_meanwhile(hub, push, export):
+    repo = hub.make(NAME)
+    once = iter([True])
+
+    def interfere(repo: Repo) -> None:
+        if next(once, False):
+            hub.add(repo, {"notes.md": b"theirs", "model.safetensors": b"theirs"})
+
+    hub.before_commit = interfere
+    assert push("push", export, NAME)["error"] is None
+    assert holds(repo, export)
+    assert repo.content()["notes.md"] == b"theirs"
+    assert "model.safetensors" not in repo.content(), "it came after the first look"
+
+
+def test_what_the_server_lists_is_compared(hub, push, export):
+    hub.make(NAME)
+    hub.faults = lambda number, method, path: (
+        setattr(hub, "lists_wrong_sha", True) if "/commit/" in path else None
+    )
+    done = push("push", export, NAME)
+    assert "lists other content" in done["error"][1]
+
+
+def test_gitignore_of_the_repository_leaves_nothing_out(hub, push, export):
+    hub.make(NAME, files={".gitignore": b"*.safetensors\n"})
+    hub.ignores = "*.safetensors"
+    assert push("push", export, NAME)["error"] is None
+    assert holds(hub.repos[NAME], export)
+
+
+# ---- The command line, and secrets ---------------------------------------------------------------
+
+
+def test_command_line(hub, push, export):
+    done = push("command", "push", export, "--repo_id", NAME)
+    assert done["result"] == 0, done["err"]
+    assert done["out"].endswith(f"/{NAME}/commit/{hub.repos[NAME].head().oid}\n")
+    assert hub.repos[NAME].private
+    dry = push("command", "push", export, "--repo_id", "me/second", "--public", "--dry_run")
+    assert dry["result"] == 0, dry["err"]
+    for words in ("config.json", "would be created, public", "library_name: transformers"):
+        assert words in dry["out"]
+    assert list(hub.repos) == [NAME]
+    assert push("command", "push", export, "--repo_id", "me/second", "--public")["result"] == 0
+    assert not hub.repos["me/second"].private
+    bad = push("command", "push", export, "--repo_id", "tiny")
+    assert bad["result"] == 1
+    assert bad["err"].startswith("toolkit: error: ")
+    assert bad["err"].count("\n") == 1
+    assert push("command", "push", export)["result"] == 2
+
+
+def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
+    """Two processes; the Hub refuses at the end; the command that the error names completes it."""
+    run = tmp_path / "run"
+    command = [
+        *torchrun(2, free_port()),
+        str(ROOT / "recipes" / "pretrain.py"),
+        *("--model.name_or_path", str(tiny_llama), "--data.train_files", str(text_file)),
+        *("--data.sequence_length", "32", "--train.max_steps", "2", "--output_dir", str(run)),
+        *("--train.logging_steps", "1", "--sharding.param_dtype", "float32"),
+        *("--hub.push_to_hub", "true", "--hub.hub_model_id", NAME, "--hub.hub_revision", "two"),
+    ]
+    hub.faults = lambda number, method, path: (
+        Fault("status", 403) if "/preupload/" in path else None
+    )
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=push.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert said.index(f"created {NAME}, private") < said.index("step 1/2")
+    assert [s.path.split("/")[2] for s in hub.seen][:3] == ["whoami-v2", "models", "repos"]
+    assert commit.committed_steps(run)
+    assert "Traceback" not in said.split("error: ")[1].split("\n")[0]
+    words = said.split("publish it with: toolkit ")[1].splitlines()[0].split()
+    assert words == ["push", f"{run}-hf", "--repo_id", NAME, "--revision", "two"]
+    hub.reset()
+    assert push("command", *words)["result"] == 0
+    assert holds(hub.repos[NAME], Path(f"{run}-hf"), "two")
+    card = hub.repos[NAME].content("two")["README.md"].decode()
+    for part in ("trained from tiny_llama", "`text.txt`", "| train.per_device_train_batch_size |"):
+        assert part in card
+    assert "Loss over the steps" in card
+    assert str(tmp_path) not in card + json.dumps(export_manifest.read(Path(f"{run}-hf")))
+    push.heard.append(said)
+
+
+def test_zz_no_token_in_anything_said(push):
+    """Runs last: over all that the tests above made the client say, log and raise."""
+    said = "".join(push.heard) + push.errors.read_text()
+    assert "thrown while requesting PUT" in said, "the client's log of signed addresses is there"
+    for secret in (TOKEN, READ_TOKEN, XET_TOKEN, SIGNATURE):
+        assert secret not in said
+    assert REMOVED in said
+
+
+def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    base = tmp_path / "private" / "base"
+    base.mkdir(parents=True)
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    settings = {
+        "model": {"name_or_path": str(base), "init": "pretrained", "api_key": "canary-by-name"},
+        "data": {"train_files": [f"{tmp_path}/private/a.txt", "https://me:canary@host/b.txt"]},
+        "optim": {"learning_rate": 0.1, "note": f"login with {TOKEN}"},
+        "hub": {"hub_model_id": NAME},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    lines = [{"step": s, "loss": 9.0 - s / 100, "tokens": s} for s in range(1, 601)]
+    lines[399]["eval_loss"] = 5.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    facts = model_card.run_facts(run, 500)
+    text = json.dumps(facts)
+    for word in ("canary", TOKEN, str(tmp_path), "private"):
+        assert word not in text
+    assert facts["data"]["train_files"] == ["a.txt", "b.txt"]
+    assert facts["base_model"]["license"] == "apache-2.0"
+    assert facts["steps"] == 500
+    assert facts["metrics"]["eval_loss"] == 5.5
+    curve = facts["curve"]["loss"]
+    assert (len(curve), curve[0][0], curve[-1][0]) == (200, 1, 500)
+    assert model_card.run_facts(tmp_path / "no") == {}
+
+    manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
+    card = model_card.render(manifest, NAME, "ab" * 32)
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["license"] == "apache-2.0"
+    assert "base_model" not in front, "the Hub refuses one that is not its own"
+    assert model_card.is_unedited(card)
+    assert not model_card.is_unedited(card.replace("Load it", "Read it"))
+    assert not model_card.is_unedited("# Mine\n")
+    facts["base_model"] |= {"hub_id": "org/base", "name": "org/base"}
+    front = yaml.safe_load(model_card.render(manifest, NAME, "ab" * 32).split("---")[1])
+    assert front["base_model"] == "org/base"
+    bare = model_card.render(manifest | {"origin": {}}, NAME, "ab" * 32)
+    assert "## Training" not in bare
+    assert "toolkit verify tiny" in bare
+
+
+def test_the_curve_is_drawn():
+    falling = model_card.draw([[s, 9.0 - s] for s in range(9)], [[8, 2.0]], width=9).splitlines()
+    assert falling[0].startswith("9.000 |*")
+    assert falling[-3].startswith("1.000 |")
+    assert falling[-3].endswith("*")
+    assert sum(row.count("*") for row in falling) == 9
+    assert sum(row.count("o") for row in falling) == 1
+    assert model_card.draw([[1, 2.0]], []) == ""
+    assert model_card.draw([[1, None], [2, 3.0]], []) == ""
+
+
+def test_secrets_are_known_by_name_and_by_look():
+    for name in ("hf_token", "hub.apiKey", "db_password", "HF_TOKEN", "aws_secret_access_key"):
+        assert is_secret_name(name), name
+    for name in ("train_tokenizer", "tokens_per_second", "eos_token_id", "eos_token", "seed"):
+        assert not is_secret_name(name), name
+    for text in (
+        f"x {TOKEN} y",
+        "https://me:pass@host/x",
+        "Authorization: Bearer abcdefghijklmnop",
+        "https://host/x?X-Amz-Signature=abc",
+        "s3://key:secret@bucket",
+    ):
+        assert REMOVED in scrub(text), text
+    for text in (
+        *("a.b@c.org", "https://host/@name", "recipes/configs/tiny_llama", "hf_assets"),
+        *(
+            "runs/hf_llama_finetune_v1",
+            "out/hf_export_step_00000100",
+            "sk-learn-like-folder-name-2",
+        ),
+    ):
+        assert scrub(text) == text

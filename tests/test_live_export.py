@@ -1,0 +1,115 @@
+"""A running model's export is, to the byte, the consolidation of its checkpoint."""
+
+import errno
+import filecmp
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import save_tiny_model
+from distributed import run_ranks
+
+from toolkit import checkpoint, export_manifest, streaming
+from toolkit.config import CheckpointConfig, ModelConfig, ShardingConfig
+from toolkit.consolidate import consolidate
+from toolkit.errors import ExportError
+from toolkit.live_export import export_live, export_step
+from toolkit.loading import load_pretrained
+from toolkit.models import build_on_meta
+from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.verify import verify_export
+
+KINDS = ("llama", "tied", "moe")
+
+
+def _export(rank: int, world: int, root: str) -> list[str]:
+    said = []
+    for kind in KINDS:
+        folder = Path(root, kind)
+        model = build_on_meta(ModelConfig(name_or_path=str(folder / "source")))
+        apply_fsdp(model, init_mesh("cpu", world, ShardingConfig()), ShardingConfig())
+        load_pretrained(model, folder / "source", torch.device("cpu"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        ids = torch.arange(8).view(1, 8)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        checkpoint.save(checkpoint.TrainState(model, step=1), folder / "run", CheckpointConfig())
+        for name, arguments in (
+            ("auto", {}),
+            ("cast", {"dtype": "bfloat16", "max_shard_size": "10KB"}),
+        ):
+            path = export_live(model, folder / name, origin={"step": 1}, **arguments)
+            assert path == str(folder / name)
+        if kind == "llama":  # a run that comes by again may hold other weights by then
+            export_step(model, folder / "run", 1)
+            with torch.no_grad():
+                next(model.parameters()).mul_(2)
+            export_step(model, folder / "run", 1)
+        before = model.state_dict()
+        try:
+            export_live(model, folder / "auto")
+        except ExportError as error:
+            said.append(str(error))
+
+        def full(*args: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with mock.patch.object(streaming, "write_all", full):  # on rank 0, the only one to write
+            try:
+                export_live(model, folder / "full")
+            except ExportError as error:
+                said.append(str(error))
+        assert model.state_dict().keys() == before.keys()
+    return said
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    root = tmp_path_factory.mktemp("live")
+    save_tiny_model(root / "llama/source", dtype=torch.bfloat16)
+    save_tiny_model(root / "tied/source", tie_word_embeddings=True)
+    save_tiny_model(root / "moe/source", "qwen3_moe")
+    return root, run_ranks(_export, 2, str(root))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_the_folder_of_the_offline_export(exported, tmp_path: Path, kind: str) -> None:
+    folder = exported[0] / kind
+    consolidate(folder / "run", tmp_path / "auto")
+    consolidate(folder / "run", tmp_path / "cast", dtype="bfloat16", max_shard_size="10KB")
+    for name in ("auto", "cast"):
+        offline, live = export_manifest.read(tmp_path / name), export_manifest.read(folder / name)
+        assert offline["origin"].pop("checkpoint") is not None
+        assert live["origin"].pop("checkpoint") is None
+        assert offline.pop("origin")["step"] == live.pop("origin")["step"] == 1
+        assert offline == live
+        names = sorted(p.name for p in (tmp_path / name).iterdir())
+        assert names == sorted(p.name for p in (folder / name).iterdir())
+        names.remove(export_manifest.FILE)
+        same = filecmp.cmpfiles(tmp_path / name, folder / name, names, shallow=False)
+        assert same == (names, [], [])
+    assert len(list((tmp_path / "cast").glob("*.safetensors"))) > 2
+    source = export_manifest.describe(folder / "source")["tensors"]
+    auto = export_manifest.read(folder / "auto")["tensors"]
+    assert source.keys() == auto.keys()
+    assert any(source[k]["sha256"] != auto[k]["sha256"] for k in auto)  # it was trained
+
+
+def test_a_step_that_is_exported_again_replaces_nothing_and_is_new(exported) -> None:
+    root, _ = exported
+    new, old = sorted((root / "llama/run/exports").iterdir())
+    assert (new.name, old.name[:18]) == ("step-00000001", "step-00000001.old-")
+    assert verify_export(root / "llama/run", old).ok
+    assert not verify_export(root / "llama/run", new).ok  # the weights were changed meanwhile
+
+
+def test_a_failure_is_every_ranks(exported) -> None:
+    root, (first, second) = exported
+    assert len(first) == 2 * len(KINDS)
+    for mine, other in zip(first, second, strict=True):
+        assert other == f"{mine} (on rank 0)"
+    assert "exists and is not empty" in first[0]
+    assert "No space left on device; nothing was left" in first[1]
+    assert not list(root.glob("*/*.tmp-export"))

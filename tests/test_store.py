@@ -1,0 +1,542 @@
+"""Checkpoints on an object store: the same promises as on a disk, without a rename."""
+
+import json
+import os
+import shutil
+import tempfile
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import bucket
+import fsspec
+import pytest
+import torch
+from bucket import Store
+from conftest import plain, run_recipe, save_tiny_model
+from distributed import run_ranks
+from test_checkpoint_resume import Trainer
+from test_checkpoint_saving import small_state
+from torch import nn
+
+from toolkit import checkpoint, cli, commit, config, dcp_reader, disk, run_dir, store, store_commit
+from toolkit.config import CheckpointConfig, ModelConfig, PretrainConfig
+from toolkit.dcp_format import BlobView, read_metadata
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.fetch import at_hand
+
+SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
+    # What a killed process leaves of its small files goes with the test.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Store.quiet()
+    yield
+    Store.quiet()
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"bucket://{tmp_path}/run"
+
+
+def saved(url: str, step: int, seed: int, cfg: CheckpointConfig = SYNC) -> checkpoint.TrainState:
+    state = small_state(seed, step)
+    checkpoint.save(state, url, cfg)
+    return state
+
+
+def weights(state: checkpoint.TrainState) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in state.model.parameters()]
+
+
+def same(a: checkpoint.TrainState, b: checkpoint.TrainState) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
+
+
+def names(url: str) -> set[str]:
+    """Return the attempts that have any object."""
+    return {n.split("/")[1] for n in store.where(url).files() if n.startswith("checkpoints/")}
+
+
+# ---- One process ---------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_in_memory_comes_back(tmp_path):
+    url = f"memory://bucket/{tmp_path.name}"
+    state = saved(url, 3, seed=1)
+    assert names(url) == {checkpoint.newest(url).name}
+    fresh = small_state(seed=2)
+    assert not same(state, fresh)
+    assert checkpoint.resume(fresh, url, SYNC) == 3
+    assert same(state, fresh)
+    assert (fresh.tokens, fresh.data.seen) == (state.tokens, state.data.seen)
+    moments = [
+        o.optimizer.state[p]["exp_avg"] for o in (state, fresh) for p in o.model.parameters()
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(moments[:3], moments[3:], strict=True))
+    assert checkpoint.resume(fresh, f"{url}/elsewhere", SYNC) is None
+
+
+def test_torch_reads_it_from_the_store(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    url = f"memory://bucket/{tmp_path.name}"
+    state = saved(url, 3, seed=1)
+    found = {f"model.{n}": torch.zeros_like(p) for n, p in state.model.named_parameters()}
+    dcp.load(found, storage_reader=FsspecReader(f"{checkpoint.newest(url)}/dcp"))
+    assert all(torch.equal(found[f"model.{n}"], p) for n, p in state.model.named_parameters())
+
+
+def test_behind_the_loop(url):
+    state = small_state(1, 3)
+    before = weights(state)
+    path = checkpoint.save(state, url, ASYNC)
+    with torch.no_grad():
+        state.model[0].weight.add_(1)
+    checkpoint.wait()
+    fresh = small_state(seed=2)
+    assert checkpoint.resume(fresh, url, SYNC) == 3
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(fresh), strict=True))
+    assert str(checkpoint.newest(url)) == path
+    Store.fail = ".distcp"
+    checkpoint.save(small_state(1, 4), url, ASYNC)
+    with pytest.raises(CheckpointError, match=r"step 4 could not be written.*store went away"):
+        checkpoint.wait()
+
+
+def test_retention_and_overwriting(url):
+    for step in (1, 2, 3):
+        saved(url, step, step)
+    assert sorted(store_commit.committed_steps(store.where(url))) == [2, 3]
+    again = saved(url, 3, seed=7)
+    assert [n.split("-")[1] for n in sorted(names(url))] == ["00000002.try", "00000003.try"]
+    fresh = small_state()
+    assert checkpoint.resume(fresh, url, SYNC) == 3
+    assert same(again, fresh)
+    # A damaged one does not count as kept: two that verify stay.
+    _flip(checkpoint.newest(url), "state.json")
+    saved(url, 4, 4)
+    assert sorted(store_commit.committed_steps(store.where(url))) == [2, 3, 4]
+
+
+def _flip(place: store.Place, name: str) -> None:
+    file = Path((place / name).path)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["dcp/__0_0.distcp", "manifest.json", "COMMIT", "state.json"])
+def test_a_damaged_one_is_marked_and_the_one_before_is_used(url, capsys, name):
+    saved(url, 1, 1)
+    saved(url, 2, 2)
+    bad = checkpoint.newest(url)
+    _flip(bad, name)
+    before = store.where(url).files()
+    fresh = small_state()
+    assert checkpoint.resume(fresh, url, SYNC) == 1
+    assert f"WARNING: checkpoint {bad.name} is damaged" in capsys.readouterr().out
+    assert store.where(url).files().keys() - before.keys() == {f"checkpoints/{bad.name}/BAD"}
+    saved(url, 2, 3)  # the run reaches the step again, and the damaged one is still there
+    assert store_commit.committed_steps(store.where(url))[2].name != bad.name
+    saved(url, 3, 3)
+    saved(url, 4, 4)
+    assert bad.name in names(url)
+
+
+def test_a_superseded_attempt_counts_again_where_the_new_one_is_damaged(url):
+    first = saved(url, 1, 1)
+    with mock.patch.object(store_commit, "prune", return_value=[]):  # killed before it
+        saved(url, 1, 2)
+    _flip(checkpoint.newest(url), "dcp/__0_0.distcp")
+    fresh = small_state()
+    assert checkpoint.resume(fresh, url, SYNC) == 1
+    assert same(first, fresh)
+
+
+def test_a_folder_copied_from_a_disk_counts(url, tmp_path):
+    state = small_state(1, 3)
+    checkpoint.save(state, tmp_path / "disk", SYNC)
+    shutil.copytree(tmp_path / "disk", tmp_path / "run")
+    fresh = small_state()
+    assert checkpoint.resume(fresh, url, SYNC) == 3
+    assert same(state, fresh)
+    (tmp_path / "run/checkpoints/step-00000003/COMMIT").unlink()  # still being copied
+    saved(url, 4, 4)
+    assert "step-00000003" in names(url)
+    assert sorted(store_commit.committed_steps(store.where(url))) == [4]
+
+
+def test_parts_of_large_blobs_are_read_in_ranges(url):
+    torch.manual_seed(0)
+    tensor = torch.randn(1000, 700)
+    model = nn.Linear(700, 1000, bias=False)
+    model.weight.data.copy_(tensor)
+    checkpoint.save(checkpoint.TrainState(model), url, SYNC)
+    dcp = checkpoint.newest(url) / "dcp"
+    metadata = read_metadata(Path(dcp.path))
+    for wanted in (
+        (slice(0, 1000), slice(0, 700)),
+        (slice(10, 30), slice(0, 700)),
+        (slice(999, 1000), slice(3, 5)),
+        (slice(0, 1000), slice(699, 700)),
+    ):
+        target = torch.zeros(*(s.stop - s.start for s in wanted))
+        read = dcp_reader._fill_from_store(dcp, metadata, "model.weight", target, wanted)
+        assert torch.equal(target, tensor[wanted])
+        assert read == (wanted[0].stop - wanted[0].start) * 700 * 4
+    assert issubclass(dcp_reader.StoredBlob, BlobView)
+    Path((dcp / "__0_0.distcp").path).write_bytes(b"PK" * 1000)
+    with pytest.raises(CheckpointError, match=r"model\.weight"):
+        dcp_reader._fill_from_store(dcp, metadata, "model.weight", target, wanted)
+
+
+# ---- Kills ---------------------------------------------------------------------------------------
+
+
+def _life(url: str) -> None:
+    """Save a step, which lets the oldest go, and overwrite it."""
+    saved(url, 3, 3)
+    saved(url, 3, 4)
+
+
+def _faults(url: str) -> list[str]:
+    """Return what a kill has lost or mixed up; saves once more, as the next start would."""
+    run, found = store.where(url), []
+    versions = {1: [1], 2: [2], 3: [3, 4]}
+    steps = store_commit.committed_steps(run)
+    if len(steps) < 2 or 2 not in steps:
+        found.append(f"committed: {sorted(steps)}")
+    for step, place in steps.items():
+        try:
+            damage = store_commit.damaged_files(place, store_commit.read_manifest(place)["files"])
+            state = small_state()
+            if damage or checkpoint.restore(state, place) != step:
+                found.append(f"step {step}: {damage}")
+            elif not any(same(state, small_state(seed)) for seed in versions[step]):
+                found.append(f"step {step} holds what nobody saved")
+        except CheckpointError as error:
+            found.append(f"step {step}: {error}")
+    if store_commit.broken_steps(run):
+        found.append("something looks damaged")
+    saved(url, 9, 9)
+    whole = {p.name for p in store_commit.committed_steps(run).values()}
+    if names(url) != whole:
+        found.append(f"left over: {names(url) - whole}")
+    return found
+
+
+def _killed_at_each(tmp_path: Path, whole: bool = True) -> tuple[int, list[str]]:
+    """Kill `_life` before each of its puts and deletes; return how many there were, and faults.
+
+    Unless `whole`, the first fault is enough.
+    """
+    begin = tmp_path / "begin"
+    for step in (1, 2):
+        saved(f"bucket://{begin}", step, step)
+    number, found = 0, []
+    while True:
+        copy = tmp_path / f"kill-{number}"
+        shutil.copytree(begin, copy)
+        child = os.fork()
+        if child == 0:
+            try:
+                Store.quiet()
+                Store.die_at = number
+                _life(f"bucket://{copy}")
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return number, found
+        if os.WIFEXITED(status):
+            return number, [*found, "a save that was not killed failed"]
+        found += [f"killed before operation {number}: {f}" for f in _faults(f"bucket://{copy}")]
+        if found and not whole:
+            return number, found
+        number += 1
+
+
+def test_a_kill_at_each_put_and_delete_loses_nothing(tmp_path, capsys):
+    number, found = _killed_at_each(tmp_path)
+    assert number > 20
+    assert not found, "\n".join(found)
+
+
+def _commit_first(attempt, step, manifest):
+    text = commit.render_manifest(manifest)
+    (attempt / "COMMIT").put(commit.seal(text.encode()).encode())
+    (attempt / "manifest.json").put(text.encode())
+    return attempt
+
+
+def _commit_deleted_last(attempts):
+    for attempt in attempts:
+        for name in sorted(attempt.files, key=lambda n: n == "COMMIT"):
+            (attempt.place / name).delete()
+
+
+def _same_name_again(run, step):
+    return run / "checkpoints" / f"{commit.step_name(step)}.try-0001-00000000"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("commit", _commit_first), ("_delete", _commit_deleted_last), ("begin", _same_name_again)],
+)
+def test_a_wrong_order_is_noticed(tmp_path, name, wrong):
+    with mock.patch.object(store_commit, name, wrong):
+        assert _killed_at_each(tmp_path, whole=False)[1]
+
+
+def test_a_put_that_fails_leaves_what_was_committed(url):
+    for step in (1, 2):
+        saved(url, step, step)
+    for name in ("rng", ".distcp", ".metadata", "state.json", "manifest.json", "COMMIT"):
+        Store.fail = name
+        with pytest.raises(CheckpointError, match="store went away"):
+            saved(url, 3, 3)
+        Store.quiet()
+        steps = store_commit.committed_steps(store.where(url))
+        assert len(steps) >= 2
+        for place in steps.values():
+            files = store_commit.read_manifest(place)["files"]
+            assert not store_commit.damaged_files(place, files)
+    saved(url, 4, 4)
+    assert len(names(url)) == 2
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json", ".distcp"])
+def test_a_put_that_was_done_and_looks_failed_does_no_harm(url, name):
+    saved(url, 1, 1)
+    first = saved(url, 2, 2)
+    Store.unsaid = name
+    with pytest.raises(CheckpointError, match="no answer"):
+        saved(url, 2, 5)
+    Store.quiet()
+    fresh = small_state()
+    assert checkpoint.resume(fresh, url, SYNC) == 2
+    assert same(fresh, small_state(5) if name == "COMMIT" else first)
+    last = saved(url, 2, 6)
+    assert checkpoint.resume(fresh, url, SYNC) == 2
+    assert same(fresh, last)
+    assert len(names(url)) == 2
+
+
+# ---- Several ranks -------------------------------------------------------------------------------
+
+
+def two_ranks(rank: int, world: int, model: str, url: str) -> dict:
+    found = {}
+    for behind in (False, True):
+        place, cfg = f"{url}-{behind}", CheckpointConfig(async_save=behind)
+        run = Trainer(model, world, "adamw")
+        run.steps(1)
+        checkpoint.save(run.state, place, cfg)
+        run.steps(1)
+        checkpoint.save(run.state, place, cfg)
+        undisturbed = run.steps(2), run.weights()
+        checkpoint.wait()
+        fresh = Trainer(model, world, "adamw")
+        assert checkpoint.resume(fresh.state, place, cfg) == 2
+        resumed = fresh.steps(2), fresh.weights()
+        assert undisturbed[0] == resumed[0]
+        assert all(torch.equal(t, resumed[1][n]) for n, t in undisturbed[1].items())
+        if not behind:  # control: without the checkpoint
+            assert Trainer(model, world, "adamw").steps(2) != resumed[0]
+
+        # A put of one rank that fails is everybody's failure, and the step before is there.
+        Store.fail = ".distcp" if rank == 1 else ""
+        run.state.step = 3
+        try:
+            checkpoint.save(run.state, place, cfg)
+            checkpoint.wait()
+        except CheckpointError as error:
+            found[behind] = str(error)
+        Store.quiet()
+        assert checkpoint.resume(fresh.state, place, cfg) == 2
+
+    # A damaged file that one rank finds is marked once, and both ranks fall back.
+    newest = checkpoint.newest(f"{url}-False")
+    torch.distributed.barrier()
+    if rank == 0:
+        _flip(newest, "dcp/__1_0.distcp")
+    torch.distributed.barrier()
+    assert checkpoint.resume(fresh.state, f"{url}-False", SYNC) == 1
+    found["weights"] = fresh.weights()
+    return found
+
+
+def test_two_ranks(tmp_path, url):
+    model = save_tiny_model(tmp_path / "model")
+    first, second = run_ranks(two_ranks, 2, str(model), url)
+    for said in (first, second):
+        assert all("step 3 could not be written" in said[behind] for behind in (False, True))
+    # On one process, unsharded, from what two ranks wrote.
+    from transformers import AutoModelForCausalLM
+
+    plain_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert checkpoint.resume(checkpoint.TrainState(plain_model), f"{url}-False", SYNC) == 1
+    for name, tensor in plain_model.named_parameters():
+        assert torch.equal(tensor, first["weights"][name])
+
+
+# ---- What is refused before any work -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:hunter2@bucket/run",
+        "s3://token@bucket/run",
+        "s3://bucket/run?secret=hunter2",
+        "simplecache::s3://bucket/run",
+        "nosuchstore://bucket/run",
+        "lost://bucket/run",
+    ],
+)
+def test_a_url_that_cannot_be_used(url):
+    fsspec.register_implementation(
+        "lost", "no_such_driver.Store", clobber=True, errtxt="Install no_such_driver"
+    )
+    with pytest.raises(CheckpointError) as error:
+        store.where(url)
+    assert "hunter2" not in str(error.value)
+    assert "token" not in str(error.value)
+    if url.startswith("lost"):
+        assert "Install no_such_driver" in str(error.value)
+
+
+def test_a_path_is_no_url(tmp_path):
+    assert store.where(str(tmp_path)) == tmp_path == store.where(f"file://{tmp_path}")
+    assert not store.is_url(tmp_path)
+    place = store.where("memory://bucket/run/")
+    assert (str(place / "a"), (place / "a").name, (place / "a").parent) == (
+        "memory://bucket/run/a",
+        "a",
+        place,
+    )
+
+
+@pytest.mark.parametrize("failing", ["probe", "bucket"])
+def test_a_store_that_refuses_is_found_out_at_once(url, tmp_path, failing):
+    cfg = _config(tmp_path, url)
+    run_dir.reach(cfg)
+    assert not store.where(url).files()
+    Store.fail = failing
+    if failing == "bucket":  # refuses everything
+        Store.fail = str(tmp_path)
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot go to bucket://.*went away"):
+        run_dir.reach(cfg)
+
+
+def _config(tmp_path: Path, root: str | None, seed: int = 42) -> PretrainConfig:
+    return PretrainConfig(
+        ModelConfig("somewhere"),
+        checkpoint=CheckpointConfig(root=root),
+        output_dir=str(tmp_path / "out"),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--checkpoint.root", "s3://key:hunter2@bucket/run"], "token or a password"),
+        (["--checkpoint.root", ""], r"checkpoint\.root is an empty text"),
+        (
+            ["--checkpoint.root=s3://b/r", "--hub.push_to_hub=true", "--hub.hub_model_id=a/b"],
+            r"checkpoint\.root puts them elsewhere",
+        ),
+    ],
+)
+def test_secrets_and_contradictions_are_refused(flags, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        config.parse(PretrainConfig, ["--model.name_or_path", "somewhere", *flags])
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_root_belongs_to_one_run(tmp_path, url):
+    cfg = _config(tmp_path, url)
+    folder = run_dir.claim(cfg)
+    run_dir.record(folder, cfg)
+    saved(url, 3, 3)
+    run_dir.claim(cfg)
+    # On another machine, whose disk is empty: the same run goes on, another one does not.
+    shutil.rmtree(folder)
+    run_dir.claim(cfg)
+    with pytest.raises(ConfigError, match=r"checkpoint.root bucket://.*seed was 42, is 7"):
+        run_dir.claim(_config(tmp_path, url, seed=7))
+    # Nor does a run that has left its checkpoints elsewhere begin anew.
+    run_dir.record(folder, cfg)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    for root in (None, str(tmp_path / "local"), f"{url}-2"):
+        with pytest.raises(ConfigError, match=r"it would begin anew\. Copy checkpoints"):
+            run_dir.claim(_config(tmp_path, root))
+    shutil.copytree(tmp_path / "run", tmp_path / "run-2")
+    run_dir.claim(_config(tmp_path, f"{url}-2"))
+
+
+def test_a_root_on_a_disk(tmp_path):
+    cfg = _config(tmp_path, str(tmp_path / "other"))
+    folder = run_dir.claim(cfg)
+    run_dir.record(folder, cfg)
+    root = run_dir.root_of(cfg)
+    saved(root, 3, 3)
+    assert sorted(commit.committed_steps(root)) == [3]
+    assert not (folder / "checkpoints").exists()
+    with at_hand(folder) as found:
+        assert commit.find_checkpoint(found).name == "step-00000003"
+
+
+def test_the_disk_is_asked_for_the_exports_only(tiny_llama, tmp_path, url):
+    from toolkit.models import build_on_meta
+
+    model = build_on_meta(ModelConfig(str(tiny_llama)))
+    on_disk = disk.need(model, tmp_path, CheckpointConfig(), 1000, 1)
+    away = disk.need(model, tmp_path, CheckpointConfig(root=url), 1000, 1)
+    assert away.total == away.export == on_disk.export < on_disk.total
+    assert url in str(away)
+
+
+# ---- The recipe and the command line -------------------------------------------------------------
+
+
+def test_the_recipe_and_the_command_line(tiny_llama, text_file, tmp_path, url, monkeypatch, capsys):
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text("import bucket\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}:{Path(bucket.__file__).parent}")
+    flags = [
+        "--model.name_or_path", str(tiny_llama),
+        "--data.train_files", str(text_file),
+        "--data.sequence_length", "32",
+        "--train.max_steps", "2",
+        "--checkpoint.root", url,
+        "--output_dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = run_recipe(plain(), *flags)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"checkpoint {url}/checkpoints" in done.stdout
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert sorted(store_commit.committed_steps(store.where(url))) == [2]
+
+    for path in (str(tmp_path / "out"), url, str(checkpoint.newest(url))):
+        capsys.readouterr()
+        assert cli.main(["inspect", path, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step"] == 2
+    assert cli.main(["verify", url]) == 0
+    export = str(tmp_path / "export")
+    assert cli.main(["consolidate", str(tmp_path / "out"), "--output", export]) == 0
+    assert cli.main(["verify", url, export]) == 0
+    described = json.loads(Path(export, "toolkit_manifest.json").read_text())["manifest"]["origin"]
+    assert described["run"]["steps"] == 2
+    _flip(checkpoint.newest(url), "dcp/__0_0.distcp")
+    assert cli.main(["verify", url]) == 1
+    assert cli.main(["consolidate", f"{url}/nothing", "--output", export + "2"]) == 1
+    assert "holds no committed checkpoint" in capsys.readouterr().err

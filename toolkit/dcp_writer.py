@@ -1,0 +1,284 @@
+"""A torch distributed checkpoint (DCP), written at the disk's speed and hashed on the way.
+
+What it writes is what torch's `FileSystemWriter` writes: blobs of `torch.save` one after the other.
+Owns the writing: blocks go to the file while another thread hashes them, and the disk works while
+the next block is prepared. Knows neither models nor manifests.
+
+[Note: three passes over the bytes] torch.save computes a CRC of every tensor on the thread that
+writes, at 1.2 GB/s: as much as the sha256. It is switched off for the moment in which torch.save
+hands over the pieces of a blob without copying them, computed with zlib (3 to 4 GB/s) and put where
+it belongs. So reading the zip with any tool still finds a flipped bit.
+"""
+
+import hashlib
+import io
+import os
+import queue
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from toolkit.dcp_format import StorageInfo
+from toolkit.errors import CheckpointError
+from toolkit.store import Place, Upload
+
+_BLOCK = 4 * 2**20  # bytes written and hashed at a time: large against a system call
+_AHEAD = 16  # blocks that the hash may lag behind
+_FLUSH = 32 * 2**20  # bytes after which the disk is told to start: fsync then finds little to do
+_HASH = hashlib.sha256
+_CRC_SWITCH = threading.Lock()
+
+
+class HashingWriter(FileSystemWriter):
+    """`FileSystemWriter` that leaves size and sha256 of what this rank wrote in `files`.
+
+    Every file is fsynced. Memory beyond the tensors: two tensors where they are on a device.
+
+    Args:
+        path: folder of the checkpoint.
+        shards: where the tensors go instead, on an object store; `.metadata` stays in `path`.
+    """
+
+    def __init__(self, path: str | Path, shards: Place | None = None) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=True)
+        self.shards = Path(path) if shards is None else shards
+        self.files: dict[str, dict[str, Any]] = {}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Return where the checkpoint is, for torch's logs and its metadata."""
+        return self.path if isinstance(self.shards, Path) else str(self.shards)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Write this rank's items into one file; called by `dcp.save`."""
+        prefix = getattr(plan.storage_data, "prefix", None)
+        if prefix is None:
+            raise CheckpointError(
+                f"torch {torch.__version__} names no file for a rank's shards; use 2.11 to 2.13"
+            )
+        name, results = f"{prefix}0.distcp", []
+        # Nothing to write, no file: the same as torch where a rank holds nothing.
+        if plan.items:
+            with HashedFile(self.shards / name) as file:
+                for item, blob in _blobs(plan.items, planner):
+                    begin = file.size
+                    for piece in blob:
+                        file.write(piece)
+                    results.append(_result(item.index, name, begin, file.size - begin))
+            self.files[name] = file.described()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+class HashedFile:
+    """A new file that is hashed by another thread while it is written, and fsynced at the end.
+
+    On an object store it is there, whole, when it is closed.
+    """
+
+    def __init__(self, path: Path | Place) -> None:
+        self.size, self._synced_to = 0, 0
+        self._hash = _HASH()
+        self._blocks: queue.Queue[Any] = queue.Queue(_AHEAD)
+        self._failure: BaseException | None = None
+        self._upload = Upload(path) if isinstance(path, Place) else None
+        self._file = -1
+        if isinstance(path, Path):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._thread = threading.Thread(target=self._work, name="sha256", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._upload is not None:
+                self._upload.__exit__(kind)
+            elif kind is None:
+                os.fsync(self._file)
+        finally:
+            self._blocks.put(None)
+            self._thread.join()
+            if self._upload is None:
+                os.close(self._file)
+        if self._failure is not None and kind is None:
+            raise self._failure
+
+    def write(self, content: Any) -> None:
+        """Append `content`, which must stay as it is until the file is closed."""
+        view = memoryview(content)
+        for begin in range(0, len(view), _BLOCK):
+            block = view[begin : begin + _BLOCK]
+            self._blocks.put(block)
+            if self._upload is not None:
+                self._upload.write(block)
+            done = len(block) if self._upload is not None else 0
+            while done < len(block):
+                done += os.write(self._file, block[done:])
+            self.size += len(block)
+        if self._upload is not None:
+            return
+        if self.size - self._synced_to >= _FLUSH and hasattr(os, "posix_fadvise"):
+            length = self.size - self._synced_to
+            os.posix_fadvise(self._file, self._synced_to, length, os.POSIX_FADV_DONTNEED)
+            self._synced_to = self.size
+
+    def described(self) -> dict[str, Any]:
+        """Return size and sha256 of the closed file, as a manifest keeps them."""
+        return {"size": self.size, "sha256": self._hash.hexdigest()}
+
+    def _work(self) -> None:
+        while (block := self._blocks.get()) is not None:
+            if self._failure is None:
+                try:
+                    self._hash.update(block)
+                except BaseException as error:  # the writer must go on, or it waits for ever
+                    self._failure = error
+
+
+def _blobs(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[WriteItem, list[Any]]]:
+    """Yield every item with the pieces of its blob; the next tensor comes from its device while
+    one is written.
+    """
+    with ThreadPoolExecutor(1, "fetch") as pool:
+        ahead = pool.submit(_fetch, items[0], planner)
+        for i, item in enumerate(items):
+            data = ahead.result()
+            if i + 1 < len(items):
+                ahead = pool.submit(_fetch, items[i + 1], planner)
+            yield item, ([data.getbuffer()] if isinstance(data, io.BytesIO) else _pieces(data))
+
+
+def _fetch(item: WriteItem, planner: SavePlanner) -> Any:
+    data = planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO:
+        return data
+    assert isinstance(data, torch.Tensor)
+    tensor = data.detach().cpu()
+    # torch.save writes the whole storage, so it must hold nothing else.
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Pieces(io.RawIOBase):
+    """What torch.save writes: small pieces copied, the tensor's own memory as it is."""
+
+    def __init__(self, payload: int) -> None:
+        self.payload, self.pieces = payload, [bytearray()]
+
+    def write(self, content: Any) -> int:
+        if len(content) == self.payload and len(self.pieces) == 1 and self.payload > 2**16:
+            self.pieces += [content, bytearray()]  # type: ignore[list-item]
+        else:
+            self.pieces[-1] += content
+        return len(content)
+
+
+def _pieces(tensor: torch.Tensor) -> list[Any]:
+    """Return the blob that torch.save makes of a tensor: before its memory, its memory, after it.
+
+    The memory is not copied. See [Note: three passes over the bytes].
+    """
+    stream = _Pieces(tensor.nbytes)
+    if tensor.nbytes <= 2**16:
+        torch.save(tensor, cast(IO[bytes], stream))
+        return stream.pieces
+    with _CRC_SWITCH:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(tensor, cast(IO[bytes], stream))
+        finally:
+            torch.serialization.set_crc32_options(before)
+    if len(stream.pieces) != 3:
+        raise CheckpointError(
+            f"torch {torch.__version__} writes a tensor in another way than 2.11 to 2.13 do"
+        )
+    # The same memory as torch.save saw, kept alive until it is written and hashed.
+    stream.pieces[1] = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type, call-overload]
+    _put_checksums(stream.pieces)
+    return stream.pieces
+
+
+def _put_checksums(pieces: list[Any]) -> None:
+    """Put the CRC of every record of a zip file where torch left it out.
+
+    After each record's data (a zip file that is streamed has it there) and in the directory at the
+    end, whose entries say where the records are.
+    """
+    head, payload, tail = pieces
+    size = len(head) + len(payload) + len(tail)
+    behind = len(head) + len(payload)
+
+    def part(begin: int, length: int) -> Any:
+        if begin >= behind:
+            return memoryview(tail)[begin - behind : begin - behind + length]
+        if begin == len(head) and length == len(payload):
+            return payload
+        return memoryview(head)[begin : begin + length]
+
+    end = tail.rfind(b"PK\x05\x06")
+    count, _, directory = struct.unpack_from("<HLL", tail, end + 10)
+    if directory == 2**32 - 1 or count == 2**16 - 1:  # a blob above 4 GB
+        wide = tail.rfind(b"PK\x06\x06", 0, end)
+        count, _, directory = struct.unpack_from("<QQQ", tail, wide + 32)
+    at = directory - behind
+    for _ in range(count):
+        if tail[at : at + 4] != b"PK\x01\x02":
+            raise CheckpointError(f"torch {torch.__version__} writes no zip file as 2.11 does")
+        length, _, names, extras, comments = struct.unpack_from("<LLHHH", tail, at + 20)
+        offset = struct.unpack_from("<L", tail, at + 42)[0]
+        extra = bytes(tail[at + 46 + names : at + 46 + names + extras])
+        length, offset = _wide(extra, length, offset)
+        local = part(offset, 30)
+        begin = offset + 30 + sum(struct.unpack_from("<HH", local, 26))
+        crc = struct.pack("<L", zlib.crc32(part(begin, length)))
+        tail[at + 16 : at + 20] = crc
+        if local[6] & 8:  # the record is followed by its CRC and sizes
+            footer = part(begin + length, 8)
+            if bytes(footer[:4]) == b"PK\x07\x08":
+                footer[4:8] = crc
+        else:
+            local[14:18] = crc
+        at += 46 + names + extras + comments
+    assert behind <= size
+
+
+def _wide(extra: bytes, length: int, offset: int) -> tuple[int, int]:
+    """Return length and offset of a record, from its zip64 field where they are too large."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            if length == 2**32 - 1:
+                length = values[0]
+                values = values[2:]  # the compressed size, which is the same
+            if offset == 2**32 - 1:
+                offset = values[0]
+        at += 4 + size
+    return length, offset
+
+
+def _result(index: MetadataIndex, name: str, begin: int, length: int) -> WriteResult:
+    return WriteResult(
+        index=index, size_in_bytes=length, storage_data=StorageInfo(name, begin, length)
+    )

@@ -1,0 +1,151 @@
+"""What verification found, and the plain files it looks at.
+
+Owns how a finding is said: a file, the tensor where there is one, and what is wrong. Does not know
+what a checkpoint or an export is.
+"""
+
+import hashlib
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+Finding = tuple[str, str | None, str]
+"""File relative to what was verified, tensor or None, what is wrong."""
+
+_BLOCK = 2**22
+_WORTH_THREADS = 2**23
+
+
+@dataclass
+class Report:
+    """What was verified and what was found."""
+
+    path: str
+    kind: str
+    """run, checkpoint or export."""
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is no damage and yet worth a word."""
+    files: int = 0
+    tensors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    logits_difference: float | None = None
+    """Largest difference between the logits of checkpoint and export, where both were computed."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def summary(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        findings = [{"file": f, "tensor": t, "what": w} for f, t, w in self.findings]
+        return {"ok": self.ok, **vars(self), "findings": findings}
+
+    def lines(self) -> list[str]:
+        """Return one line for every finding and note, and a last one that sums up."""
+        said = [": ".join(filter(None, finding)) for finding in self.findings]
+        count = f"{self.files:,} files, {self.tensors:,} tensors, {self.bytes:,} bytes"
+        verdict = "verified" if self.ok else f"{len(self.findings)} FINDING(S)"
+        last = f"{self.path}: {self.kind} {verdict} ({count} in {self.seconds:.1f} s)"
+        return [*said, *(f"note: {note}" for note in self.notes), last]
+
+
+class Judge:
+    """Collects findings and counts from several threads, and shows how far it is."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.report = Report(str(path), kind)
+        self._lock = threading.Lock()
+        self._bar = tqdm(
+            total=0,
+            desc="verify",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=not sys.stderr.isatty(),
+        )
+        self._begun = time.perf_counter()
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self.report.findings = sorted(
+            dict.fromkeys(self.report.findings), key=lambda f: (f[0], f[1] or "", f[2])
+        )
+        self.report.seconds = round(time.perf_counter() - self._begun, 3)
+
+    def say(self, file: str, tensor: str | None, what: str) -> None:
+        with self._lock:
+            self.report.findings.append((file, tensor, " ".join(what.split())))
+
+    def expect(self, count: int) -> None:
+        with self._lock:
+            self._bar.total = (self._bar.total or 0) + count
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._bar.update(count)
+
+
+def each(work: Callable[[str], Any], names: list[str], total: int) -> list[Any]:
+    """Return `work` of each name, on threads where there are bytes enough to be worth them."""
+    if total < _WORTH_THREADS:
+        return [work(name) for name in names]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, names))
+
+
+def file_fault(
+    file: Path, said: dict[str, Any], judge: Judge, *, cache: bool = False
+) -> str | None:
+    """Return what is wrong with a file: size and sha256 must be what was `said`."""
+    expected = said["size"]
+    try:
+        if not is_plain(file) and not (cache and in_cache(file)):
+            return "is missing" if not os.path.lexists(file) else "is no regular file"
+        with open(file, "rb", buffering=0) as f:
+            size = os.fstat(f.fileno()).st_size
+            if size != expected:
+                judge.advance(expected)
+                return f"is {size} bytes long, expected {expected}"
+            hasher, buffer = hashlib.sha256(), bytearray(min(_BLOCK, max(1, size)))
+            while count := f.readinto(buffer):
+                hasher.update(memoryview(buffer)[:count])
+                judge.advance(count)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None if hasher.hexdigest() == said["sha256"] else "has other bytes than were written"
+
+
+def plain_bytes(file: Path) -> bytes | None:
+    return file.read_bytes() if is_plain(file) else None
+
+
+def is_plain(file: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(file).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def in_cache(path: Path) -> bool:
+    """Whether `path` is a link as the Hub's cache has them: from a snapshot to its blobs."""
+    blobs = path.parent.parent.parent / "blobs"
+    return (
+        path.parent.parent.name == "snapshots"
+        and path.is_file()
+        and path.resolve().parent == blobs.resolve()
+    )

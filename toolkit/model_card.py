@@ -1,0 +1,407 @@
+"""What a published model says of itself: the facts of its run, and the model card made of them.
+
+Owns which facts of a run are told (no secret, no path of a machine) and the text of the card. Reads
+the run directory's files; does not know checkpoints, weights or the Hub.
+
+[Note: the curve] The loss curve is drawn in the card's own text, in a code block. A PNG would need
+a plotting library on the machine that publishes, and a second file that is neither in the export's
+manifest nor the user's; whether mermaid's charts are drawn depends on who shows the text. Letters
+are shown alike by the Hub, by git and by a terminal.
+"""
+
+import hashlib
+import importlib.metadata
+import math
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit import __version__
+from toolkit.metrics import read_metrics
+from toolkit.redact import scrub, without_secrets
+from toolkit.run_dir import CONFIG
+
+CURVE_POINTS = 200
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
+_SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "seed")
+_PATHS = ("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name")
+_MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
+# Of the run's settings, those that stand in the card's table; the others are folded away below it.
+_MAIN = (
+    *("model.init", "data.sequence_length", "train.per_device_train_batch_size"),
+    *("train.gradient_accumulation_steps", "optim.learning_rate", "optim.lr_scheduler_type"),
+    *("optim.warmup_steps", "optim.weight_decay", "optim.adam_beta1", "optim.adam_beta2"),
+    *("optim.max_grad_norm", "model.dtype", "sharding.param_dtype", "lora.r", "lora.lora_alpha"),
+    "seed",
+)
+_SPEED = ("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
+    """Return what a model card tells of a run, as plain JSON values; {} where there is no run.
+
+    Secrets are removed, and of paths only the last part is told. Reads `config.yaml` and
+    `metrics.jsonl`; milliseconds.
+
+    Args:
+        run_dir: the run directory.
+        step: of the checkpoint that is exported; what the run logged later is left out.
+
+    Returns:
+        `base_model` {name, hub_id, revision, init, license}, `data` {name: ...},
+        `hyperparameters` {dotted setting: value}, `metrics` (the last line's values, and the last
+        evaluation's), `curve` {"loss": [[step, loss], ...] (at most 200), "eval_loss": ...},
+        `versions`, `steps`, `tokens`.
+    """
+    run = Path(run_dir)
+    config = _read_config(run / CONFIG)
+    lines = [x for x in read_metrics(run) if step is None or x.get("step", 0) <= step]
+    if not config and not lines:
+        return {}
+    final: dict[str, Any] = {}
+    for line in lines:  # the last evaluation may be of an earlier line than the last loss
+        final |= line
+    facts = {
+        "base_model": _base_model(config.get("model") or {}, run),
+        "data": _data(config.get("data") or {}),
+        "hyperparameters": _settings(config),
+        "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
+        "curve": {
+            "loss": _thinned([[x["step"], x["loss"]] for x in lines if "loss" in x]),
+            "eval_loss": _thinned([[x["step"], x["eval_loss"]] for x in lines if "eval_loss" in x]),
+        },
+        "versions": versions(),
+        "steps": final.get("step"),
+        "tokens": final.get("tokens"),
+    }
+    return _plain(without_secrets(facts))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the toolkit, of Python and of the libraries that made the export."""
+    found = {"toolkit": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # not every start needs all of them
+            continue
+    return found
+
+
+def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
+    """Return the model card (README.md) of an export, with the front matter that the Hub reads.
+
+    Says only what the manifest knows: without the facts of a run, what the files are and how to
+    load and verify them. See [Note: the curve].
+
+    Args:
+        manifest: of the export; the facts of its run are in origin.run.
+        repo_id: ORG/NAME that it is published as.
+        digest: sha256 of the manifest's file.
+    """
+    facts = manifest["origin"].get("run") or {}
+    name = repo_id.split("/")[-1]
+    parts = [
+        f"# {name}",
+        _opening(facts, manifest),
+        _loading(repo_id),
+        _training(facts),
+        _results(facts),
+        _versions(facts, manifest),
+        _proof(manifest, repo_id, digest),
+    ]
+    front = yaml.safe_dump(_front(facts), sort_keys=False, allow_unicode=True)
+    text = scrub(f"---\n{front}---\n\n" + "\n\n".join(p for p in parts if p) + "\n\n")
+    return f"{text}<!-- toolkit card {hashlib.sha256(text.encode()).hexdigest()} -->\n"
+
+
+def is_unedited(card: str) -> bool:
+    """Whether a model card is as `render` returned it, so that nobody's words are lost with it."""
+    lines = card.replace("\r\n", "\n").rstrip("\n").rsplit("\n", 1)
+    mark = _MARK.fullmatch(lines[-1])
+    above = lines[0] + "\n" if len(lines) == 2 else ""
+    return mark is not None and mark[1] == hashlib.sha256(above.encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------
+# Facts
+# --------------------------------------------------------------------------------------------------
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Return the run's settings, read as they stand: any recipe's, of any version."""
+    if not file.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(file.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):  # a broken one does not stop an export: no facts
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
+    given = str(model.get("name_or_path") or "")
+    local = _is_local(given, run)
+    return {
+        "name": _last_part(given) if local else given,
+        "hub_id": None if local else given,
+        "revision": model.get("revision"),
+        "init": model.get("init", "pretrained"),
+        "license": _license(Path(given).expanduser()) if local else None,
+    }
+
+
+def _is_local(given: str, run: Path) -> bool:
+    """Whether a model's name is a path: a Hub id is `name` or `org/name`, and no folder here or
+    beside the run.
+    """
+    if not _HUB_ID.fullmatch(given) or ".." in given:
+        return True
+    return any((folder / given).exists() for folder in (Path(), *run.absolute().parents))
+
+
+def _license(folder: Path) -> str | None:
+    """Return the license that the base model's own card names."""
+    front = front_matter(folder / "README.md")
+    return front["license"] if isinstance(front.get("license"), str) else None
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """Return the YAML that a model card begins with, {} where there is none that can be read."""
+    try:
+        text = card.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    match = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
+    try:
+        front = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _data(data: dict[str, Any]) -> dict[str, Any]:
+    files = data.get("train_files") or []
+    files = [files] if isinstance(files, str) else list(files)
+    held_out = data.get("eval_files") or []
+    held_out = [held_out] if isinstance(held_out, str) else list(held_out)
+    found: dict[str, Any] = {
+        "train_files": [_last_part(f) for f in files],
+        "eval_files": [_last_part(f) for f in held_out],
+    }
+    if name := data.get("dataset_name"):
+        hub = bool(_HUB_ID.fullmatch(str(name))) and not Path(str(name)).exists()
+        found["dataset_name"] = str(name) if hub else _last_part(str(name))
+        found["dataset_is_on_the_hub"] = hub
+        found["dataset_config_name"] = data.get("dataset_config_name")
+        found["dataset_split"] = data.get("dataset_split")
+    elif not files:
+        found["built_in"] = "the source of Python's standard library"
+    found["sequence_length"] = data.get("sequence_length")
+    return found
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return dotted name -> value of the settings that shaped the weights, paths left out."""
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if prefix.rpartition(".")[2] in _PATHS:
+            return
+        if isinstance(value, dict) and prefix.count(".") < 1:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}", inner)
+        else:
+            found[prefix] = value
+
+    for section in _SECTIONS:
+        if section in config:
+            walk(section, config[section])
+    return found
+
+
+def _last_part(path: str) -> str:
+    """Return the last part of a path or an address: where it lies is nobody's business."""
+    return re.split(r"[\\/]", path.split("?")[0].rstrip("/\\"))[-1]
+
+
+def _thinned(points: list[list[Any]]) -> list[list[Any]]:
+    """Return at most `CURVE_POINTS` of the points, evenly chosen, the first and last among them."""
+    if len(points) <= CURVE_POINTS:
+        return points
+    last = len(points) - 1
+    return [points[round(i * last / (CURVE_POINTS - 1))] for i in range(CURVE_POINTS)]
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it: numbers that are not finite become null, others text."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# The card
+# --------------------------------------------------------------------------------------------------
+
+
+def _front(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the front matter: only what the Hub knows how to read, and only what is known."""
+    base, data = facts.get("base_model") or {}, facts.get("data") or {}
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if base.get("license"):
+        front["license"] = base["license"]
+    # The Hub refuses a card whose base model is not one of its own.
+    if base.get("hub_id") and base.get("init") == "pretrained":
+        front["base_model"] = base["hub_id"]
+    if data.get("dataset_is_on_the_hub"):
+        front["datasets"] = [data["dataset_name"]]
+    front["tags"] = ["fsdp2", "fsdp2-toolkit"]
+    return front
+
+
+def _opening(facts: dict[str, Any], manifest: dict[str, Any]) -> str:
+    base, tensors = facts.get("base_model") or {}, manifest["tensors"].values()
+    parameters = sum(math.prod(t["shape"]) for t in tensors)
+    dtypes = ", ".join(sorted({t["dtype"] for t in tensors}))
+    size = f"{parameters / 1e6:,.1f} M parameters ({dtypes})"
+    if not base.get("name"):
+        return f"A causal language model, {size}, exported from a sharded checkpoint."
+    said = base["name"]
+    if hub_id := base.get("hub_id"):
+        said = f"[{said}](https://huggingface.co/{hub_id})"
+    at = f" (revision {base['revision']})" if base.get("revision") else ""
+    start = "random weights in the shape of " if base.get("init") == "random" else ""
+    return f"A causal language model, {size}, trained from {start}{said}{at}."
+
+
+def _loading(repo_id: str) -> str:
+    return f"""## Load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo_id}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+```"""
+
+
+def _training(facts: dict[str, Any]) -> str:
+    settings, data = facts.get("hyperparameters") or {}, facts.get("data") or {}
+    if not settings and not data:
+        return ""
+    lines = ["## Training", "", f"Data: {_data_line(data)}.", ""]
+    if facts.get("steps") is not None:
+        seen = f", {facts['tokens']:,} supervised tokens" if facts.get("tokens") else ""
+        lines += [f"Length: {facts['steps']:,} steps{seen}.", ""]
+    main = [(n, settings[n]) for n in _MAIN if settings.get(n) is not None]
+    rest = [(n, v) for n, v in settings.items() if n not in _MAIN and v not in (None, [], {})]
+    lines += _table(("setting", "value"), main)
+    if rest:
+        lines += ["", "<details><summary>All settings</summary>", ""]
+        lines += [*_table(("setting", "value"), rest), "", "</details>"]
+    return "\n".join(lines)
+
+
+def _data_line(data: dict[str, Any]) -> str:
+    if name := data.get("dataset_name"):
+        which = [data.get("dataset_config_name"), data.get("dataset_split")]
+        return ", ".join([f"`{name}`", *(f"`{w}`" for w in which if w)])
+    if data.get("built_in"):
+        return str(data["built_in"])
+    files = data.get("train_files") or []
+    more = f" and {len(files) - 10} more" if len(files) > 10 else ""
+    return (", ".join(f"`{_cell(f)}`" for f in files[:10]) + more) or "not told"
+
+
+def _results(facts: dict[str, Any]) -> str:
+    metrics, curve = facts.get("metrics") or {}, facts.get("curve") or {}
+    rows = [(n, v) for n, v in metrics.items() if n not in _SPEED and v is not None]
+    if not rows:
+        return ""
+    lines = ["## Results", "", "At the last step:", "", *_table(("metric", "value"), rows)]
+    if chart := draw(curve.get("loss") or [], curve.get("eval_loss") or []):
+        lines += ["", "Loss over the steps (`*` training, `o` evaluation):", "", "```text", chart]
+        lines += ["```"]
+    return "\n".join(lines)
+
+
+def _versions(facts: dict[str, Any], manifest: dict[str, Any]) -> str:
+    found = facts.get("versions") or {"toolkit": manifest["toolkit"]}
+    return "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _proof(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
+    name, origin = repo_id.split("/")[-1], manifest["origin"]
+    step = f" of step {origin['step']:,}" if origin.get("step") is not None else ""
+    source = ""
+    if origin.get("checkpoint"):
+        source = (
+            f" They were exported from the checkpoint{step} whose manifest has the sha256 "
+            f"`{origin['checkpoint']}`."
+        )
+    return f"""## Verify it
+
+`toolkit_manifest.json` names the size and sha256 of every file and of every tensor.{source} Its own
+sha256 is
+
+    {digest}
+
+```sh
+hf download {repo_id} --local-dir {name}
+toolkit verify {name}
+```"""
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, Any]]) -> list[str]:
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    return [*lines, *(f"| {_cell(name)} | {_cell(_number(value))} |" for name, value in rows)]
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _cell(text: Any) -> str:
+    """Return a text that cannot end its cell, its code or its line."""
+    return re.sub(r"\s+", " ", str(text)).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+
+
+def draw(loss: list[list[float]], evaluated: list[list[float]], width: int = 64) -> str:
+    """Return a chart of [step, loss] points in letters, "" where there are fewer than two.
+
+    A column shows the mean of the points that fall into it, so that one outlier neither hides nor
+    invents a trend.
+    """
+    series = [[p for p in points if None not in p] for points in (loss, evaluated)]
+    points = [p for one in series for p in one]
+    if len({step for step, _ in points}) < 2:
+        return ""
+    height = 14
+    first, last = min(s for s, _ in points), max(s for s, _ in points)
+    columns: dict[tuple[int, str], list[float]] = {}
+    for letter, one in zip("*o", series, strict=True):
+        for step, value in one:
+            column = round((step - first) / (last - first) * (width - 1))
+            columns.setdefault((column, letter), []).append(value)
+    means = {key: sum(values) / len(values) for key, values in columns.items()}
+    low, high = min(means.values()), max(means.values())
+    span = (high - low) or 1.0
+    grid = [[" "] * width for _ in range(height)]
+    for (column, letter), value in means.items():
+        grid[round((high - value) / span * (height - 1))][column] = letter
+    labels = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
+    margin = max(len(label) for label in labels.values())
+    rows = [f"{labels.get(i, ''):>{margin}} |{''.join(r).rstrip()}" for i, r in enumerate(grid)]
+    ends = f"{first}{str(last).rjust(width - len(str(first)))}"
+    return "\n".join([*rows, f"{'':>{margin}} +{'-' * width}", f"{'step':>{margin}}  {ends}"])

@@ -1,0 +1,112 @@
+"""The random state of one rank: python's, numpy's, torch's and the device's.
+
+Owns its file, safetensors without pickle. Knows neither steps nor checkpoints.
+"""
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import numpy
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from toolkit.errors import CheckpointError
+
+PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch")
+"""Names in every rank's file; a device that draws random numbers adds its own."""
+
+
+def device_type() -> str:
+    """Return the kind of device that draws random numbers here beside the CPU: `cuda`, else
+    `cpu`.
+
+    A device that the process has not used has no state, and looking would start it.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return "cpu"
+    used = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
+    return device.type if used() else "cpu"
+
+
+def snapshot() -> dict[str, torch.Tensor]:
+    """Return a copy of the random state of this process and of its current device."""
+    _version, words, gauss = random.getstate()
+    # The legacy form is a tuple; numpy's stubs allow the other one too.
+    _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))
+    tensors = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor(
+            [gauss if gauss is not None else float("nan")], dtype=torch.float64
+        ),
+        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device_type() != "cpu":
+        tensors[device_type()] = torch.get_device_module(device_type()).get_rng_state()
+    return tensors
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
+    """Write what `snapshot` returned; return the file's name.
+
+    The header holds the sha256 of each piece: of a damaged file it says which one is lost.
+    """
+    folder.mkdir(exist_ok=True)
+    hashes = {n: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for n, t in tensors.items()}
+    # Not save_file: it hides the cause of a failed write, and makes a file that only we may read.
+    (folder / file_name(rank)).write_bytes(save(tensors, metadata=hashes))
+    return file_name(rank)
+
+
+def restore(folder: Path, rank: int) -> None:
+    """Put the random state of `rank` in place.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or lacks a piece; named.
+    """
+    file = folder / file_name(rank)
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: the random state of rank {rank}")
+    try:
+        saved = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read, the random state of rank {rank}: {error}"
+        ) from error
+    wanted = (*PIECES, *([] if device_type() == "cpu" else [device_type()]))
+    if lacking := [name for name in wanted if name not in saved]:
+        raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")
+    try:
+        _put(saved)
+    except (ValueError, TypeError, RuntimeError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"{file} holds no random state: {error}") from error
+
+
+def _put(saved: dict[str, Any]) -> None:
+    gauss = saved["python_gauss"].item()
+    random.setstate((3, tuple(saved["python"].tolist()), None if gauss != gauss else gauss))
+    position, has_gauss = saved["numpy_position"].tolist()
+    keys = saved["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, saved["numpy_gauss"].item()))
+    torch.set_rng_state(saved["torch"])
+    if device_type() != "cpu":
+        torch.get_device_module(device_type()).set_rng_state(saved[device_type()])
+
+
+def derive(rank: int, step: int) -> None:
+    """Seed everything anew from this process's seed, its rank and the step; the same each time."""
+    key = hashlib.sha256(f"{torch.initial_seed()}/{rank}/{step}".encode()).digest()
+    random.seed(int.from_bytes(key[:8], "little"))
+    numpy.random.seed(int.from_bytes(key[8:12], "little"))
+    torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
