@@ -4,6 +4,7 @@ Most cases run the recipe in this process (a world of one); the last ones start 
 """
 
 import datetime
+import fcntl
 import hashlib
 import json
 import os
@@ -907,7 +908,10 @@ def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
 
 
 def test_a_second_run_on_one_output_dir_is_refused(tmp_path):
-    run_dir.hold(tmp_path / "run")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another process would: a lock belongs to its file
     with pytest.raises(ConfigError, match="another process is running on output_dir"):
-        run_dir.hold(tmp_path / "run")
-    run_dir.hold(tmp_path / "other")
+        run_dir.hold(tmp_path)
+    os.close(descriptor)
+    run_dir.hold(tmp_path)
+    run_dir.hold(tmp_path)  # the same process may

@@ -21,6 +21,7 @@ TOKENIZER = "tokenizer"
 # What defines a run. The rest (length, schedule, ranks, logging) may change between two starts.
 _IDENTITY = ("model.", "data.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples")
+_held: dict[Path, int] = {}
 
 
 def claim(cfg: Any) -> Path:
@@ -148,10 +149,14 @@ def hold(folder: Path) -> None:
         ConfigError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() in _held:
+        return
     descriptor = os.open(folder, os.O_RDONLY)  # open, and thus locked, until the process ends
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held[folder.resolve()] = descriptor
     except BlockingIOError as error:
+        os.close(descriptor)
         raise ConfigError(
             f"another process is running on output_dir {folder}; wait for it, end it, or give "
             "another output_dir"
