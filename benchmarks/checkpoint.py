@@ -1,10 +1,11 @@
 """What a checkpoint costs: saving against a plain write, the loop's wait, loading on other ranks.
 
-    python benchmarks/checkpoint.py [--gigabytes 4] [--ranks 4] [--repeats 5] [--moments]
+    python benchmarks/checkpoint.py [--gigabytes 4] [--ranks 4] [--repeats 5] [--moments] [--keep]
                                     [--scratch DIR] [--output FILE]
 
 `ranks` gloo processes hold a Llama of `gigabytes` of fp32 parameters, with `--moments` AdamW's
-state too. Round for round, in turn, each on fresh files that are removed afterwards:
+state too. Round for round, in turn, each on fresh files that are removed afterwards (with `--keep`
+at the end: a thin disk takes blocks that were just freed several times as fast as new ones):
 
     plain     every rank writes the bytes of its shards into one file and fsyncs it
     save      `checkpoint.save`: shards, hashes, digests, manifest, commit
@@ -53,12 +54,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--moments", action="store_true", help="AdamW's state too: three times it")
+    parser.add_argument("--keep", action="store_true", help="no file goes before the end")
     parser.add_argument("--scratch", type=Path, help="on the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/checkpoint.md"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         write_config(Path(scratch, "model"), args.gigabytes)
-        found = on_ranks(args.ranks, saves, scratch, args.repeats, args.moments)
+        found = on_ranks(args.ranks, saves, scratch, args.repeats, args.moments, args.keep)
         loads = {}
         for world in (1, 2, 4):
             forget(Path(scratch, "kept"))
@@ -107,7 +109,7 @@ def build(world: int, scratch: str, moments: bool) -> checkpoint.TrainState:
     return checkpoint.TrainState(model, optimizer, step=1)
 
 
-def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool) -> dict:
+def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool, keep: bool) -> dict:
     state = build(world, scratch, moments)
     torch.manual_seed(rank)
     for parameter in state.model.parameters():
@@ -125,7 +127,7 @@ def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool) -> d
     for i in range(repeats + 1):
         for kind in KINDS if i % 2 else KINDS[::-1]:
             gc.collect()
-            run = Path(scratch, f"run-{kind}")
+            run = Path(scratch, f"run-{kind}-{i}")
             if rank == 0:
                 os.sync()
             dist.barrier()
@@ -143,7 +145,7 @@ def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool) -> d
                 seconds[kind].append(time.perf_counter() - begun)
                 if kind == "async":
                     seconds["blocked"].append(blocked)
-            if rank == 0:
+            if rank == 0 and not keep:
                 shutil.rmtree(run)
             dist.barrier()
     checkpoint.save(state, Path(scratch, "kept"), CheckpointConfig())
@@ -242,7 +244,8 @@ def report(found: list[dict], loads: dict[int, list[dict]], args: argparse.Names
             "",
             f"{args.ranks} gloo ranks, {total / 1e9:.2f} GB "
             f"({'parameters and AdamW state' if args.moments else 'parameters'}, fp32), fresh "
-            f"files, fsync included, {args.repeats} rounds in which the kinds take turns; medians, "
+            f"files{', none removed before the end' if args.keep else ''}, fsync included, "
+            f"{args.repeats} rounds in which the kinds take turns; medians, "
             "and ratios taken per round.",
             "",
             "| | s | from, to | against plain |",
