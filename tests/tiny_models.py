@@ -20,6 +20,20 @@ TOKENS = (8, 120)
 """Ids to draw samples from: below and above lie special tokens."""
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD, _LAYERS, _EXPERTS = 32, 4, 2, 8, 3, 4
 
+# How many layers there are, by the names that configs have for it.
+_DEPTHS = [
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_blocks",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "depth",
+]
+
 # Setting -> its tiny value; integers are never made larger than they are.
 _RULES: dict[str, Any] = {
     **dict.fromkeys(
@@ -128,22 +142,7 @@ _RULES: dict[str, Any] = {
     **dict.fromkeys(
         ["q_lora_rank", "kv_lora_rank", "o_lora_rank", "hc_lowrank", "adapter_rank"], 16
     ),
-    **dict.fromkeys(
-        [
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "decoder_layers",
-            "encoder_layers",
-            "num_blocks",
-            "num_decoder_layers",
-            "num_encoder_layers",
-            "num_layers_per_stack",
-            "depth",
-        ],
-        _LAYERS,
-    ),
+    **dict.fromkeys([*_DEPTHS, "num_layers_per_stack"], _LAYERS),
     **dict.fromkeys(
         ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], _EXPERTS
     ),
@@ -240,18 +239,6 @@ def _shrunk(section: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-_DEPTHS = [
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "num_blocks",
-    "num_decoder_layers",
-    "num_encoder_layers",
-    "depth",
-]
 # Settings whose default None means something much larger than tiny.
 _EMPTY = ("n_inner", "ffn_dim", "head_dim", "num_key_value_heads")
 

@@ -35,7 +35,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -571,18 +571,31 @@ def _check_whole(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _verifies(checkpoint: Path, budget: int) -> tuple[bool, int]:
-    """Return whether all files have their sizes, and up to `budget` bytes of them their hashes;
-    and the bytes read.
-    """
+    """Return whether a checkpoint verifies, as far as `budget` goes, and the bytes read."""
     try:
         files = read_manifest(checkpoint)["files"]
     except CheckpointError:
         return False, 0
+    return within_budget(files, budget, lambda n, e, h: _damage(checkpoint / n, e, hashed=h))
+
+
+def within_budget(
+    files: dict[str, dict[str, Any]],
+    budget: int,
+    damage: Callable[[str, dict[str, Any], bool], str | None],
+) -> tuple[bool, int]:
+    """Return whether all files have their sizes, and up to `budget` bytes of them their hashes,
+    the smallest first; and the bytes read.
+
+    Args:
+        files: of a manifest.
+        damage: (name, entry, whether to hash) -> what is wrong with the file.
+    """
     read = 0
     for name, entry in sorted(files.items(), key=lambda item: item[1]["size"]):
         hashed = read + entry["size"] <= budget
         read += entry["size"] if hashed else 0
-        if _damage(checkpoint / name, entry, hashed=hashed):
+        if damage(name, entry, hashed):
             return False, read
     return True, read
 

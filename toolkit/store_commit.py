@@ -319,20 +319,16 @@ def _delete(attempts: Iterable[_Attempt]) -> None:
 
 
 def _verifies(attempt: _Attempt, budget: int) -> tuple[bool, int]:
-    """Return whether all files have their sizes, and up to `budget` bytes of them their hashes;
-    and the bytes read.
-    """
+    """Return whether an attempt verifies, as far as `budget` goes, and the bytes read."""
     try:
         files = read_manifest(attempt.place)["files"]
     except CheckpointError:
         return False, 0
-    read = 0
-    for name, entry in sorted(files.items(), key=lambda item: item[1]["size"]):
-        hashed = read + entry["size"] <= budget
-        read += entry["size"] if hashed else 0
-        if _damage(attempt.place / name, entry, attempt.files.get(name), hashed=hashed):
-            return False, read
-    return True, read
+
+    def damage(name: str, entry: dict[str, Any], hashed: bool) -> str | None:
+        return _damage(attempt.place / name, entry, attempt.files.get(name), hashed=hashed)
+
+    return local.within_budget(files, budget, damage)
 
 
 def _metrics(checkpoint: Place) -> dict[str, float]:
