@@ -6,7 +6,7 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench architectures soak clean
+.PHONY: help install demo demo-finetune test check format bench architectures soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ install: $(VENV)/.installed  ## Make .venv with the toolkit and what it needs
 demo: install  ## Train a small model, export it, reload it, let it write (FRESH=1 starts anew)
 	@$(BIN)/python recipes/demo.py --run $(RUN) $(if $(FRESH),--fresh)
 
+demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge, ask it before and after
+	@$(BIN)/python recipes/demo.py --finetune --run $(RUN) $(if $(FRESH),--fresh)
+
 test: install  ## Run the tests
 	$(BIN)/python -m pytest
 
@@ -35,7 +38,9 @@ format: install  ## Format the code
 	$(BIN)/ruff format .
 
 bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine, minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
 	$(BIN)/python benchmarks/tokenise.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/checkpoint.py

@@ -8,6 +8,7 @@ state too. Round for round, in turn, each on fresh files that are removed afterw
 at the end: a thin disk takes blocks that were just freed several times as fast as new ones):
 
     plain     every rank writes the bytes of its shards into one file and fsyncs it
+    one       one process writes as many bytes into one file and fsyncs it, as `cp` does
     save      `checkpoint.save`: shards, hashes, digests, manifest, commit
     unhashed  the same without any hash
     async     the same with `async_save`: how long the loop waits, and until it is committed
@@ -43,7 +44,7 @@ from toolkit.models import build_on_meta
 from toolkit.optim import build_optimizer
 from toolkit.sharding import apply_fsdp, init_mesh
 
-KINDS = ("plain", "save", "unhashed", "async")
+KINDS = ("plain", "one", "save", "unhashed", "async")
 _WIDTH = 2048
 _LAYER = (4 * _WIDTH**2 + 3 * _WIDTH * 5632) * 4  # bytes
 
@@ -120,6 +121,7 @@ def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool, keep
         state.optimizer.step()
         state.optimizer.zero_grad()
     seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "blocked")}
+    busy: dict[str, list[float]] = {kind: [] for kind in KINDS}
     shards = [local(p) for p in state.model.parameters()]
     if state.optimizer is not None:
         values = (v for s in state.optimizer.state.values() for v in s.values() if v.ndim)
@@ -131,25 +133,30 @@ def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool, keep
             if rank == 0:
                 os.sync()
             dist.barrier()
-            begun = time.perf_counter()
+            begun, worked = time.perf_counter(), time.process_time()
             if kind == "plain":
                 plain(run, rank, shards)
+            elif kind == "one":
+                if rank == 0:
+                    plain(run, rank, shards * world)
             else:
                 with without_hashes() if kind == "unhashed" else contextlib.nullcontext():
                     checkpoint.save(state, run, CheckpointConfig(async_save=kind == "async"))
                     if kind == "async":
                         blocked = time.perf_counter() - begun
                         checkpoint.wait()
+            worked = time.process_time() - worked
             dist.barrier()
             if i:  # the first round warms up: imports, and the copies' memory
                 seconds[kind].append(time.perf_counter() - begun)
+                busy[kind].append(worked)
                 if kind == "async":
                     seconds["blocked"].append(blocked)
             if rank == 0 and not keep:
                 shutil.rmtree(run)
             dist.barrier()
     checkpoint.save(state, Path(scratch, "kept"), CheckpointConfig())
-    return {"seconds": seconds, "bytes": sum(s.nbytes for s in shards)}
+    return {"seconds": seconds, "busy": busy, "bytes": sum(s.nbytes for s in shards)}
 
 
 def plain(folder: Path, rank: int, shards: list[torch.Tensor]) -> None:
@@ -219,12 +226,20 @@ def report(found: list[dict], loads: dict[int, list[dict]], args: argparse.Names
     def ratio(kind: str, to: str) -> float:
         return statistics.median(a / b for a, b in zip(times[kind], times[to], strict=True))
 
+    def work(kind: str) -> str:
+        if kind not in found[0]["busy"]:
+            return ""
+        rounds = zip(*(f["busy"][kind] for f in found), strict=True)
+        return f"{statistics.median(sum(spent) for spent in rounds):.2f}"
+
     total = sum(f["bytes"] for f in found)
     rows = [
         f"| {what} | {statistics.median(times[kind]):.2f} | "
-        f"{min(times[kind]):.2f} to {max(times[kind]):.2f} | {ratio(kind, 'plain'):.2f} |"
+        f"{min(times[kind]):.2f} to {max(times[kind]):.2f} | {work(kind)} | "
+        f"{ratio(kind, 'plain'):.2f} | {ratio(kind, 'one'):.2f} |"
         for kind, what in (
-            ("plain", "plain write and fsync"),
+            ("plain", "plain write and fsync, each rank its shards"),
+            ("one", "plain write and fsync, one process all bytes"),
             ("save", "save, committed"),
             ("unhashed", "save without any hash"),
             ("async", "asynchronous save, committed"),
@@ -248,8 +263,8 @@ def report(found: list[dict], loads: dict[int, list[dict]], args: argparse.Names
             f"{args.repeats} rounds in which the kinds take turns; medians, "
             "and ratios taken per round.",
             "",
-            "| | s | from, to | against plain |",
-            "|---|---|---|---|",
+            "| | s | from, to | processor s, all ranks | against plain | against one process |",
+            "|---|---|---|---|---|---|",
             *rows,
             "",
             f"Hashing (sha256 of the files, digests of the tensors) makes a save "
@@ -262,7 +277,7 @@ def report(found: list[dict], loads: dict[int, list[dict]], args: argparse.Names
             "|---|---|---|---|---|---|",
             *reads,
             "",
-            describe("checkpoint.py", "torch", "xxhash"),
+            describe("checkpoint.py", "torch", "xxhash", "zlib-ng"),
             "",
         ]
     )

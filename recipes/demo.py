@@ -1,8 +1,9 @@
-"""The demo: train a small model on this machine, export it, reload it with transformers, let it
-write.
+"""The demos: train a small model on this machine, export it, reload it, let it write; and fine-tune
+it, merge the adapters, and ask it a question before and after.
 
     make demo            trains, or resumes, or only exports when the training is done
-    make demo FRESH=1    starts anew
+    make demo-finetune   fine-tunes what `make demo` trained, which runs first where it has not yet
+    FRESH=1              starts anew
 
 Runs the same commands that a user types; each is printed before it runs.
 """
@@ -20,9 +21,13 @@ from toolkit import commit
 from toolkit.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "recipes/configs/pretrain_tiny.yaml"
 CPU = ROOT / "accelerate_configs/cpu.yaml"
 PROMPT = "    def __init__(self"
+QUESTION = (
+    "Write the body of this Python function.\n\n"
+    "def is_empty(self):\n"
+    '    """Return True if the queue is empty, False otherwise."""'
+)
 
 
 def main() -> int:
@@ -31,40 +36,88 @@ def main() -> int:
     )
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="run directory")
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first")
+    parser.add_argument("--finetune", action="store_true", help="fine-tune the demo's model")
     args = parser.parse_args()
     begun = time.time()
-    if (args.run / "config.yaml").is_file() and "tiny_llama" not in (
-        args.run / "config.yaml"
-    ).read_text("utf-8"):
-        print(f"{args.run} holds a run that is not the demo's; give another RUN", file=sys.stderr)
-        return 1
-    export = args.run.with_name(args.run.name + "-hf")
-    if args.fresh:
-        print(f"FRESH=1: starting anew, deleting {args.run} and {export}")
-        shutil.rmtree(args.run, ignore_errors=True)
-    elif steps := commit.committed_steps(args.run):
-        print(f"{args.run} holds step {max(steps)}: resuming (make demo FRESH=1 starts anew)")
-    shutil.rmtree(export, ignore_errors=True)  # made from the run, and about to be made again
+    failed = finetune(args.run, args.fresh) if args.finetune else pretrain(args.run, args.fresh)
+    if not failed:
+        print(f"time     {time.time() - begun:.0f} s")
+    return failed
 
-    bin_ = Path(sys.executable).parent
-    recipe = ["recipes/pretrain.py", "--config", str(CONFIG.relative_to(ROOT))]
-    ran = call(
-        [str(bin_ / "accelerate"), "launch", *processes(), *recipe, "--output_dir", str(args.run)]
-    )
-    ran = ran or call(
-        [str(bin_ / "toolkit"), "consolidate", str(args.run), "--output", str(export)]
-    )
+
+def pretrain(run: Path, fresh: bool) -> int:
+    """Train the demo's model, export it and let it write; return the exit code."""
+    export = run.with_name(run.name + "-hf")
+    if not prepare(run, "tiny_llama", fresh, export):
+        return 1
+    ran = launch("pretrain", run) or toolkit("consolidate", run, "--output", export)
     if ran:
         return ran
-    show(export)
-    lines = [line for line in read_metrics(args.run) if "loss" in line]
-    print(
-        f"\nloss     {lines[0]['loss']:.4f} (step {lines[0]['step']}) -> {lines[-1]['loss']:.4f} "
-        f"(step {lines[-1]['step']})"
-    )
+    model, tokenizer = load(export)
+    import torch
+
+    torch.manual_seed(0)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.7, top_p=0.9)
+    show(tokenizer.decode(ids[0], skip_special_tokens=True))
+    say_losses(run)
     print(f"export   {export.resolve()}")
-    print(f"time     {time.time() - begun:.0f} s")
     return 0
+
+
+def finetune(base_run: Path, fresh: bool) -> int:
+    """Fine-tune the demo's model with LoRA, export, merge, and ask it; return the exit code."""
+    base = base_run.with_name(base_run.name + "-hf")
+    run = base_run.with_name(base_run.name + "-finetune")
+    adapter, merged = run.with_name(run.name + "-hf"), run.with_name(run.name + "-merged")
+    if not base.is_dir() and (failed := pretrain(base_run, fresh=False)):
+        return failed
+    if not prepare(run, str(base), fresh, adapter, merged):
+        return 1
+    failed = (
+        launch("finetune", run, "--model.name_or_path", base)
+        or toolkit("consolidate", run, "--output", adapter)
+        or toolkit("consolidate", run, "--output", merged, "--merge")
+        or toolkit("verify", run, adapter, "--logits")
+        or toolkit("verify", run, merged)
+    )
+    if failed:
+        return failed
+    model, tokenizer = load(merged)
+    print(f"\nThe question:\n{indented(QUESTION)}")
+    for what, asked in (("before", load(base, quiet=True)[0]), ("after, merged", model)):
+        print(f"\n{what}:")
+        show(answer(asked, tokenizer, QUESTION))
+    say_losses(run)
+    print(f"adapter  {adapter.resolve()}\nmerged   {merged.resolve()}")
+    return 0
+
+
+def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
+    """Clear what will be made again; say what is resumed; refuse a run that is not the demo's."""
+    config = run / "config.yaml"
+    if config.is_file() and mark not in config.read_text("utf-8"):
+        print(f"{run} holds a run that is not the demo's; give another RUN", file=sys.stderr)
+        return False
+    if fresh:
+        print(f"FRESH=1: starting anew, deleting {', '.join(map(str, (run, *exports)))}")
+        shutil.rmtree(run, ignore_errors=True)
+    elif steps := commit.committed_steps(run):
+        print(f"{run} holds step {max(steps)}: resuming (FRESH=1 starts anew)")
+    for export in exports:  # made from the run, and about to be made again
+        shutil.rmtree(export, ignore_errors=True)
+    return True
+
+
+def launch(recipe: str, run: Path, *more: object) -> int:
+    config = f"recipes/configs/{recipe}_tiny.yaml"
+    command = [Path(sys.executable).parent / "accelerate", "launch", *processes()]
+    command += [f"recipes/{recipe}.py", "--config", config, "--output_dir", run, *more]
+    return call([str(part) for part in command])
+
+
+def toolkit(*arguments: object) -> int:
+    return call([str(part) for part in (Path(sys.executable).parent / "toolkit", *arguments)])
 
 
 def processes() -> list[str]:
@@ -84,25 +137,52 @@ def call(command: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
-def show(export: Path) -> None:
-    """Load the export with plain transformers and print a sample."""
-    import torch
+def load(folder: Path, quiet: bool = False) -> tuple[Any, Any]:
+    """Load an export with plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    print(f"\n$ AutoModelForCausalLM.from_pretrained({str(export)!r})", flush=True)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     model, info = loaded
-    tokenizer = AutoTokenizer.from_pretrained(export)
-    print(
-        f"missing keys: {sorted(info['missing_keys'])}, unexpected keys: "
-        f"{sorted(info['unexpected_keys'])}"
-    )
+    if not quiet:
+        print(f"\n$ AutoModelForCausalLM.from_pretrained({str(folder)!r})", flush=True)
+        print(
+            f"missing keys: {sorted(info['missing_keys'])}, unexpected keys: "
+            f"{sorted(info['unexpected_keys'])}"
+        )
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def answer(model: Any, tokenizer: Any, question: str) -> str:
+    """Return what the model answers to a user's message; the same at every call."""
+    import torch
+
     torch.manual_seed(0)
-    prompt = tokenizer(PROMPT, return_tensors="pt")
-    ids = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.7, top_p=0.9)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    ids = model.generate(**prompt, max_new_tokens=60, do_sample=True, temperature=0.7, top_p=0.9)
+    return tokenizer.decode(ids[0][prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def show(text: str) -> None:
     print("-" * 72)
-    print(tokenizer.decode(ids[0], skip_special_tokens=True))
+    print(text)
     print("-" * 72)
+
+
+def indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def say_losses(run: Path) -> None:
+    lines = [line for line in read_metrics(run) if "loss" in line]
+    print(
+        f"\nloss     {lines[0]['loss']:.4f} (step {lines[0]['step']}) -> {lines[-1]['loss']:.4f} "
+        f"(step {lines[-1]['step']})"
+    )
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ Also under `torchrun --nproc_per_node 2 recipes/pretrain.py ...` and plain `pyth
 config and a model it runs the demo's. The same command on the same output_dir resumes.
 """
 
-import math
 import sys
-from itertools import islice
 from pathlib import Path
 
 from toolkit import (
@@ -24,16 +22,15 @@ from toolkit import (
     training,
 )
 from toolkit.config import PretrainConfig
-from toolkit.data.order import EvalBatches, GlobalBatches, Position, SampleOrder, accumulation_for
-from toolkit.data.samples import Samples, check_enough, split
-from toolkit.data.text import load_documents
-from toolkit.data.tokenise import tokenise
-from toolkit.data.tokenizer import check_vocabulary, load_tokenizer, prepare_tokenizer
+from toolkit.data.order import accumulation_for
+from toolkit.data.tokenizer import prepare_tokenizer
 from toolkit.hf_format import assets_of, local_folder, read_weights, weight_files
 from toolkit.live_export import export_step, exported
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
-from toolkit.metrics import Clock, Metrics, flops_per_token, perplexity
+from toolkit.metrics import Clock, Metrics, evaluation_metrics, flops_per_token
 from toolkit.optim import build_optimizer, build_scheduler
+from toolkit.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
+from toolkit.pretrain_data import make_feed
 from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
 from toolkit.unit_table import ledger_line, unit_table
 
@@ -75,30 +72,32 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
     if cfg.model.init == "pretrained":
         ranks.together(lambda: check_fits(model, weights))
+    batch_size = cfg.train.per_device_train_batch_size
+    packing = ranks.on_main(lambda: choose_packing(cfg.data, model, batch_size, run.device.type))
     ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
     check_disk(model, folder, cfg, None if cfg.train.max_steps == -1 else cfg.train.max_steps, run)
-    train_set, eval_set = ranks.main_first(lambda: load_data(model, model_cfg, cfg))
-    ranks.together(lambda: check_enough(train_set, run.world_size))
+    feed = ranks.main_first(
+        lambda: make_feed(model, model_cfg, cfg, packing.packing, run.world_size)
+    )
+    ranks.together(lambda: feed.check_enough(run.world_size))
 
     # ---- Where an earlier start left off ---------------------------------------------------------
     ranks.on_main(lambda: run_dir.hold(folder))
     found = checkpoint.newest(root)
     if found is None:
         ranks.together(lambda: checkpoint.refuse_lost(root))
-    batch_size = cfg.train.per_device_train_batch_size
-    global_batch = batch_size * cfg.train.gradient_accumulation_steps * run.world_size
-    position = Position(len(train_set), cfg.seed, global_batch)
     if found is not None:
         ranks.together(lambda: checkpoint.check_same_model(model, found))
         saved = ranks.together(lambda: checkpoint.read_state(found))
-        ranks.together(lambda: position.load_state_dict(saved["data"]))
+        ranks.together(lambda: feed.position.load_state_dict(saved["data"]))
     accumulation = ranks.together(
-        lambda: accumulation_for(position.global_batch, batch_size, run.world_size)
+        lambda: accumulation_for(feed.position.global_batch, batch_size, run.world_size)
     )
     max_steps = cfg.train.max_steps
     if max_steps == -1:
-        max_steps = math.ceil(cfg.train.num_train_epochs * len(train_set) / position.global_batch)
+        max_steps = ranks.together(lambda: feed.steps_for(cfg.train.num_train_epochs))
         check_disk(model, folder, cfg, max_steps, run)
+    ranks.together(lambda: feed.check_steps(max_steps))
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
     if found is not None:
@@ -115,29 +114,16 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     launch.seed_everything(cfg.seed, run.rank)
     optimizer = build_optimizer(model, cfg.optim)
     scheduler = build_scheduler(optimizer, cfg.optim, max_steps)
-    state = checkpoint.TrainState(model, optimizer, scheduler, position)
+    state = checkpoint.TrainState(model, optimizer, scheduler, feed.position)
     if found is not None:
         checkpoint.restore(state, found)
         run.say(f"resuming {folder} after step {state.step} (from {found})")
     ranks.on_main(lambda: run_dir.record(folder, cfg))
 
-    # ---- Data: the same samples in the same order for any number of ranks ------------------------
     first_step = state.step
-    batches = run.loader(
-        train_set,
-        GlobalBatches(
-            SampleOrder(len(train_set), cfg.seed),
-            position.samples_seen,
-            max(0, max_steps - first_step),
-            batch_size,
-            accumulation,
-            run.world_size,
-        ),
-        cfg.data.num_workers,
-    )
     metrics = Metrics(
         folder,
-        clock=clock(model, cfg, position.global_batch, run.world_size),
+        clock=clock(model, cfg, feed, run.world_size),
         is_main=run.is_main,
         device=run.device,
         first_step=first_step,
@@ -146,17 +132,21 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         logging_steps=cfg.train.logging_steps,
         disable_tqdm=cfg.metrics.disable_tqdm,
     )
-    run.say(describe(model, cfg, train_set, eval_set, position, accumulation, run))
+    run.say(describe(model, cfg, feed, packing, accumulation, run))
     if first_step >= max_steps:
         run.say(f"nothing to do: {first_step} steps are done, train.max_steps is {max_steps}")
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     saved_at = first_step if found is not None else None
-    stream = iter(batches)
-    for step in range(first_step + 1, max_steps + 1):
+    steps = feed.steps(
+        run,
+        max(0, max_steps - first_step),
+        per_device_batch_size=batch_size,
+        workers=cfg.data.num_workers,
+    )
+    for step, micro_batches in enumerate(steps, start=first_step + 1):
         unshard_early(model)
-        micro_batches = list(islice(stream, accumulation))
         stats = training.train_step(
             model,
             optimizer,
@@ -166,13 +156,12 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         )
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
-        position.advance()
+        feed.position.advance()
 
         evaluated = {}
-        if eval_set is not None and (step == max_steps or due(step, cfg.train.eval_steps)):
+        if feed.eval_sets and (step == max_steps or due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                loss = float(training.evaluate(model, eval_batches(run, eval_set, cfg)))
-            evaluated = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+                evaluated = evaluate(model, feed, cfg, run)
         metrics.step(step, stats, learning_rate, **evaluated)
 
         if step == max_steps or due(step, cfg.checkpoint.save_steps):
@@ -235,36 +224,20 @@ def refuse_misfits(cfg: PretrainConfig) -> None:
         read_weights(weight_files(where, cfg.model.name_or_path, cfg.model.revision))
 
 
-def load_data(
-    model: models.PreTrainedModel, model_cfg: config.ModelConfig, cfg: PretrainConfig
-) -> tuple[Samples, Samples | None]:
-    """Return the training and the evaluation samples, tokenised and cut."""
-    data, vocabulary = cfg.data, models.vocabulary_size(model)
-    tokenizer = load_tokenizer(model_cfg)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, vocabulary, resize=cfg.model.resize_embeddings)
-    documents = load_documents(data, data.train_files)
-    if data.eval_files:  # read before the training text is tokenised: that may take an hour
-        to_evaluate = load_documents(data, data.eval_files, what="data.eval_files")
-    samples = Samples(tokenise(documents, tokenizer, data, vocabulary), data.sequence_length)
-    if not data.eval_files:
-        return split(samples, data.eval_split, data.max_eval_samples)
-    held_out = Samples(tokenise(to_evaluate, tokenizer, data, vocabulary), data.sequence_length)
-    return samples, held_out.view(0, min(len(held_out), data.max_eval_samples or len(held_out)))
-
-
-def eval_batches(run: launch.Run, eval_set: Samples, cfg: PretrainConfig):
+def evaluate(
+    model: models.PreTrainedModel, feed: AnyFeed, cfg: PretrainConfig, run: launch.Run
+) -> dict[str, float]:
+    """Return loss and perplexity over all sources, and of each where there are several."""
     size = cfg.train.per_device_eval_batch_size or cfg.train.per_device_train_batch_size
-    return run.loader(eval_set, EvalBatches(len(eval_set), size, run.world_size))
+    found = training.evaluate_sources(model, feed.evals(run, per_device_batch_size=size))
+    return evaluation_metrics(found)
 
 
 def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def clock(
-    model: models.PreTrainedModel, cfg: PretrainConfig, global_batch: int, world: int
-) -> Clock:
+def clock(model: models.PreTrainedModel, cfg: PretrainConfig, feed: AnyFeed, world: int) -> Clock:
     text = model.config.get_text_config()
     width = getattr(text, "hidden_size", 0)
     looked_up = 0 if assets_of(model).tied else models.vocabulary_size(model) * width
@@ -275,21 +248,19 @@ def clock(
         width,
         cfg.data.sequence_length,
     )
-    return Clock(global_batch * cfg.data.sequence_length, work, world)
+    return Clock(round(feed.tokens_of_step()), work, world)
 
 
 def describe(
     model: models.PreTrainedModel,
     cfg: PretrainConfig,
-    train_set: Samples,
-    eval_set: Samples | None,
-    position: Position,
+    feed: AnyFeed,
+    packing: Chosen,
     accumulation: int,
     run: launch.Run,
 ) -> str:
     """Return the lines that a run opens with: model, dtypes, data, batch."""
     name = models.plain_name(model)
-    held_out = 0 if eval_set is None else len(eval_set)
     return "\n".join(
         [
             f"model      {name}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M "
@@ -297,11 +268,9 @@ def describe(
             f"{cfg.model.init} weights",
             *unit_table(model, cfg.sharding).splitlines(),
             f"dtypes     {ledger_line(model, cfg.sharding)}",
-            f"data       {len(train_set):,} samples of {cfg.data.sequence_length} tokens to train "
-            "on, "
-            f"{held_out:,} to evaluate; {train_set.tokens_dropped} tokens at the end left over",
-            f"batch      {position.global_batch} samples = {cfg.train.per_device_train_batch_size} "
-            "a device "
+            *(f"data       {line}" for line in data_lines(feed, packing)),
+            f"batch      {feed.position.global_batch} samples = "
+            f"{cfg.train.per_device_train_batch_size} a device "
             f"x {accumulation} accumulated x {run.world_size} process(es) on {run.device.type}",
         ]
     )

@@ -1,7 +1,11 @@
 """Run a function on several gloo ranks and hand back what each returned."""
 
+import atexit
+import importlib
 import os
 import pickle
+import select
+import signal
 import sys
 import tempfile
 import traceback
@@ -11,33 +15,97 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from warm import Warm
+
+_warm: list[Warm] = []
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """Call `fn(rank, world, *args)` on `world` fresh processes; return their results in rank order.
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True) -> list[Any]:
+    """Call `fn(rank, world, *args)` in `world` fresh processes; return their results in rank order.
 
-    `fn` must be importable. What it returns is pickled, so plain values and CPU tensors.
+    `fn` must be a function of a module. What it returns is pickled, so plain values and CPU
+    tensors. The processes are forks of ones that have the libraries imported; they have this one's
+    environment, folder and output. Without `group` there is no process group yet.
+
+    Raises:
+        ProcessRaisedException: it raised on a rank, whose traceback is in the message.
+        ProcessExitedException: a rank ended in another way.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_entry, (fn, world, folder, args), nprocs=world)
-        return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world)]
+    try:
+        while len(_warm) < world:
+            _warm.append(Warm())
+        with tempfile.TemporaryDirectory() as folder:
+            started = [
+                _warm[r].start(_entry, r, *_name(fn), world, folder, group, args)
+                for r in range(world)
+            ]
+            _wait(started, folder)
+            return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world)]
+    except (ProcessRaisedException, ProcessExitedException):
+        raise
+    except BaseException:
+        _end()  # some of them may be running a rank that nobody waits for
+        raise
 
 
-def _entry(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple) -> None:
+@atexit.register
+def _end() -> None:
+    while _warm:
+        _warm.pop().close()
+
+
+def _wait(started: list[int], folder: str) -> None:
+    """Wait for all ranks, given their process ids; raise where one failed."""
+    running = set(range(len(started)))
+    failed: tuple[int, int] | None = None
+    while running:
+        ready, _, _ = select.select([_warm[rank] for rank in running], [], [])
+        for rank in [r for r in running if _warm[r] in ready]:
+            running.remove(rank)
+            code = _warm[rank].ended()
+            if code and failed is None:
+                failed = (rank, code)
+                for other in running:  # they wait for this one
+                    os.kill(started[other], signal.SIGKILL)
+    if failed is not None:
+        _raise(folder, *failed, started[failed[0]])
+
+
+def _raise(folder: str, rank: int, code: int, pid: int) -> None:
+    said = Path(folder, f"{rank}.error")
+    if said.exists():
+        raise ProcessRaisedException(said.read_text(), rank, pid)
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    raise ProcessExitedException(f"rank {rank} {how}", rank, pid, code)
+
+
+def _name(fn: Callable[..., Any]) -> tuple[str, str]:
+    """Return module and name of a function, under which another process finds it."""
+    module = fn.__module__
+    if module == "__main__":  # of a script, which stands in the first folder of sys.path
+        module = Path(sys.argv[0]).stem
+    return module, fn.__qualname__
+
+
+def _entry(
+    rank: int, module: str, name: str, world: int, folder: str, group: bool, args: tuple
+) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
-    )
     try:
+        if group:
+            store = dist.FileStore(f"{folder}/store", world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        fn = getattr(importlib.import_module(module), name)
         result = fn(rank, world, *args)
     except BaseException:
-        traceback.print_exc()
+        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
         raise
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    if group:
+        dist.barrier()
+        dist.destroy_process_group()
     # Gloo's threads may abort an interpreter that is going down: see `launch._leave`.
     sys.stdout.flush()
     sys.stderr.flush()

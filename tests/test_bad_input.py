@@ -32,9 +32,9 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
-from toolkit import checkpoint, launch, loading, run_dir
+from toolkit import checkpoint, launch, loading, pretrain_data, run_dir
 from toolkit.config import ModelConfig
-from toolkit.data import tokenise, tokenizer
+from toolkit.data import tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
 from toolkit.models import build_on_meta
 
@@ -89,7 +89,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
     did: list[str] = []
     for module, name in (
         (tokenizer, "train_tokenizer"),
-        (tokenise, "tokenise"),
+        (pretrain_data, "tokenise"),
         (loading, "_stream"),
         (loading, "_draw"),
         (checkpoint, "save"),

@@ -3,8 +3,6 @@
 Four processes form one world after the other, so that one start serves all of it.
 """
 
-import os
-import pickle
 import random
 import tempfile
 import threading
@@ -15,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import save_tiny_model
+from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 
 WORLDS = (1, 2, 3, 4)
@@ -160,9 +158,7 @@ def storm(world: int, folders: dict[str, str], root: str) -> dict:
     return found
 
 
-def _entry(rank: int, folders: dict[str, str], root: str) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    torch.set_num_threads(1)
+def every_world(rank: int, _: int, folders: dict[str, str], root: str) -> dict:
     meeting = dist.FileStore(f"{root}/meeting", len(WORLDS))
     results = {}
     for number, (fn, world) in enumerate(
@@ -178,8 +174,7 @@ def _entry(rank: int, folders: dict[str, str], root: str) -> None:
         meeting.add(f"done-{number}", 1)
         while meeting.add(f"done-{number}", 0) < len(WORLDS):
             time.sleep(0.02)
-    Path(root, f"{rank}.pkl").write_bytes(pickle.dumps(results))
-    os._exit(0)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +186,7 @@ def found(tmp_path_factory) -> list[dict]:
         "gpt2": str(save_tiny_model(folder / "gpt2", "gpt2", **dropout)),
     }
     with tempfile.TemporaryDirectory() as root:
-        mp.spawn(_entry, (folders, root), nprocs=len(WORLDS))
-        return [pickle.loads(Path(root, f"{r}.pkl").read_bytes()) for r in range(len(WORLDS))]
+        return run_ranks(every_world, len(WORLDS), folders, root, group=False)
 
 
 # ---- Tests ---------------------------------------------------------------------------------------

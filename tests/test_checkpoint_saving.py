@@ -143,7 +143,7 @@ def test_torchs_own_tools_read_what_was_saved(tmp_path):
 def write_columns(rank: int, world: int, folder: str) -> dict[str, int]:
     """Save a matrix sharded by columns and one by rows; read both by rows and count."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world,))
     values = {"columns": torch.arange(35.0).view(5, 7), "rows": torch.arange(24.0).view(6, 4)}
@@ -158,6 +158,18 @@ def write_columns(rank: int, world: int, folder: str) -> dict[str, int]:
     for name, value in values.items():
         assert torch.equal(wanted[name].full_tensor(), value), name
     digest = digests.part_digests(saved, digests.whole_rows(saved))
+    # Vectors are gathered in one exchange: of any length, dtype and layout.
+    vectors = {
+        "uneven": distribute_tensor(torch.randn(5), mesh, [Shard(0)]),
+        "short": distribute_tensor(torch.ones(1, dtype=torch.bool), mesh, [Shard(0)]),
+        "half": distribute_tensor(torch.randn(7).bfloat16(), mesh, [Shard(0)]),
+        "replicated": distribute_tensor(torch.randn(3).double(), mesh, [Replicate()]),
+        "scalar": distribute_tensor(torch.tensor(7), mesh, [Replicate()]),
+        "empty": distribute_tensor(torch.empty(0), mesh, [Shard(0)]),
+    }
+    whole = digests.whole_rows(vectors)
+    for name, vector in vectors.items():
+        assert torch.equal(whole[name], vector.full_tensor()), name
     return {"own": found.own, "read": found.read, "digest": digest.tolist()}
 
 

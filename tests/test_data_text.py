@@ -11,7 +11,8 @@ import pytest
 
 from toolkit.config import DataConfig
 from toolkit.data.files import find_files, stdlib_files
-from toolkit.data.text import load_documents, pieces
+from toolkit.data.text import load_documents
+from toolkit.data.text_files import pieces
 from toolkit.errors import DataError
 
 

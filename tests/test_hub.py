@@ -198,6 +198,26 @@ def test_what_was_pushed_loads_and_verifies(hub, push, export, tmp_path):
     assert verify_export(None, tmp_path).ok
 
 
+def test_an_adapter(hub, push, export, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    base, folder = AutoModelForCausalLM.from_pretrained(export), tmp_path / "adapter"
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    get_peft_model(base, config).save_pretrained(folder)
+    (folder / "README.md").unlink()  # PEFT's own
+    done = push("push", write_manifest(folder), NAME)
+    assert done["error"] is None, done["trace"]
+    assert holds(hub.repos[NAME], folder)
+    weights = folder / "adapter_model.safetensors"
+    save_file({f"x.{k}": t for k, t in load_file(weights).items()}, weights)
+    (folder / export_manifest.FILE).unlink()
+    done = push("push", write_manifest(folder), NAME)
+    assert "does not verify" in done["error"][1]
+    assert "PEFT" in done["error"][1]
+
+
 def test_weights_of_an_older_export_go_in_the_same_commit(hub, push, export, other):
     push("push", other, NAME)
     repo = hub.repos[NAME]
@@ -553,13 +573,14 @@ def test_command_line(hub, push, export):
 
 def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
     """Two processes; the Hub refuses at the end; the command that the error names completes it."""
-    run = tmp_path / "run"
+    run, root = tmp_path / "run", tmp_path / "elsewhere"
     command = [
         *torchrun(2, free_port()),
         str(ROOT / "recipes" / "pretrain.py"),
         *("--model.name_or_path", str(tiny_llama), "--data.train_files", str(text_file)),
         *("--data.sequence_length", "32", "--train.max_steps", "2", "--output_dir", str(run)),
         *("--train.logging_steps", "1", "--sharding.param_dtype", "float32"),
+        *("--checkpoint.root", str(root)),
         *("--hub.push_to_hub", "true", "--hub.hub_model_id", NAME, "--hub.hub_revision", "two"),
     ]
     hub.faults = lambda number, method, path: (
@@ -578,7 +599,8 @@ def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
     assert done.returncode != 0
     assert said.index(f"created {NAME}, private") < said.index("step 1/2")
     assert [s.path.split("/")[2] for s in hub.seen][:3] == ["whoami-v2", "models", "repos"]
-    assert commit.committed_steps(run)
+    assert commit.committed_steps(root)
+    assert not commit.committed_steps(run)
     assert "Traceback" not in said.split("error: ")[1].split("\n")[0]
     words = said.split("publish it with: toolkit ")[1].splitlines()[0].split()
     assert words == ["push", f"{run}-hf", "--repo_id", NAME, "--revision", "two"]

@@ -450,10 +450,6 @@ def _config(tmp_path: Path, root: str | None, seed: int = 42) -> PretrainConfig:
     [
         (["--checkpoint.root", "s3://key:hunter2@bucket/run"], "token or a password"),
         (["--checkpoint.root", ""], r"checkpoint\.root is an empty text"),
-        (
-            ["--checkpoint.root=s3://b/r", "--hub.push_to_hub=true", "--hub.hub_model_id=a/b"],
-            r"checkpoint\.root puts them elsewhere",
-        ),
     ],
 )
 def test_secrets_and_contradictions_are_refused(flags, said):

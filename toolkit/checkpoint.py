@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from toolkit import commit, in_flight, ranks, rng_state, store_commit
+from toolkit.adapted import is_adapted
+from toolkit.adapter_source import adapter_entry, check_same_adapters
 from toolkit.config import CheckpointConfig
 from toolkit.dcp_format import METADATA_FILE, read_metadata
 from toolkit.dcp_reader import read_tensors
@@ -106,7 +108,14 @@ def save(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) 
     begun = time.perf_counter()
     group = ranks.patient_group(_CHANNEL)  # every rank is here now, and not when it is needed
     run = _where(run_dir)
-    folder = where(ranks.on_main(lambda: str(_protocol(run).begin(run, state.step))))
+    # Of rank 0 alone; made here, where a failure of it is everyone's without another exchange.
+    content: list[str] = []
+
+    def begin() -> str:
+        content.append(_content(state))
+        return str(_protocol(run).begin(run, state.step))
+
+    folder = where(ranks.on_main(begin))
     place = folder if isinstance(folder, Place) else None
     if isinstance(folder, Place):  # where small files are put when they are complete
         folder = ranks.together(lambda: Path(tempfile.mkdtemp(prefix="checkpoint-")))
@@ -130,7 +139,7 @@ def save(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) 
             {n: tensors[n] for n in model},
             gathered,
             rng_state.snapshot(),
-            ranks.together(lambda: _content(state) if ranks.rank() == 0 else ""),
+            "".join(content),
             getattr(state.model, "hf_assets", None),
         )
         writer = HashingWriter(folder / _DCP, place / _DCP if place else None)
@@ -231,8 +240,8 @@ def _verify(checkpoint: Path | Place) -> list[tuple[str, str]]:
         loads[least] += sizes[name]
         if least == ranks.rank():
             mine.append(name)
-    found = ranks.together(lambda: protocol.damaged_files(checkpoint, mine))
-    damage = [one for part in ranks.gather(found) for one in part]
+    found = ranks.each(lambda: protocol.damaged_files(checkpoint, mine))
+    damage = [one for part in found for one in part]
     damage += ranks.on_main(lambda: _strangers(checkpoint, sizes))
     if ranks.rank() == 0:
         done = "read" if damage else "verified"
@@ -307,12 +316,14 @@ def check_same_model(model: nn.Module, checkpoint: Path | Place) -> None:
     """Refuse to go on with another architecture than was saved, before a tensor is read.
 
     Compares config.json of `model.hf_assets` with the checkpoint's copy: two models may agree in
-    every shape and still compute something else (number of heads, rotary base, activation).
+    every shape and still compute something else (number of heads, rotary base, activation). With
+    adapters their settings are compared too, and which base they belong to.
 
     Raises:
-        CheckpointError: names the settings that changed.
+        CheckpointError: names the settings that changed, or the base.
         ModelError: the checkpoint's copy cannot be read.
     """
+    check_same_adapters(model, read_state(checkpoint), checkpoint)
     file = checkpoint / _HF / "config.json"
     assets = getattr(model, "hf_assets", None)
     if assets is None:
@@ -628,9 +639,7 @@ def _finish(job: _Job, writer: HashingWriter, upload: Callable[[], object]) -> s
         with ThreadPoolExecutor(1, "digests") as pool:
             digests = pool.submit(part_digests, job.model, job.gathered)
             upload()
-            lanes = ranks.together(digests.result)
-        files = ranks.together(lambda: _write_small(job, writer))
-        parts = ranks.gather((files, lanes))
+            parts = ranks.each(lambda: (_write_small(job, writer), digests.result()))
         path = ranks.on_main(lambda: str(_commit(job, parts)))
     except CheckpointException as error:
         first = next(iter(error.failures.values()), error)
@@ -657,6 +666,9 @@ def _write_small(job: _Job, writer: HashingWriter) -> dict[str, dict[str, Any]]:
         if job.assets is not None:
             (job.folder / _HF).mkdir()
             job.assets.save(job.folder / _HF)
+            if (entry := _adapter(job)) is not None:
+                content = json.dumps(entry["config"], indent=2) + "\n"
+                (job.folder / _HF / "adapter_config.json").write_text(content, "utf-8")
             names += [f"{_HF}/{n}" for n in commit.files_below(job.folder / _HF)]
     if job.place is not None:
         return files | store_commit.put_files(job.place, job.folder, names)
@@ -670,9 +682,16 @@ def _commit(job: _Job, parts: list[tuple[dict[str, dict[str, Any]], torch.Tensor
         "files": {name: entry for files, _ in parts for name, entry in files.items()},
         "tensors": described(job.model, _summed([lanes for _, lanes in parts])),
     }
+    if (entry := _adapter(job)) is not None:
+        manifest["adapter"] = entry
     if job.place is not None:
         return store_commit.commit(job.place, job.step, manifest)
     return commit.commit(job.folder, job.step, manifest)
+
+
+def _adapter(job: _Job) -> dict[str, Any] | None:
+    """Return what state.json says of adapters; on the first rank."""
+    return json.loads(job.content).get("adapter")
 
 
 def _remove(folder: Path, place: Place | None) -> None:
@@ -693,6 +712,7 @@ def _content(state: TrainState) -> str:
         "scheduler": None if state.scheduler is None else _json_only(state.scheduler.state_dict()),
         "data": None if state.data is None else state.data.state_dict(),
         "extra": state.extra,
+        **({"adapter": adapter_entry(state.model)} if is_adapted(state.model) else {}),
         "versions": {"torch": torch.__version__},
     }
     return json.dumps(content, indent=1) + "\n"

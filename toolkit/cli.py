@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--hf_assets",
         metavar="FOLDER_OR_ID",
-        help="config and tokenizer, where the checkpoint of another tool has none",
+        help="config and tokenizer, where the checkpoint of another tool has none; of adapters: "
+        "where their base is",
     )
     sub.add_argument(
         "--merge", action="store_true", help="merge an adapter checkpoint into its base"
@@ -99,22 +100,29 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--hf_assets",
         metavar="FOLDER_OR_ID",
-        help="config and tokenizer, where the checkpoint of another tool has none",
+        help="config and tokenizer, where the checkpoint of another tool has none; of adapters: "
+        "where their base is",
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.set_defaults(run=_verify)
 
     sub = commands.add_parser(
         "inspect",
-        help="show what a run or a checkpoint holds, or how a run would be sharded",
-        description="Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding), or, "
-        "with --plan, the FSDP2 units and dtypes of a run that has not begun: one process, no "
-        "weights, no GPU.",
+        help="show what a run or a checkpoint holds, how a run would be sharded, what it learns",
+        description="Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding); or, "
+        "of a run that has not begun, its FSDP2 units and dtypes (--plan), or what a fine-tuning "
+        "run would learn of its data (--data). One process, no weights, no GPU.",
         allow_abbrev=False,
     )
     what = sub.add_mutually_exclusive_group(required=True)
     what.add_argument("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
-    what.add_argument("--plan", metavar="CONFIG", help="config of a recipe (YAML)")
+    what.add_argument("--plan", metavar="CONFIG", help="config of a recipe (YAML): its units")
+    what.add_argument(
+        "--data",
+        metavar="CONFIG",
+        help="config of a recipe (YAML): samples and tokens of each source, what is learned, what "
+        "is left out and why, and the first samples with the learned text marked",
+    )
     sub.add_argument(
         "--world_size",
         type=int,
@@ -167,7 +175,10 @@ def _consolidate(args: argparse.Namespace) -> int:
     weights = len(list(Path(folder).glob("*.safetensors")))
     print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes):,} bytes")
     print("load it with:")
-    print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    if (Path(folder) / "adapter_config.json").is_file():
+        print(f"    peft.PeftModel.from_pretrained(BASE, {str(folder)!r})")
+    else:
+        print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     return 0
 
 
@@ -203,6 +214,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         return _inspect_plan(args)
+    if args.data is not None and args.world_size is None:
+        return _inspect_data(args)
     if args.world_size is not None:
         return _fail("--world_size goes with --plan CONFIG", code=2)
     from toolkit.fetch import at_hand
@@ -218,8 +231,26 @@ def _inspect_plan(args: argparse.Namespace) -> int:
     from toolkit import config
     from toolkit.unit_table import plan_summary, render_plan
 
-    plan = plan_summary(config.load(config.PretrainConfig, args.plan), args.world_size)
+    # What pretraining knows, fine-tuning knows too.
+    plan = plan_summary(config.load(config.FinetuneConfig, args.plan), args.world_size)
     print(json.dumps(plan) if args.json else render_plan(plan), flush=True)
+    return 0
+
+
+def _inspect_data(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from toolkit import config
+    from toolkit.data.report import render
+    from toolkit.finetune_data import inspect_data
+
+    logging.set_verbosity_error()
+    report = inspect_data(config.load(config.FinetuneConfig, args.data))
+    if args.json:
+        print(json.dumps(report), flush=True)
+        return 0
+    print(render(report), flush=True)
+    print(f"\npacking {report['packing']}: {report['why']}", flush=True)
     return 0
 
 

@@ -34,16 +34,20 @@ class ModelConfig:
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` reads the weights of the checkpoint; `random` draws new ones and needs only its
     config.json."""
-    dtype: Dtype | Literal["auto"] = "float32"
+    dtype: Dtype | Literal["auto"] | None = "float32"
     """Storage dtype of the parameters (the master weights that the optimizer updates); `auto` is
-    the checkpoint's own."""
+    the checkpoint's own; empty: float32."""
     tokenizer_name_or_path: str | None = None
     """Folder or Hub id of the tokenizer, where it is not the model's."""
     train_tokenizer: bool = False
     """Where no tokenizer is found, train a byte-level BPE of the model's vocabulary size on the
     training text before the run."""
     resize_embeddings: bool = False
-    """Grow or shrink the embedding and the head to the tokenizer's length."""
+    """Grow or shrink the embedding and the head to the tokenizer's length; new rows are the mean of
+    the old ones."""
+    pad_to_multiple_of: int | None = None
+    """With resize_embeddings: round the number of rows up to a multiple of this, such as 64, which
+    matrix products of some devices are faster with."""
     frozen_parameters: list[str] = field(default_factory=list)
     """Patterns of parameter names that are not trained, such as `model.embed_tokens.*`; `*` matches
     anything."""
@@ -54,6 +58,15 @@ class ModelConfig:
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True)
+class FinetuneModelConfig(ModelConfig):
+    """Which model, and how its parameters are stored."""
+
+    dtype: Dtype | Literal["auto"] | None = None
+    """Storage dtype of the parameters; `auto` is the checkpoint's own. Empty: float32, the master
+    weights that the optimizer updates; with adapters, whose base is not updated, `auto`."""
 
 
 @dataclass(frozen=True)
@@ -145,32 +158,87 @@ class ShardingConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """One of several sources of training data that are mixed."""
+
+    files: str | list[str] = field(default_factory=list)
+    """Files or globs, as data.train_files."""
+    dataset_name: str | None = None
+    """A data set on the Hub (or a local data set folder) instead of files."""
+    dataset_config_name: str | None = None
+    """Configuration of dataset_name."""
+    dataset_split: str = "train"
+    """Split of dataset_name to train on."""
+    name: str | None = None
+    """What reports and metrics call it; empty: the name of its first file or data set."""
+    weight: float | None = None
+    """Its share of the samples, relative to the other weights; empty (for all sources or none): in
+    proportion to its size, which is one pass over everything."""
+    max_repeats: float | None = None
+    """Passes over it at most; what it would give beyond comes from the others. Empty: no limit."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where the text comes from and how it becomes samples."""
 
     train_files: str | list[str] = field(default_factory=list)
-    """Files or globs (.txt .md .py and other text, .jsonl .json .parquet .arrow); empty, and no
-    dataset_name: the source of Python's own standard library."""
+    """Files or globs (.txt .md .py and other text, .jsonl .json .csv .parquet .arrow); empty, and
+    no dataset_name and no sources: built-in data made of Python's own standard library."""
     eval_files: str | list[str] = field(default_factory=list)
-    """Files or globs to evaluate on; empty: the eval_split of the training text."""
+    """Files or globs to evaluate on; empty: the eval_split of the training data."""
     dataset_name: str | None = None
     """A data set on the Hub (or a local data set folder) instead of train_files."""
     dataset_config_name: str | None = None
     """Configuration of dataset_name."""
     dataset_split: str = "train"
     """Split of dataset_name to train on."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources, mixed by weight, instead of train_files and dataset_name."""
+    streaming: bool = False
+    """Read the data while training instead of preparing all of it before; needs train.max_steps."""
     text_column: str = "text"
     """Column that holds the text; a column `input_ids` is taken as already tokenised instead."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a row that cannot be used does: end the run with its file and line, or be left out and
+    counted."""
     sequence_length: int = 1024
     """Tokens per sample."""
     append_eos: bool = True
     """Put the tokenizer's end-of-sequence token after each document."""
+    packing: Literal["auto", "wrapped", "bfd", "none"] = "wrapped"
+    """How documents become samples: `wrapped` joins all and cuts them at sequence_length; `bfd`
+    (best fit decreasing) puts whole documents together that do not see each other; `none` pads each
+    to the longest of its batch. `auto` is `bfd` where the model keeps packed documents apart, which
+    is tried at start, else `none`."""
     eval_split: float = 0.01
     """Share of the samples held out for evaluation where there are no eval_files; 0: none."""
     max_eval_samples: int | None = None
     """Evaluate on at most this many samples."""
     num_workers: int = 0
     """Worker processes of each rank's DataLoader."""
+
+
+@dataclass(frozen=True)
+class FinetuneDataConfig(DataConfig):
+    """Where the examples come from, what of them is learned, and how they become samples."""
+
+    packing: Literal["auto", "wrapped", "bfd", "none"] = "auto"
+    """How examples become samples: `bfd` (best fit decreasing) puts whole ones together that do not
+    see each other; `none` pads each to the longest of its batch; `wrapped` joins all and cuts them
+    at sequence_length. `auto` is `bfd` where the model keeps packed examples apart, which is tried
+    at start, else `none`."""
+    supervise: Literal["auto", "completion", "assistant", "last_assistant", "all"] = "auto"
+    """What the loss covers: the completions, the turns of the assistant, the last of them, or
+    everything. `auto`: everything of texts, completions of prompts, turns of the assistant."""
+    chat_template: str | None = None
+    """Jinja template of conversations, or a file that holds one; empty: the tokenizer's own."""
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to an example of more than sequence_length tokens: its end is cut off, it is
+    left out, or the run ends. Both are counted."""
+    dataset_num_proc: int | None = None
+    """Processes that render conversations before the run; empty: as many as there are cores. (The
+    tokenizer has threads of its own.)"""
 
 
 @dataclass(frozen=True)
@@ -222,6 +290,64 @@ class TrainConfig:
     """Evaluate every so many steps and at the end; empty: at the end only, where there is eval
     data.
     """
+
+
+@dataclass(frozen=True)
+class FinetuneTrainConfig(TrainConfig):
+    """How long, with which batches, and what is tried at an evaluation."""
+
+    neftune_noise_alpha: float | None = None
+    """Noise on the embeddings while training, uniform in +-alpha / sqrt(tokens x width) (NEFTune);
+    5 is usual; empty: none."""
+    label_smoothing_factor: float = 0.0
+    """Share of the target that is spread over the whole vocabulary; training only."""
+    early_stopping_patience: int | None = None
+    """Stop after so many evaluations in a row without a better checkpoint.metric_for_best_model;
+    empty: never."""
+    early_stopping_threshold: float = 0.0
+    """By how much the metric must be better to count."""
+    eval_prompts: list[str] = field(default_factory=list)
+    """Prompts that the model answers at each evaluation, as a user's message where there is a chat
+    template."""
+    eval_max_new_tokens: int = 64
+    """Tokens of an answer to eval_prompts at most."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters (LoRA and its kin, through PEFT) instead of full-parameter fine-tuning."""
+
+    r: int = 0
+    """Rank of the adapters; 0: none, all parameters are trained."""
+    lora_alpha: float = 32
+    """Adapters are scaled by lora_alpha / r (rsLoRA: / sqrt(r))."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapters."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that are adapted: `all-linear` (every linear layer but the head), names or their ends
+    (`[q_proj, v_proj]`), or one regular expression of whole names."""
+    target_parameters: list[str] = field(default_factory=list)
+    """Parameters that are adapted though they are no module's weight, such as fused experts
+    (`mlp.experts.gate_up_proj`)."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Modules that target_modules names and that are left alone."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules trained in full and saved with the adapter, such as `[embed_tokens, lm_head]`."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r)."""
+    use_dora: bool = False
+    """Learn the norm of each row of the weights apart (DoRA)."""
+    adapter_dtype: Dtype = "float32"
+    """Storage dtype of what is trained; the base keeps the checkpoint's."""
+    load_in_4bit: bool = False
+    """QLoRA: store the linear layers of the base in 4 bits (needs bitsandbytes)."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4-bit format."""
+    bnb_4bit_use_double_quant: bool = False
+    """Quantise the scales too."""
+    bnb_4bit_skip_modules: list[str] = field(default_factory=list)
+    """Modules that keep the base's dtype, by name or the end of one. Embedding, head, routers,
+    modules_to_save, fused experts and what is no linear layer always do."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +427,25 @@ class PretrainConfig:
     """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
     seed: int = 42
     """Seeds the random weights, the sample order and dropout."""
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """A fine-tuning run: of all parameters, or of adapters where lora.r is set."""
+
+    model: FinetuneModelConfig
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
+    output_dir: str = "runs/finetune"
+    """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
+    seed: int = 42
+    """Seeds the adapters, the sample order and dropout."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -432,6 +577,12 @@ def check(cfg: Any) -> None:
             "good checkpoint stays until the next one is whole"
         )
     _check_retention(train, saving)
+    multiple = cfg.model.pad_to_multiple_of
+    if multiple is not None and (multiple < 1 or not cfg.model.resize_embeddings):
+        raise ConfigError(
+            f"model.pad_to_multiple_of must be at least 1, and needs model.resize_embeddings; got "
+            f"{multiple} and resize_embeddings {str(cfg.model.resize_embeddings).lower()}"
+        )
     if cfg.model.dtype == "float16":
         raise ConfigError(
             "model.dtype float16 cannot hold master weights (AdamW's second moment underflows to "
@@ -439,8 +590,7 @@ def check(cfg: Any) -> None:
         )
     if not 0 <= data.eval_split < 1:
         raise ConfigError(f"data.eval_split is a share from 0 to below 1, got {data.eval_split}")
-    if data.dataset_name and data.train_files:
-        raise ConfigError("data.dataset_name and data.train_files are both set; give one of them")
+    _check_data(data, train)
     if data.num_workers < 0:
         raise ConfigError(f"data.num_workers must not be negative, got {data.num_workers}")
     for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
@@ -453,21 +603,92 @@ def check(cfg: Any) -> None:
             raise ConfigError(f"optim.{name} must be from 0 to below 1, got {getattr(optim, name)}")
     if not 0 <= optim.min_lr_rate <= 1:
         raise ConfigError(f"optim.min_lr_rate is a share from 0 to 1, got {optim.min_lr_rate}")
-    if cfg.hub.push_to_hub and saving.root is not None:
-        raise ConfigError(
-            "hub.push_to_hub exports the newest checkpoint of output_dir, and checkpoint.root puts "
-            "them elsewhere; leave out one of them (`toolkit consolidate RUN` and `toolkit push` "
-            "publish it after the run)"
-        )
     if cfg.hub.push_to_hub and not cfg.hub.hub_model_id:
         raise ConfigError("hub.push_to_hub needs hub.hub_model_id: give ORG/NAME")
     _check_sharding(cfg.sharding)
+    if isinstance(cfg, FinetuneConfig):
+        _check_finetune(cfg)
     for name, value in _flat(cfg).items():
         if looks_secret(str(value)):
             raise ConfigError(
                 f"{name} holds what looks like a token or a password, and config.yaml would keep "
                 "it; leave it to the environment, such as HF_TOKEN, or to a login"
             )
+
+
+def _check_data(data: DataConfig, train: TrainConfig) -> None:
+    given = [n for n in ("dataset_name", "train_files", "sources") if getattr(data, n)]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'data.{n}' for n in given)} are both set; give one of them"
+        )
+    for i, source in enumerate(data.sources):
+        where = f"data.sources[{i}]"
+        if bool(source.files) == bool(source.dataset_name):
+            raise ConfigError(f"{where} must name files or a dataset_name, one of the two")
+        for name in ("weight", "max_repeats"):
+            value = getattr(source, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{where}.{name} must be a number above 0, got {value}")
+    if len({s.weight is None for s in data.sources}) > 1:
+        raise ConfigError("data.sources: give every source a weight, or none")
+    if data.streaming and train.max_steps == -1:
+        raise ConfigError(
+            "data.streaming needs train.max_steps: how long a pass is, nobody knows before it ends"
+        )
+
+
+def _check_finetune(cfg: "FinetuneConfig") -> None:
+    train, lora = cfg.train, cfg.lora
+    if lora.r < 0:
+        raise ConfigError(f"lora.r is a rank, 1 or more, or 0 for no adapters, got {lora.r}")
+    if not lora.r:
+        default = LoraConfig()
+        given = [
+            f.name
+            for f in dataclasses.fields(lora)
+            if getattr(lora, f.name) != getattr(default, f.name)
+        ]
+        if given:
+            raise ConfigError(
+                f"{', '.join(f'lora.{n}' for n in given)} without lora.r does nothing; set the "
+                "rank of the adapters, such as lora.r: 16"
+            )
+    if lora.r and cfg.model.frozen_parameters:
+        raise ConfigError(
+            "model.frozen_parameters with lora.r does nothing: adapters freeze the whole base; "
+            "leave it out, and say with lora.target_modules and lora.modules_to_save what learns"
+        )
+    if not 0 <= lora.lora_dropout < 1:
+        raise ConfigError(f"lora.lora_dropout must be from 0 to below 1, got {lora.lora_dropout}")
+    if not 0 < lora.lora_alpha < math.inf:
+        raise ConfigError(f"lora.lora_alpha must be a number above 0, got {lora.lora_alpha}")
+    if lora.adapter_dtype == "float16":
+        raise ConfigError("lora.adapter_dtype float16 cannot be trained; use float32 or bfloat16")
+    if not 0 <= train.label_smoothing_factor < 1:
+        raise ConfigError(
+            "train.label_smoothing_factor is a share from 0 to below 1, got "
+            f"{train.label_smoothing_factor}"
+        )
+    noise, patience = train.neftune_noise_alpha, train.early_stopping_patience
+    if noise is not None and not 0 < noise < math.inf:
+        raise ConfigError(f"train.neftune_noise_alpha must be a number above 0, got {noise}")
+    if patience is not None and (patience < 1 or train.eval_steps is None):
+        raise ConfigError(
+            "train.early_stopping_patience is a number of evaluations, 1 or more, and needs "
+            f"train.eval_steps; got {patience} and eval_steps {train.eval_steps}"
+        )
+    if not 0 <= train.early_stopping_threshold < math.inf:
+        raise ConfigError(
+            "train.early_stopping_threshold must be a number from 0 up, got "
+            f"{train.early_stopping_threshold}"
+        )
+    for name, value in (
+        ("train.eval_max_new_tokens", train.eval_max_new_tokens),
+        ("data.dataset_num_proc", cfg.data.dataset_num_proc),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 def _check_sharding(cfg: ShardingConfig) -> None:
@@ -548,6 +769,16 @@ def _check_retention(train: TrainConfig, saving: CheckpointConfig) -> None:
             f"checkpoint.keep_best needs an evaluation at every checkpoint: save_steps {every} "
             f"must be a multiple of train.eval_steps, got {train.eval_steps}"
         )
+
+
+def model_settings(cfg: Any) -> ModelConfig:
+    """Return the model's settings with the storage dtype filled in that depends on the adapters:
+    the checkpoint's own under them, else float32.
+    """
+    adapted = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
+    return dataclasses.replace(
+        cfg.model, dtype=cfg.model.dtype or ("auto" if adapted else "float32")
+    )
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
@@ -646,6 +877,11 @@ def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
             raise ConfigError(f"{prefix}{key} ({where}) is a section of settings, got {value!r}")
         if dataclasses.is_dataclass(known):
             _check_keys(cls, value, where, f"{prefix}{key}.")
+        if typing.get_origin(known) is list and isinstance(value, list):
+            (item,) = typing.get_args(known)
+            for i, entry in enumerate(value):
+                if dataclasses.is_dataclass(item) and isinstance(entry, dict):
+                    _check_keys(item, entry, f"{where}, {prefix}{key}[{i}]")  # type: ignore[arg-type]
 
 
 def _check_path(cls: type, path: str, where: str) -> Any:

@@ -34,6 +34,15 @@ from typing import Any
 import torch
 
 from toolkit import model_card
+from toolkit.adapter_export import (
+    adapter_origin,
+    base_entry,
+    find_adapter,
+    find_base,
+    make_adapter_plan,
+    named_base,
+)
+from toolkit.adapter_merge import plan_merge
 from toolkit.commit import CHECKPOINTS, damaged_files, read_manifest
 from toolkit.dcp_format import Chunk, contiguous_runs, read_chunk
 from toolkit.digests import hexadecimal, rows_digest
@@ -97,8 +106,11 @@ def consolidate(
             start the config's dtype, bfloat16 if it has none. Integer and bool tensors keep theirs.
         max_shard_size: of one safetensors file, such as "5GB", "500MB" or a number of bytes; a
             larger tensor gets a file of its own.
-        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none.
-        merge: for checkpoints of adapters.
+        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none; of
+            adapters that of the base, where it is not where the run had it.
+        merge: of a checkpoint of adapters: write the base with the adapter merged in (needs the
+            base; memory: see `adapter_merge`). Without it such a checkpoint gives a PEFT folder,
+            for which `dtype` auto is the trained one and `max_shard_size` has no meaning.
 
     Raises:
         CheckpointError: no such checkpoint, or it is damaged.
@@ -127,31 +139,26 @@ def _consolidate(
 ) -> str:
     override, limit = parse_dtype(dtype), parse_size(max_shard_size)
     with timing.of("plan"):
-        source = find_source(checkpoint, hf_assets)
+        source = find_adapter(checkpoint)
+        if source is not None and merge:
+            return _merge(source, output, dtype, override, limit, hf_assets, timing)
+        adapter, source = source is not None, source or find_source(checkpoint, hf_assets)
         target = check_output(output, source.checkpoint or source.folder)
         if merge:
             raise ExportError(
                 f"{source.checkpoint or source.folder} is not an adapter checkpoint: there is "
                 "nothing to merge"
             )
-        model, assets = model_of_assets(source.hf)
-        prefix, keys = parameter_names(source, model.state_dict())
-        shapes = {n: (source.tensors[k].dtype, source.tensors[k].shape) for n, k in keys.items()}
-        plan = make_plan(
-            source.hf,
-            model,
-            assets,
-            shapes,
-            override,
-            limit,
-            where=str(source.folder),
-            prefix=prefix,
-        )
+        entry = named_base(source, hf_assets) if adapter else None
+        if entry is not None:
+            plan, keys, families = _plan_adapter(source, override, entry)
+        else:
+            plan, keys, families = _plan_model(source, override, limit)
         check_whole(source, keys.values())
         weights = _Weights(source, plan, keys)
         check_space(target, plan.total_bytes + weights.scratch_bytes())
     with timing.of("source"):
-        for family in tied_families(model).values():
+        for family in families:
             _check_tied(source, [keys[name] for name in family if name in keys])
     with staged(target, plan.digest(), source.fingerprint()) as staging:
         write_weights(
@@ -166,13 +173,73 @@ def _consolidate(
         with timing.of("source"):
             weights.check_rest()
         with timing.of("finish"):
-            finish(plan, staging, _origin(source, dtype))
+            finish(plan, staging, _origin(source, dtype, entry))
     return str(Path(output).expanduser())
 
 
-def _origin(source: Source, dtype: str) -> dict[str, Any]:
-    """Return what the export's manifest says of where the weights came from."""
+_Planned = tuple[Plan, dict[str, str], list[list[str]]]
+"""The plan, parameter -> key of the checkpoint, families of tied parameters."""
+
+
+def _plan_model(source: Source, override: torch.dtype | None, limit: int) -> _Planned:
+    model, assets = model_of_assets(source.hf)
+    prefix, keys = parameter_names(source, model.state_dict())
+    where = str(source.folder)
+    plan = make_plan(
+        source.hf, model, assets, _shapes(source, keys), override, limit, where=where, prefix=prefix
+    )
+    return plan, keys, list(tied_families(model).values())
+
+
+def _plan_adapter(source: Source, override: torch.dtype | None, base: dict[str, Any]) -> _Planned:
+    _, keys = parameter_names(source, ())
+    shapes = _shapes(source, keys)
+    plan = make_adapter_plan(source.hf, shapes, override, where=str(source.folder), base=base)
+    return plan, keys, []
+
+
+def _shapes(source: Source, keys: dict[str, str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {n: (source.tensors[k].dtype, source.tensors[k].shape) for n, k in keys.items()}
+
+
+def _merge(
+    source: Source,
+    output: str | Path,
+    dtype: str,
+    override: torch.dtype | None,
+    limit: int,
+    base: str | Path | None,
+    timing: Timing,
+) -> str:
+    """Write the base with the adapter of `source` merged in; return the folder's path."""
+    with timing.of("plan"):
+        target = check_output(output, source.checkpoint)
+        folder = find_base(source, base)
+        merging = plan_merge(source, folder, override, limit)
+        check_space(target, merging.plan.total_bytes)
+    with timing.of("source"):
+        merging.check()
+    plan = merging.plan
+    with staged(target, plan.digest(), source.fingerprint()) as staging:
+        write_weights(
+            plan,
+            staging,
+            # One thread of ours: the memory of one tensor at a time, its arithmetic on all cores.
+            lambda name, file, advance: run_tasks(merging.tasks(name), file, 1, advance),
+            timing,
+        )
+        with timing.of("finish"):
+            finish(plan, staging, _origin(source, dtype, base_entry(source)) | {"merged": True})
+    return str(Path(output).expanduser())
+
+
+def _origin(source: Source, dtype: str, base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what the export's manifest says of where the weights came from; `base`: of adapters,
+    the base they are for.
+    """
     origin: dict[str, Any] = {"checkpoint": None, "step": None, "dtype": dtype, "run": None}
+    if base is not None:
+        origin["adapter"] = adapter_origin(source.hf, base)
     if source.checkpoint is not None:
         step = read_manifest(source.checkpoint).get("step")
         origin |= {"checkpoint": source.fingerprint(), "step": step}

@@ -6,8 +6,8 @@ the next block is prepared. Knows neither models nor manifests.
 
 [Note: three passes over the bytes] torch.save computes a CRC of every tensor on the thread that
 writes, at 1.2 GB/s: as much as the sha256. It is switched off for the moment in which torch.save
-hands over the pieces of a blob without copying them, computed with zlib (3 to 4 GB/s) and put where
-it belongs. So reading the zip with any tool still finds a flipped bit.
+hands over the pieces of a blob without copying them, computed with zlib-ng (25 GB/s, where zlib has
+4) and put where it belongs. So reading the zip with any tool still finds a flipped bit.
 """
 
 import hashlib
@@ -16,8 +16,7 @@ import os
 import queue
 import struct
 import threading
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
@@ -33,16 +32,18 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from zlib_ng import zlib_ng
 
 from toolkit.dcp_format import StorageInfo
 from toolkit.errors import CheckpointError
 from toolkit.store import Place, Upload
 
-_BLOCK = 4 * 2**20  # bytes written and hashed at a time: large against a system call
-_AHEAD = 16  # blocks that the hash may lag behind
+_BLOCK = 2**20  # bytes written and hashed at a time: they stay in the processor's cache meanwhile
+_AHEAD = 64  # blocks that the hash may lag behind: more than the disk stops for
 _FLUSH = 32 * 2**20  # bytes after which the disk is told to start: fsync then finds little to do
 _HASH = hashlib.sha256
 _CRC_SWITCH = threading.Lock()
+_OTHER_ZIP = f"torch {torch.__version__} writes no zip file as 2.11 to 2.13 do"
 
 
 class HashingWriter(FileSystemWriter):
@@ -154,7 +155,9 @@ class HashedFile:
                     self._failure = error
 
 
-def _blobs(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[WriteItem, list[Any]]]:
+def _blobs(
+    items: list[WriteItem], planner: SavePlanner
+) -> Iterator[tuple[WriteItem, Iterable[Any]]]:
     """Yield every item with the pieces of its blob; the next tensor comes from its device while
     one is written.
     """
@@ -192,15 +195,18 @@ class _Pieces(io.RawIOBase):
         return len(content)
 
 
-def _pieces(tensor: torch.Tensor) -> list[Any]:
-    """Return the blob that torch.save makes of a tensor: before its memory, its memory, after it.
+def _pieces(tensor: torch.Tensor) -> Iterator[Any]:
+    """Yield, piece by piece, the blob that torch.save makes of a tensor; each once it is asked for.
 
-    The memory is not copied. See [Note: three passes over the bytes].
+    The tensor's memory is not copied: its blocks come as they are, and stay alive with the piece.
+    The checksum of a block is computed right before it is yielded, so that writing it finds it in
+    the processor's cache. See [Note: three passes over the bytes].
     """
     stream = _Pieces(tensor.nbytes)
     if tensor.nbytes <= 2**16:
         torch.save(tensor, cast(IO[bytes], stream))
-        return stream.pieces
+        yield from stream.pieces
+        return
     with _CRC_SWITCH:
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
@@ -212,54 +218,74 @@ def _pieces(tensor: torch.Tensor) -> list[Any]:
         raise CheckpointError(
             f"torch {torch.__version__} writes a tensor in another way than 2.11 to 2.13 do"
         )
+    head, _, tail = stream.pieces
     # The same memory as torch.save saw, kept alive until it is written and hashed.
-    stream.pieces[1] = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type, call-overload]
-    _put_checksums(stream.pieces)
-    return stream.pieces
+    payload = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    around = _Checksums(head, len(payload), tail)
+    yield head
+    crc = 0
+    for begin in range(0, len(payload), _BLOCK):
+        block = payload[begin : begin + _BLOCK]
+        crc = zlib_ng.crc32(block, crc)
+        yield block
+    around.put_payload(crc)
+    yield tail
 
 
-def _put_checksums(pieces: list[Any]) -> None:
-    """Put the CRC of every record of a zip file where torch left it out.
+class _Checksums:
+    """Puts the CRC of every record of a zip file where torch left it out: that of the payload when
+    it is known, the others at once.
 
     After each record's data (a zip file that is streamed has it there) and in the directory at the
     end, whose entries say where the records are.
     """
-    head, payload, tail = pieces
-    size = len(head) + len(payload) + len(tail)
-    behind = len(head) + len(payload)
 
-    def part(begin: int, length: int) -> Any:
-        if begin >= behind:
-            return memoryview(tail)[begin - behind : begin - behind + length]
-        if begin == len(head) and length == len(payload):
-            return payload
-        return memoryview(head)[begin : begin + length]
+    def __init__(self, head: bytearray, payload: int, tail: bytearray) -> None:
+        self.head, self.tail, self.behind = head, tail, len(head) + payload
+        self._payload: tuple[int, int, int] | None = None
+        for begin, length, entry in self._records():
+            if (begin, length) == (len(head), payload):
+                self._payload = (begin, length, entry)
+            else:
+                self._put(begin, length, entry, zlib_ng.crc32(self._at(begin, length)))
+        if self._payload is None:
+            raise CheckpointError(_OTHER_ZIP)
 
-    end = tail.rfind(b"PK\x05\x06")
-    count, _, directory = struct.unpack_from("<HLL", tail, end + 10)
-    if directory == 2**32 - 1 or count == 2**16 - 1:  # a blob above 4 GB
-        wide = tail.rfind(b"PK\x06\x06", 0, end)
-        count, _, directory = struct.unpack_from("<QQQ", tail, wide + 32)
-    at = directory - behind
-    for _ in range(count):
-        if tail[at : at + 4] != b"PK\x01\x02":
-            raise CheckpointError(f"torch {torch.__version__} writes no zip file as 2.11 does")
-        length, _, names, extras, comments = struct.unpack_from("<LLHHH", tail, at + 20)
-        offset = struct.unpack_from("<L", tail, at + 42)[0]
-        extra = bytes(tail[at + 46 + names : at + 46 + names + extras])
-        length, offset = _wide(extra, length, offset)
-        local = part(offset, 30)
-        begin = offset + 30 + sum(struct.unpack_from("<HH", local, 26))
-        crc = struct.pack("<L", zlib.crc32(part(begin, length)))
-        tail[at + 16 : at + 20] = crc
-        if local[6] & 8:  # the record is followed by its CRC and sizes
-            footer = part(begin + length, 8)
-            if bytes(footer[:4]) == b"PK\x07\x08":
-                footer[4:8] = crc
-        else:
-            local[14:18] = crc
-        at += 46 + names + extras + comments
-    assert behind <= size
+    def put_payload(self, crc: int) -> None:
+        """Put the checksum of the tensor's memory; the head has none of it."""
+        assert self._payload is not None
+        self._put(*self._payload, crc)
+
+    def _records(self) -> Iterator[tuple[int, int, int]]:
+        """Yield where the data of each record begins, its length, and its entry in the tail."""
+        tail = self.tail
+        end = tail.rfind(b"PK\x05\x06")
+        count, _, directory = struct.unpack_from("<HLL", tail, end + 10)
+        if directory == 2**32 - 1 or count == 2**16 - 1:  # a blob above 4 GB
+            wide = tail.rfind(b"PK\x06\x06", 0, end)
+            count, _, directory = struct.unpack_from("<QQQ", tail, wide + 32)
+        at = directory - self.behind
+        for _ in range(count):
+            if tail[at : at + 4] != b"PK\x01\x02":
+                raise CheckpointError(_OTHER_ZIP)
+            length, _, names, extras, comments = struct.unpack_from("<LLHHH", tail, at + 20)
+            offset = struct.unpack_from("<L", tail, at + 42)[0]
+            extra = bytes(tail[at + 46 + names : at + 46 + names + extras])
+            length, offset = _wide(extra, length, offset)
+            begin = offset + 30 + sum(struct.unpack_from("<HH", self._at(offset + 26, 4)))
+            yield begin, length, at
+            at += 46 + names + extras + comments
+
+    def _put(self, begin: int, length: int, entry: int, crc: int) -> None:
+        footer = self._at(begin + length, 8)
+        if footer[:4] != b"PK\x07\x08":
+            raise CheckpointError(_OTHER_ZIP)
+        footer[4:8] = self.tail[entry + 16 : entry + 20] = struct.pack("<L", crc)
+
+    def _at(self, begin: int, length: int) -> memoryview:
+        """Return a part of the blob that is not the payload."""
+        part, first = (self.tail, self.behind) if begin >= self.behind else (self.head, 0)
+        return memoryview(part)[begin - first : begin - first + length]
 
 
 def _wide(extra: bytes, length: int, offset: int) -> tuple[int, int]:

@@ -10,6 +10,8 @@ accidents, not against an adversary: the files' sha256 does that. It is not sha2
 second one over the same bytes costs as much as writing them does (1.4 GB/s a core, XXH3 8.5).
 """
 
+import itertools
+
 import numpy
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from toolkit.adapted import is_adapted, trained_tensors
 from toolkit.layout import local_slices
 
 LANES = 2
@@ -62,16 +65,42 @@ def whole_rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Vectors, and what is sharded over another dimension than the first. `part_digests` takes the
     result, which is all that needs the device's process group.
     """
-    gathered = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        if tensor.ndim < 2:
-            gathered[name] = tensor.full_tensor()
-        elif any(p.is_shard() and p.dim != 0 for p in tensor.placements):  # type: ignore[attr-defined]
+    sharded = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
+    gathered = _whole_vectors({n: t for n, t in sharded.items() if t.ndim < 2})
+    for name, tensor in sharded.items():
+        if tensor.ndim > 1 and any(p.is_shard() and p.dim != 0 for p in tensor.placements):  # type: ignore[attr-defined]
             kept = [p if p.is_shard(0) else Replicate() for p in tensor.placements]
             gathered[name] = tensor.redistribute(placements=kept)
     return gathered
+
+
+def _whole_vectors(vectors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
+    """Return vectors whole. Collective: one exchange a device, since a model has hundreds of them.
+
+    Each rank puts the bytes of its elements where they belong among zeros; the sum is the whole.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    for device in dict.fromkeys(t.to_local().device for t in vectors.values()):
+        here = {n: t for n, t in vectors.items() if t.to_local().device == device}
+        ends = itertools.accumulate(-(-t.numel() * t.itemsize // 16) * 16 for t in here.values())
+        begins = [0, *ends]  # every vector where a view of its dtype may begin
+        room = torch.zeros(begins.pop(), dtype=torch.uint8, device=device)
+        for begin, (name, tensor) in zip(begins, here.items(), strict=True):
+            if _counts(tensor) and tensor.to_local().numel():
+                own = tensor.to_local().reshape(-1).view(torch.uint8)
+                at = begin + (local_slices(tensor)[0].start * tensor.itemsize if tensor.ndim else 0)
+                room[at : at + len(own)] = own
+            part = room[begin : begin + tensor.numel() * tensor.itemsize]
+            whole[name] = part.view(tensor.dtype).reshape(tensor.shape)
+        if len(room):
+            dist.all_reduce(room)
+    return whole
+
+
+def _counts(tensor: DTensor) -> bool:
+    """Whether this rank's part is the first of its replicas."""
+    where = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return all(c == 0 or p.is_shard() for c, p in where)
 
 
 def part_digests(
@@ -86,9 +115,8 @@ def part_digests(
     for i, (name, given) in enumerate(tensors.items()):
         tensor = gathered.get(name, given)
         if isinstance(tensor, DTensor):
-            where = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
             local = tensor.to_local()
-            if local.numel() and all(c == 0 or p.is_shard() for c, p in where):
+            if local.numel() and _counts(tensor):
                 lanes[i] = rows_digest(name, local, local_slices(tensor)[0].start)
         elif first_rank and tensor.numel():
             rows = tensor if tensor.ndim > 1 else tensor.reshape(1, -1)
@@ -111,7 +139,11 @@ def described(
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers."""
+    """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
+    model with adapters what is trained, under PEFT's names.
+    """
+    if is_adapted(model):
+        return {f"model.{n}": t for n, t in trained_tensors(model).items()}
     persistent = model.state_dict().keys()
     tensors: dict[str, torch.Tensor] = {n: p.detach() for n, p in model.named_parameters()}
     tensors |= {n: b for n, b in model.named_buffers() if n in persistent}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from toolkit import commit
+from toolkit.adapted import is_adapted
 from toolkit.config import CheckpointConfig
 from toolkit.digests import model_tensors
 from toolkit.errors import CheckpointError
@@ -163,7 +164,11 @@ def exports_kept(cfg: CheckpointConfig, max_steps: int | None) -> int:
 
 
 def export_bytes(model: nn.Module) -> int:
-    """Return the bytes of the Hugging Face folder, in the dtype that most source tensors have."""
+    """Return the bytes of the Hugging Face folder, in the dtype that most source tensors have; of
+    a model with adapters those of the adapters.
+    """
+    if is_adapted(model):
+        return sum(t.numel() * t.itemsize for t in model_tensors(model).values())
     source = assets_of(model).source
     names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     common = Counter(source.values()).most_common(1) if source else []

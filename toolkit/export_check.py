@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit import commit, export_manifest
@@ -305,14 +306,11 @@ class ExportCheck:
         """Compare every value with the checkpoint."""
         if self.model is None or not self.entries:
             return None  # said before
-        digests = {}
-        if source.checkpoint is not None:
-            manifest = commit.read_manifest(source.checkpoint)
-            if manifest.get("version") == MANIFEST_VERSION:
-                digests = {key: entry["digest"] for key, entry in manifest["tensors"].items()}
         self.judge.expect(sum(entry.nbytes for entry in self.entries.values()))
         try:
-            proof = Proof(source, digests, self.model, self.entries, self.say, self.judge.advance)
+            proof = Proof(
+                source, digests_of(source), self.model, self.entries, self.say, self.judge.advance
+            )
         except ExportError as error:
             self.say("", None, str(error))
             return None
@@ -348,12 +346,25 @@ class ExportCheck:
         theirs = logits_of(twin)
         largest = float((ours - theirs).abs().max())
         self.judge.report.logits_difference = largest
-        noise = max(_NOISE.get(p.dtype, 0.0) for p in loaded.parameters())
-        allowed = noise * max(1.0, float(theirs.abs().max()))
+        allowed = noise(loaded, theirs)
         if not largest <= allowed:
             what = f"logits differ from the checkpoint's by {largest:.3g}, more than {allowed:.3g}"
             self.say("", None, what)
         notes.append(f"logits of export and checkpoint: largest difference {largest:.3g}")
+
+
+def digests_of(source: Source) -> dict[str, str]:
+    """Return key -> digest of the tensors of a checkpoint, {} where it has none of our kind."""
+    manifest = {} if source.checkpoint is None else commit.read_manifest(source.checkpoint)
+    if manifest.get("version") != MANIFEST_VERSION:
+        return {}
+    return {key: entry["digest"] for key, entry in manifest["tensors"].items()}
+
+
+def noise(model: nn.Module, logits: torch.Tensor) -> float:
+    """Return how far the logits of equal weights may be apart."""
+    share = max(_NOISE.get(p.dtype, 0.0) for p in model.parameters())
+    return share * max(1.0, float(logits.abs().max()))
 
 
 def _place(file: Path, said: dict[str, Any]) -> TensorEntry:

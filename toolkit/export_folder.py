@@ -31,7 +31,7 @@ from toolkit import export_manifest
 from toolkit.commit import sync, sync_above
 from toolkit.errors import ExportError, LoadingError
 from toolkit.export_plan import Plan
-from toolkit.hf_format import read_weights, weight_files
+from toolkit.hf_format import INDEX_FILE, SINGLE_FILE, read_weights, weight_files
 from toolkit.streaming import create, write_all
 
 _MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files
@@ -313,8 +313,10 @@ def _progress(total: int) -> Iterator[Callable[[int], Any]]:
 
 def _verify(plan: Plan, folder: Path) -> None:
     """Read the written headers back and compare them with the plan."""
+    own = [folder / name for name in plan.headers]  # an adapter's is in no index
+    indexed = {SINGLE_FILE, INDEX_FILE} & {*plan.headers, *plan.assets}
     try:
-        entries = read_weights(weight_files(folder))
+        entries = read_weights(weight_files(folder) if indexed else own)
     except LoadingError as error:
         raise ExportError(f"the export does not read back: {error}") from error
     found = {n: (e.file.name, e.begin, e.dtype, e.shape) for n, e in entries.items()}

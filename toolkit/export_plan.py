@@ -188,7 +188,7 @@ def make_plan(
             )
             shapes[exported] = shape
             views[exported] = found.get(name)
-    outputs, headers, sizes = _lay_out(dtypes, shapes, limit)
+    outputs, headers, sizes = lay_out(dtypes, shapes, limit)
     written = override if override is not None else default if assets.source is None else None
     files = dict(assets.files)
     files["config.json"] = _config_file(hf, assets, model, written)
@@ -330,28 +330,32 @@ def _export_dtype(
     return DTYPES[said]
 
 
-def _lay_out(
-    dtypes: dict[str, torch.dtype], shapes: dict[str, tuple[int, ...]], limit: int
+def lay_out(
+    dtypes: dict[str, torch.dtype],
+    shapes: dict[str, tuple[int, ...]],
+    limit: int | None,
+    single: str = SINGLE_FILE,
 ) -> tuple[dict[str, Output], dict[str, bytes], dict[str, int]]:
-    """Return outputs, headers and file sizes; the files are filled in the model's order."""
+    """Return outputs, headers and file sizes; the files are filled in the model's order.
+
+    Args:
+        limit: bytes of a file; None: one file for all.
+        single: name of that one.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, dtype in dtypes.items():
         if dtype not in DTYPE_NAMES:
             raise ExportError(f"{name} is {dtype}, which safetensors cannot store")
         nbytes = math.prod(shapes[name]) * dtype.itemsize
-        if shards[-1] and filled + nbytes > limit:
+        if limit is not None and shards[-1] and filled + nbytes > limit:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += nbytes
     outputs, headers, sizes = {}, {}, {}
     for i, names in enumerate(shards):
-        file = (
-            SINGLE_FILE
-            if len(shards) == 1
-            else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        )
+        file = single if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         # Widest dtype first, as safetensors' writer has it: all tensors are aligned to their items.
         names = sorted(names, key=lambda n: -dtypes[n].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

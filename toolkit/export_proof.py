@@ -84,8 +84,7 @@ class Proof:
 
     def stored(self, key: str) -> StoredTensor:
         """Return the checkpoint's tensor `key`."""
-        entry = self.source.tensors[key]
-        return StoredTensor(entry.dtype, entry.shape, tuple(self.source.locate(key)))
+        return stored_in(self.source, key)
 
     def _cover(self, parameter: str, keys: Iterable[str]) -> None:
         self.covered.setdefault(self.owner.get(parameter, parameter), []).extend(keys)
@@ -95,24 +94,10 @@ class Proof:
         (name,) = group.keys
         entry = self.entries[name]
         for key in self.keys.get(self.owner.get(group.parameter, group.parameter), ()):
-            what = self._difference(key, entry)
+            what = difference(self.source, self.digests, key, entry)
             if what is not None:
                 self.say(entry.file.name, name, what)
         self.advance(entry.nbytes)
-
-    def _difference(self, key: str, entry: TensorEntry) -> str | None:
-        kept, known = self.source.tensors[key], self.digests.get(key)
-        if kept.shape != entry.shape:
-            return f"has shape {list(entry.shape)}, {key} of the checkpoint {list(kept.shape)}"
-        if kept.dtype != entry.dtype and not _castable(kept.dtype, entry.dtype):
-            return f"is {_name(entry.dtype)}, {key} of the checkpoint {_name(kept.dtype)}"
-        came = in_file(entry)
-        if known is not None and kept.dtype == entry.dtype and digest(came, key) == known:
-            return None
-        what, held = first_difference(self.stored(key), came, None if known is None else key)
-        if held != known:
-            return f"cannot be compared: {key} of the checkpoint does not have its own digest"
-        return None if what is None else f"is not {key} of the checkpoint: {what}"
 
     def _compare_converted(self, group: LoadGroup) -> None:
         """Compare the parameters that transformers makes of several tensors."""
@@ -137,7 +122,7 @@ class Proof:
         kept = self.stored(key)
         if kept.shape != tuple(tensor.shape):
             return f"has shape {list(tensor.shape)}, in the checkpoint {list(kept.shape)}"
-        if any(kept.dtype != d and not _castable(kept.dtype, d) for d in dtypes):
+        if any(kept.dtype != d and not castable(kept.dtype, d) for d in dtypes):
             return f"is {', '.join(map(_name, dtypes))}, in the checkpoint {_name(kept.dtype)}"
         whole = tensor if tensor.ndim > 1 else tensor.reshape(1, -1)
         wrong = 0
@@ -168,6 +153,28 @@ class Proof:
                     held[-1],
                     f"is stored twice: {names} are one parameter, {parameter}",
                 )
+
+
+def stored_in(source: Source, key: str) -> StoredTensor:
+    """Return the tensor `key` of a checkpoint."""
+    entry = source.tensors[key]
+    return StoredTensor(entry.dtype, entry.shape, tuple(source.locate(key)))
+
+
+def difference(source: Source, digests: dict[str, str], key: str, entry: TensorEntry) -> str | None:
+    """Return in what a tensor of an export is not the checkpoint's `key`; None where in nothing."""
+    kept, known = source.tensors[key], digests.get(key)
+    if kept.shape != entry.shape:
+        return f"has shape {list(entry.shape)}, {key} of the checkpoint {list(kept.shape)}"
+    if kept.dtype != entry.dtype and not castable(kept.dtype, entry.dtype):
+        return f"is {_name(entry.dtype)}, {key} of the checkpoint {_name(kept.dtype)}"
+    came = in_file(entry)
+    if known is not None and kept.dtype == entry.dtype and digest(came, key) == known:
+        return None
+    what, held = first_difference(stored_in(source, key), came, None if known is None else key)
+    if held != known:
+        return f"cannot be compared: {key} of the checkpoint does not have its own digest"
+    return None if what is None else f"is not {key} of the checkpoint: {what}"
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
@@ -218,7 +225,8 @@ def load_export(folder: Path, like: PreTrainedModel) -> tuple[PreTrainedModel, d
     )
 
 
-def _castable(kept: torch.dtype, came: torch.dtype) -> bool:
+def castable(kept: torch.dtype, came: torch.dtype) -> bool:
+    """Whether an export may have `came` where the checkpoint has another dtype, `kept`."""
     return kept.is_floating_point and came.is_floating_point
 
 

@@ -100,6 +100,15 @@ class HFAssets:
     """Whether embedding and head have another number of rows than the source."""
     conversions: list[Any] = field(default_factory=list)
     model_class: type[PreTrainedModel] | None = None
+    name_or_path: str | None = None
+    """The source as the run names it: a Hub id, or a folder's whole path; in memory only."""
+    revision: str | None = None
+    folder: Path | None = None
+    """Where the source's files are; in memory only."""
+    drawn_from: int | None = None
+    """Seed of a random start, once it is drawn; in memory only."""
+    digest: str | None = None
+    """What identifies the source's weights, once it was asked for; in memory only."""
 
     def save(self, folder: Path) -> None:
         """Write the assets into an existing `folder`; the next reader is `HFAssets.load`."""

@@ -137,6 +137,8 @@ def push(
     api, token = _api()
     with _redacted_logs(token):
         local = _read_export(Path(folder), repo_id, token)
+        for note in local.notes:
+            say(f"NOTE: {note}")
         client = _Client(api, repo_id, revision, retry, say)
         state = client.open(private)
         return _publish(client, local, state)
@@ -158,10 +160,12 @@ def preview(
         ExportError: the folder is no export, or it has a finding.
     """
     _check_id(repo_id, revision)
-    token, notes = get_token(), []
+    token = get_token()
+    notes: list[str] = []
     state = None
     with _redacted_logs(token):
         local = _read_export(Path(folder), repo_id, token)
+        notes += local.notes
         if token is None:
             notes.append(f"the repository was not read: {_NO_TOKEN}")
         else:
@@ -237,6 +241,8 @@ class _Export:
     """Whether the card is the folder's own README.md."""
     digest: str
     """sha256 of the export's manifest file."""
+    notes: tuple[str, ...] = ()
+    """What the publisher should know."""
 
 
 def _read_export(folder: Path, repo_id: str, token: str | None) -> _Export:
@@ -269,7 +275,20 @@ def _read_export(folder: Path, repo_id: str, token: str | None) -> _Export:
             raise ExportError(
                 f"{folder / name} holds your Hugging Face token; remove it before it is public"
             )
-    return _Export(files, card, own.is_file(), digest)
+    return _Export(files, card, own.is_file(), digest, tuple(_adapter_notes(folder)))
+
+
+def _adapter_notes(folder: Path) -> Iterator[str]:
+    """Say where readers of an adapter would look for a base that only this machine has."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return
+    base = str(json.loads(file.read_text("utf-8")).get("base_model_name_or_path"))
+    if Path(base).is_absolute():
+        yield (
+            f"{file.name} names its base by a path of this machine, {base}: no reader finds it "
+            "there. Where the base is on the Hub, export again with --hf_assets ORG/NAME"
+        )
 
 
 def _check_kind(folder: Path) -> None:

@@ -23,7 +23,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset, Sampler
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from toolkit import accelerate_yaml, in_flight, ranks
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
@@ -66,7 +67,13 @@ class Run:
         if self.is_main:
             print(text, flush=True)
 
-    def loader(self, dataset: Dataset, batches: Sampler, workers: int = 0) -> Any:
+    def loader(
+        self,
+        dataset: Dataset,
+        batches: Sampler,
+        workers: int = 0,
+        collate_fn: Callable[[list], Any] | None = None,
+    ) -> Any:
         """Return Accelerate's loader: batch i of `batches` goes to rank i % world_size, on its
         device.
 
@@ -75,9 +82,35 @@ class Run:
         """
         # A generator of its own: an iterator draws a seed, which must not come from dropout's.
         loader = DataLoader(
-            dataset, batch_sampler=batches, num_workers=workers, generator=torch.Generator()
+            dataset,
+            batch_sampler=batches,
+            num_workers=workers,
+            generator=torch.Generator(),
+            collate_fn=collate_fn,
         )
         return self.accelerator.prepare_data_loader(loader, device_placement=True)
+
+    def stream(self, batches: IterableDataset, workers: int = 0) -> Any:
+        """Return Accelerate's loader of `batches`, which yields this rank's batches itself, put on
+        its device.
+
+        Reading ahead takes one worker process; more would each read everything.
+        """
+        loader = DataLoader(
+            batches,
+            batch_size=None,
+            num_workers=min(workers, 1),
+            generator=torch.Generator(),
+        )
+        # As one process of one: Accelerate would else deal the batches out once more.
+        return prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+        )
 
 
 def settings() -> dict[str, Any]:

@@ -10,6 +10,7 @@ rank 0 enters it too: however slow the disk is, no accelerator collective is lef
 rank 0 is what it says next, so all ranks raise.
 """
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -21,12 +22,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import model_card, ranks
+from toolkit.adapted import is_adapted
+from toolkit.adapter_export import adapter_origin, make_adapter_plan
+from toolkit.adapter_format import CONFIG_FILE
+from toolkit.adapter_source import adapter_entry
 from toolkit.commit import EXPORTS, step_name
 from toolkit.digests import model_tensors
 from toolkit.errors import ToolkitError
 from toolkit.export_folder import Timing, check_output, check_space, finish, staged, write_weights
 from toolkit.export_plan import Plan, make_plan, model_of_assets, parse_dtype, parse_size
-from toolkit.hf_format import ExportGroup, HFAssets, assets_of, convert_back
+from toolkit.hf_format import ExportGroup, assets_of, convert_back
 from toolkit.streaming import Mover
 
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name
@@ -42,6 +47,7 @@ def export_live(
     origin: dict[str, Any] | None = None,
 ) -> str:
     """Write the weights of a sharded model as a Hugging Face folder; return its path. Collective.
+    Of a model with adapters it is the PEFT folder of those.
 
     The folder is that of `consolidate` on a checkpoint of the same weights, to the byte, but for
     what its manifest says of its origin. Tensors are gathered one after the other, those that are
@@ -64,7 +70,7 @@ def export_live(
     if ranks.rank() != 0:
         return _serve(tensors)
     try:
-        path = _write(tensors, assets_of(model), output, dtype, max_shard_size, origin or {})
+        path = _write(model, tensors, output, dtype, max_shard_size, origin or {})
     except BaseException as error:
         ours = isinstance(error, ToolkitError)
         kind = type(error) if ours else ToolkitError
@@ -129,8 +135,8 @@ def _gather(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, tor
 
 
 def _write(
+    model: nn.Module,
     tensors: dict[str, torch.Tensor],
-    assets: HFAssets,
     output: str | Path,
     dtype: str,
     max_shard_size: str | int,
@@ -140,12 +146,18 @@ def _write(
     target = check_output(output)
     with tempfile.TemporaryDirectory() as folder:
         # As a checkpoint carries them: what follows is the same for both.
-        assets.save(Path(folder))
-        plain, loaded = model_of_assets(Path(folder))
+        hf = Path(folder)
+        assets_of(model).save(hf)
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        plan = make_plan(
-            Path(folder), plain, loaded, shapes, override, limit, where="the running model"
-        )
+        where = "the running model"
+        if is_adapted(model):
+            entry = adapter_entry(model)
+            (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
+            plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)
+            origin = origin | {"adapter": adapter_origin(hf, entry)}
+        else:
+            plain, loaded = model_of_assets(hf)
+            plan = make_plan(hf, plain, loaded, shapes, override, limit, where=where)
     check_space(target, plan.total_bytes)
     # Weights that go on changing are never gone on with: each export has a name of its own.
     with staged(target, plan.digest(), os.urandom(16).hex()) as staging:

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
+from toolkit.adapted import bare, is_adapted
+from toolkit.adapter_init import copied_buffers, first_values
 from toolkit.errors import LoadingError
 from toolkit.hf_format import (
     TensorEntry,
@@ -34,6 +36,7 @@ from toolkit.hf_format import (
     weight_files,
 )
 from toolkit.layout import laid_out_as, local_slices
+from toolkit.packed_linear import packed_weights
 from toolkit.recorded_init import Recorder
 from toolkit.shard_reader import FileTensor, Reader
 
@@ -52,16 +55,20 @@ class LoadReport:
 
 
 def load_pretrained(
-    model: PreTrainedModel, path: str | Path, device: torch.device | str
+    model: nn.Module, path: str | Path, device: torch.device | str, *, seed: int = 0
 ) -> LoadReport:
     """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
 
     Every rank reads only its slices of each tensor, cast to the parameter's storage dtype; memory
     beyond the shards stays below the largest tensor. Nothing keeps pointing into the files.
 
+    The checkpoint is that of the base where `model` has adapters, which begin as
+    `adapter_init.first_values` says.
+
     Args:
-        model: from `build_on_meta`, sharded or not.
+        model: from `build_on_meta` or `add_adapters`, sharded or not.
         path: folder or Hub id of the checkpoint (safetensors).
+        seed: of the adapters; the same values for any number of ranks.
 
     Raises:
         LoadingError: on every rank, with the tensors named: missing or unexpected keys, other
@@ -69,21 +76,23 @@ def load_pretrained(
     """
     begun = time.perf_counter()
     # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
-    stream = ranks.together(lambda: _stream(model, path, torch.device(device)))
-    ranks.together(lambda: _settle(model, torch.device(device), stream))
+    with bare(model) as base:
+        stream = ranks.together(lambda: _stream(base, path, torch.device(device)))
+        ranks.together(lambda: _settle(base, torch.device(device), stream))
+    _begin_adapters(model, torch.device(device), seed)
     return LoadReport(
         stream.tensors, stream.file_bytes, stream.requested, time.perf_counter() - begun
     )
 
 
-def check_fits(model: PreTrainedModel, path: str | Path) -> None:
+def check_fits(model: nn.Module, path: str | Path) -> None:
     """Refuse a checkpoint that is not one of `model`, before its bytes are read. Headers only.
 
     Plays the load through on a copy of `model` with tensors that have no bytes, so that renamed,
     converted and tied weights are judged as the load itself will judge them.
 
     Args:
-        model: from `build_on_meta`, not yet sharded.
+        model: from `build_on_meta` or `add_adapters`, not yet sharded.
         path: as for `load_pretrained`.
 
     Raises:
@@ -91,8 +100,9 @@ def check_fits(model: PreTrainedModel, path: str | Path) -> None:
     """
     folder = local_folder(str(path))
     entries = read_weights(weight_files(folder, str(path)))
-    _check_shapes(model, entries)
-    _refuse(model, folder, misfits(model, entries))
+    with bare(model) as base:
+        _check_shapes(base, entries)
+        _refuse(base, folder, misfits(base, entries))
 
 
 def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
@@ -107,6 +117,9 @@ def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str
         shape = entry.shape if rows is None else (rows, *entry.shape[1:])
         sources[name] = torch.empty(shape, dtype=entry.dtype, device=meta)
     twin = copy.deepcopy(model)
+    for name, layer in packed_weights(twin).items():  # the load reads the matrix
+        whole = torch.empty(layer.shape, dtype=layer.source_dtype, device=meta)
+        _replace(twin, name, nn.Parameter(whole, requires_grad=False))
     info = _drive_loader(twin, sources, meta)
     if info.conversion_errors:  # a conversion that looks at values: the load itself will tell
         return {}
@@ -181,8 +194,9 @@ def load_group(
     return {name: tensor.detach() for name, tensor in made.items()}
 
 
-def init_weights(model: PreTrainedModel, device: torch.device | str, seed: int) -> None:
+def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> None:
     """Materialise `model` on `device` with random weights. Every rank draws only its rows.
+    Adapters begin as after `load_pretrained`.
 
     The distribution is the architecture's own (`_init_weights`); the values depend on `seed` and
     the parameter's name alone: not on the number of ranks, the device or the other parameters.
@@ -194,8 +208,11 @@ def init_weights(model: PreTrainedModel, device: torch.device | str, seed: int) 
         LoadingError: the architecture computes a parameter in a way that cannot be replayed.
     """
     target = torch.device(device)
-    ranks.together(lambda: _draw(model, target, seed))
-    ranks.together(lambda: check_materialised(model))
+    with bare(model) as base:
+        ranks.together(lambda: _draw(base, target, seed))
+        ranks.together(lambda: check_materialised(base))
+    assets_of(model).drawn_from = seed
+    _begin_adapters(model, target, seed)
 
 
 def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
@@ -204,6 +221,11 @@ def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
     Raises:
         LoadingError: a tensor stayed on meta.
     """
+    if is_adapted(model):
+        raise LoadingError(
+            "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
+            "init_weights, then resume"
+        )
     ranks.together(lambda: _draw(model, torch.device(device), seed=None))
     ranks.together(lambda: check_materialised(model))
 
@@ -246,8 +268,11 @@ def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _
     _check_shapes(model, entries)
     frozen = {n for n, p in _named(model) if not p.requires_grad}
     home = _home(model, device)
+    packed = packed_weights(model)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
-    dtypes = {t.dtype for t in model.state_dict().values() if t.dtype.is_floating_point}
+    state = {n: t for n, t in model.state_dict().items() if n not in packed}
+    dtypes = {t.dtype for t in state.values() if t.dtype.is_floating_point}
+    dtypes |= {layer.source_dtype for layer in packed.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     with Reader() as reader, _as_library_code(model):
         sources = {
@@ -261,12 +286,12 @@ def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _
             )
             for name, entry in entries.items()
         }
-        whole = _unsliceable(model, sources)
+        whole = _unsliceable(model, sources) | _to_pack(model, sources)
         bar = ranks.rank() == 0 and sys.stderr.isatty()
         sliced = {k: s for k, s in sources.items() if k not in whole}
         info = _drive_loader(model, sliced, home, bar=bar)
         if whole:
-            _convert_then_slice(model, {k: sources[k] for k in whole}, home, info)
+            _convert_then_slice(model, {k: sources[k] for k in whole}, home, device, info)
     nbytes = sum(e.nbytes for e in entries.values())
     return _Streamed(folder, info, len(entries), nbytes, reader.requested, frozen)
 
@@ -338,15 +363,16 @@ def _listed(problems: dict[str, list[str]]) -> str:
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> None:
     """Refuse other shapes from the headers, before a byte is read; all ranks see the same."""
-    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
     for name, entry in entries.items():
-        expected = state.get(name)
-        if expected is None or tuple(expected.shape) == entry.shape:
+        expected = shapes.get(name)
+        if expected is None or expected == entry.shape:
             continue
         if _resized_rows(model, name, entry) is None:
             raise LoadingError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
-                f"{list(expected.shape)}; config.json and weights do not belong together. Give a "
+                f"{list(expected)}; config.json and weights do not belong together. Give a "
                 "folder in which they do"
             )
 
@@ -467,12 +493,33 @@ def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
     return rows * (shards - 1) >= tensor.shape[0]
 
 
+def _to_pack(model: PreTrainedModel, sources: dict[str, Any]) -> set[str]:
+    """Return the source keys of what is stored in 4 bits: quantised as whole tensors."""
+    packed = packed_weights(model)
+    if not packed:
+        return set()
+    groups = load_groups(model, sources)
+    _, converters = split_mapping(assets_of(model).conversions)
+    several = any(len(c.target_patterns) > 1 for c in converters)  # any of them may be packed
+    return {
+        key
+        for group in groups
+        if group.parameter in packed or (group.converted and several)
+        for key in group.keys
+    }
+
+
 def _convert_then_slice(
-    model: PreTrainedModel, sources: dict[str, Any], home: torch.device, info: Any
+    model: PreTrainedModel,
+    sources: dict[str, Any],
+    home: torch.device,
+    device: torch.device,
+    info: Any,
 ) -> None:
     """Convert whole groups of tensors on an unsharded twin, then keep this rank's slices.
 
-    One group (the tensors that make one set of parameters) is in memory at a time.
+    One group (the tensors that make one set of parameters) is in memory at a time. What is stored
+    in 4 bits is quantised on `device`, whose kernels the forward will use.
     """
     from transformers.core_model_loading import rename_source_key
 
@@ -485,8 +532,15 @@ def _convert_then_slice(
     state = model.state_dict()
     # The live tensors: those of a state_dict are detached, and would come back frozen.
     live = {**dict(model.named_buffers()), **dict(_named(model))}
+    packed = packed_weights(model)
     for name, parameter in twin.named_parameters():  # some stay in fp32 where others are halved
-        parameter.data = torch.empty_like(parameter, dtype=live[name].dtype)
+        dtype = packed[name].source_dtype if name in packed else live[name].dtype
+        parameter.data = torch.empty_like(parameter, dtype=dtype)
+    for name, tensor in twin.state_dict(keep_vars=True).items():
+        if not tensor.is_meta:  # drawn in spite of it, and not to be taken for loaded
+            empty = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            _replace(twin, name, nn.Parameter(empty) if is_parameter else empty)
     groups: dict[str, dict[str, Any]] = {}
     for key, source in sources.items():
         target, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
@@ -499,8 +553,10 @@ def _convert_then_slice(
         for name, tensor in list(twin.state_dict().items()):
             if tensor.is_meta:
                 continue
-            reference = live[name]
-            part = tensor[local_slices(reference)] if isinstance(reference, DTensor) else tensor
+            reference, whole = live[name], tensor
+            if name in packed:
+                whole = packed[name].pack(tensor.detach().to(device))
+            part = whole[local_slices(reference)] if isinstance(reference, DTensor) else whole
             _place(model, [name], part.to(home, copy=True), reference)
             info.missing_keys.discard(name)
             _replace(twin, name, torch.empty_like(tensor, device="meta"))
@@ -595,6 +651,25 @@ def _named_fault(model: PreTrainedModel, name: str) -> Iterator[None]:
             f"the start of {name} of {_plain_name(model)} cannot be computed ({error}); save a "
             "random start with transformers and load that"
         ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Adapters
+# --------------------------------------------------------------------------------------------------
+
+
+def _begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give the adapters of `model`, if it has any, their first values. Collective."""
+    if not is_adapted(model):
+        return
+    aliases, home = _aliases(model), _home(model, device)
+    # Not together: it gathers weights on the way, and what it raises every rank sees alike.
+    for name, part in first_values(model, seed, device):
+        _place(model, aliases[name], part.to(home), model.get_parameter(name))
+    for name, value in copied_buffers(model):
+        _replace(model, name, value)
+    _settle_buffers(model, device)
+    ranks.together(lambda: check_materialised(model))
 
 
 # --------------------------------------------------------------------------------------------------

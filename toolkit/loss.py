@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from toolkit.adapted import base_of, trained_module
+
 IGNORE_INDEX = -100
 # Logits of one chunk, in elements: 256 MB in fp32.
 _CHUNK_ELEMENTS = 2**26
@@ -31,7 +33,9 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_sum(
+    model: nn.Module, batch: dict[str, torch.Tensor], *, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """Return the sum of the cross entropies of the supervised tokens of one micro-batch, 0-d fp32.
 
     The logits of one chunk of tokens exist at a time (256 MB at most in fp32). Where there are
@@ -41,23 +45,35 @@ def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     Args:
         model: a causal LM, sharded or not.
         batch: `input_ids` and `labels` [B, T] and whatever else its forward takes.
+        label_smoothing: share of each target that is spread evenly over the vocabulary, as
+            transformers' `LabelSmoother` does (Szegedy et al. 2016, arXiv:1512.00567).
     """
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     labels = batch["labels"]
     head = _linear_head(model)
     if head is None or not _reaches_caller(model, head, batch):
-        return _from_logits(model(**inputs).logits, labels)
-    with _LossInHead(head, labels):
+        return _from_logits(model(**inputs).logits, labels, label_smoothing)
+    with _LossInHead(head, labels, label_smoothing):
         return model(**inputs).logits
 
 
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """Return the summed cross entropy of flat `logits` [N, V] and shifted `labels` [N], in fp32."""
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits.float(),
+        labels,
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
-def _from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return cross_entropy_sum(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+def _from_logits(
+    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
+) -> torch.Tensor:
+    return cross_entropy_sum(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing)
 
 
 def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Tensor]) -> bool:
@@ -92,7 +108,9 @@ def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Te
 
 
 def _linear_head(model: nn.Module) -> nn.Linear | None:
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    base = base_of(model)
+    head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
+    head = trained_module(head)
     return head if isinstance(head, nn.Linear) else None
 
 
@@ -107,8 +125,8 @@ class _LossInHead:
     may be a shard.
     """
 
-    def __init__(self, head: nn.Linear, labels: torch.Tensor):
-        self._head, self._labels = head, labels
+    def __init__(self, head: nn.Linear, labels: torch.Tensor, label_smoothing: float = 0.0):
+        self._head, self._labels, self._smoothing = head, labels, label_smoothing
         self._own: Any = None
         self.result: torch.Tensor | None = None
 
@@ -132,18 +150,28 @@ class _LossInHead:
         rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
         total = flat.new_zeros((), dtype=torch.float32)
         if rows >= flat.shape[0]:  # one chunk: nothing to save by recomputing it
-            self.result = _chunk(flat, weight, bias, labels)
+            self.result = _chunk(flat, weight, bias, labels, self._smoothing)
             return self.result
         for begin in range(0, flat.shape[0], rows):
             part = slice(begin, begin + rows)
             total = total + checkpoint(
-                _chunk, flat[part], weight, bias, labels[part], use_reentrant=False
+                _chunk,
+                flat[part],
+                weight,
+                bias,
+                labels[part],
+                self._smoothing,
+                use_reentrant=False,
             )
         self.result = total
         return total
 
 
 def _chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    label_smoothing: float,
 ) -> torch.Tensor:
-    return cross_entropy_sum(F.linear(hidden, weight, bias), labels)
+    return cross_entropy_sum(F.linear(hidden, weight, bias), labels, label_smoothing)

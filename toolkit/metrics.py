@@ -58,12 +58,20 @@ class Clock:
 
 
 def flops_per_token(
-    parameters: int, embedding: int, layers: int, width: int, sequence_length: int
+    parameters: int,
+    embedding: int,
+    layers: int,
+    width: int,
+    sequence_length: int,
+    *,
+    frozen: int = 0,
 ) -> float:
-    """Return the training FLOPs of one token; `embedding` are parameters that are only looked
-    up.
+    """Return the training FLOPs of one token; `embedding` are parameters that are only looked up.
+
+    A `frozen` parameter costs two a token less: it gets no gradient of its own.
     """
-    return 6.0 * (parameters - embedding) + 12.0 * layers * width * sequence_length
+    trained = 6.0 * (parameters - embedding) - 2.0 * max(0, frozen - embedding)
+    return trained + 12.0 * layers * width * sequence_length
 
 
 class Metrics:
@@ -218,6 +226,20 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def evaluation_metrics(evaluation: Any) -> dict[str, float]:
+    """Return an `Evaluation` as a metrics line holds it: `eval_loss`, `eval_perplexity`, and where
+    there are several sources `eval_NAME_loss` and `eval_NAME_perplexity` of each. Waits for the
+    device.
+    """
+    named = {"eval": evaluation.total}
+    if len(evaluation.sources) > 1:
+        named |= {f"eval_{name}": one for name, one in evaluation.sources.items()}
+    losses = {name: float(one.loss) for name, one in named.items()}
+    return {f"{name}_loss": loss for name, loss in losses.items()} | {
+        f"{name}_perplexity": perplexity(loss) for name, loss in losses.items()
+    }
 
 
 def memory_peak(device: torch.device) -> int:

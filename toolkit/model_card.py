@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from toolkit import __version__
-from toolkit.metrics import read_metrics
+from toolkit.metrics import METRICS, read_metrics
 from toolkit.redact import scrub, without_secrets
 from toolkit.run_dir import CONFIG
 
@@ -41,6 +41,18 @@ _SPEED = ("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learnin
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
+def _home(run: Path) -> Path:
+    """Return the output_dir of a run whose checkpoints (`checkpoint.root`) are in `run`: the
+    metrics are there.
+    """
+    home = _read_config(run / CONFIG).get("output_dir")
+    if (run / METRICS).is_file() or not isinstance(home, str):
+        return run
+    there = Path(home, CONFIG)
+    same = there.is_file() and there.read_bytes() == (run / CONFIG).read_bytes()
+    return Path(home) if same else run
+
+
 def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     """Return what a model card tells of a run, as plain JSON values; {} where there is no run.
 
@@ -59,14 +71,14 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     """
     run = Path(run_dir)
     config = _read_config(run / CONFIG)
-    lines = [x for x in read_metrics(run) if step is None or x.get("step", 0) <= step]
+    lines = [x for x in read_metrics(_home(run)) if step is None or x.get("step", 0) <= step]
     if not config and not lines:
         return {}
     final: dict[str, Any] = {}
     for line in lines:  # the last evaluation may be of an earlier line than the last loss
         final |= line
     facts = {
-        "base_model": _base_model(config.get("model") or {}, run),
+        "base_model": base_model(config.get("model") or {}, run),
         "data": _data(config.get("data") or {}),
         "hyperparameters": _settings(config),
         "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
@@ -103,18 +115,23 @@ def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
         repo_id: ORG/NAME that it is published as.
         digest: sha256 of the manifest's file.
     """
-    facts = manifest["origin"].get("run") or {}
+    facts = dict(manifest["origin"].get("run") or {})
+    adapter = manifest["origin"].get("adapter") or {}
+    if adapter:
+        facts.setdefault("base_model", adapter["base"])
+    apart = bool(adapter) and not manifest["origin"].get("merged")
     name = repo_id.split("/")[-1]
     parts = [
         f"# {name}",
         _opening(facts, manifest),
-        _loading(repo_id),
+        _loading_adapter(repo_id, facts) if apart else _loading(repo_id),
+        _adapter(adapter, apart),
         _training(facts),
         _results(facts),
         _versions(facts, manifest),
         _proof(manifest, repo_id, digest),
     ]
-    front = yaml.safe_dump(_front(facts), sort_keys=False, allow_unicode=True)
+    front = yaml.safe_dump(_front(facts, bool(adapter), apart), sort_keys=False, allow_unicode=True)
     text = scrub(f"---\n{front}---\n\n" + "\n\n".join(p for p in parts if p) + "\n\n")
     return f"{text}<!-- toolkit card {hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
@@ -143,7 +160,13 @@ def _read_config(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
+def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Return what is told of a base model: `name`, `hub_id`, `revision`, `init` and `license`.
+
+    Args:
+        model: `name_or_path`, `revision` and `init`; of a path only the last part is told.
+        run: the run directory, beside which a relative path may lie.
+    """
     given = str(model.get("name_or_path") or "")
     local = _is_local(given, run)
     return {
@@ -253,18 +276,24 @@ def _plain(value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def _front(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the front matter: only what the Hub knows how to read, and only what is known."""
+def _front(facts: dict[str, Any], adapted: bool, apart: bool) -> dict[str, Any]:
+    """Return the front matter: only what the Hub knows how to read, and only what is known.
+
+    `adapted`: trained as an adapter; `apart`: which was not merged into its base.
+    """
     base, data = facts.get("base_model") or {}, facts.get("data") or {}
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front: dict[str, Any] = {"library_name": "peft" if apart else "transformers"}
+    front["pipeline_tag"] = "text-generation"
     if base.get("license"):
         front["license"] = base["license"]
     # The Hub refuses a card whose base model is not one of its own.
     if base.get("hub_id") and base.get("init") == "pretrained":
         front["base_model"] = base["hub_id"]
+        if adapted:
+            front["base_model_relation"] = "adapter" if apart else "finetune"
     if data.get("dataset_is_on_the_hub"):
         front["datasets"] = [data["dataset_name"]]
-    front["tags"] = ["fsdp2", "fsdp2-toolkit"]
+    front["tags"] = ["fsdp2", "fsdp2-toolkit", *(["lora"] if adapted else [])]
     return front
 
 
@@ -273,14 +302,20 @@ def _opening(facts: dict[str, Any], manifest: dict[str, Any]) -> str:
     parameters = sum(math.prod(t["shape"]) for t in tensors)
     dtypes = ", ".join(sorted({t["dtype"] for t in tensors}))
     size = f"{parameters / 1e6:,.1f} M parameters ({dtypes})"
+    adapter, merged = manifest["origin"].get("adapter"), manifest["origin"].get("merged")
+    what = "An adapter for a causal language model" if adapter and not merged else ""
+    what = what or "A causal language model"
     if not base.get("name"):
-        return f"A causal language model, {size}, exported from a sharded checkpoint."
+        return f"{what}, {size}, exported from a sharded checkpoint."
     said = base["name"]
     if hub_id := base.get("hub_id"):
         said = f"[{said}](https://huggingface.co/{hub_id})"
     at = f" (revision {base['revision']})" if base.get("revision") else ""
     start = "random weights in the shape of " if base.get("init") == "random" else ""
-    return f"A causal language model, {size}, trained from {start}{said}{at}."
+    if adapter:
+        how = f"{said}{at} with an adapter merged in" if merged else f"trained on {said}{at}"
+        return f"{what}, {size}: {how}."
+    return f"{what}, {size}, trained from {start}{said}{at}."
 
 
 def _loading(repo_id: str) -> str:
@@ -292,6 +327,36 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{repo_id}", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 ```"""
+
+
+def _loading_adapter(repo_id: str, facts: dict[str, Any]) -> str:
+    base = (facts.get("base_model") or {}).get("hub_id")
+    known = "" if base else "  # where you have it"
+    return f"""## Load it
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}", dtype="auto"){known}
+model = PeftModel.from_pretrained(base, "{repo_id}")
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+```"""
+
+
+def _adapter(adapter: dict[str, Any], apart: bool) -> str:
+    if not adapter:
+        return ""
+    rows = [(name, _listed(value)) for name, value in adapter["settings"].items()]
+    told = "The adapter" if apart else "The adapter that was merged in"
+    text = f"{told} was trained with these settings of PEFT's `LoraConfig`:"
+    digest = adapter["base"].get("digest")
+    known = f"\n\nDigest of the base's weights: `{digest}`." if digest else ""
+    return "\n".join(["## Adapter", "", text, "", *_table(("setting", "value"), rows)]) + known
+
+
+def _listed(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _training(facts: dict[str, Any]) -> str:

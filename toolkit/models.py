@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from toolkit.adapted import base_of
 from toolkit.config import ModelConfig
 from toolkit.errors import ModelError
 from toolkit.hf_format import (
@@ -73,14 +74,14 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         tokenizer_folder = _tokenizer_folder(cfg.tokenizer_name_or_path, cfg.revision)
     resized = False
     if cfg.resize_embeddings:
-        resized = _resize(model, pristine, tokenizer_folder, cfg.trust_remote_code)
+        resized = _resize(model, pristine, tokenizer_folder, cfg)
     model.tie_weights()
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
         model.get_parameter(name).requires_grad_(False)
     if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             f"model.frozen_parameters {cfg.frozen_parameters} names every parameter of "
-            f"{plain_name(model)}: nothing would be trained; leave some out"
+            f"{type(model).__name__}: nothing would be trained; leave some out"
         )
     files = asset_files(tokenizer_folder)
     if tokenizer_folder != folder:
@@ -96,6 +97,11 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         conversions=conversion_mapping(model),
         model_class=model_class,
         resized=resized,
+        name_or_path=os.path.abspath(folder)
+        if os.path.isdir(os.path.expanduser(cfg.name_or_path))
+        else cfg.name_or_path,
+        revision=cfg.revision,
+        folder=folder,
     )
     return model
 
@@ -104,10 +110,12 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     """Return transformers' config of the model.
 
     Raises:
-        ModelError: it cannot be read, or its model type is unknown to the installed transformers.
+        ModelError: it cannot be read, its model type is unknown to the installed transformers, or
+            its weights are quantised.
     """
     folder = local_folder(cfg.name_or_path, cfg.revision)
     content = read_config(folder)
+    _refuse_quantised(folder, content)
     kind = content.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         if "auto_map" not in content:
@@ -128,6 +136,23 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
         raise ModelError(
             f"{folder / 'config.json'} cannot be used: {_said(error)}; correct it or get it again"
         ) from error
+
+
+def _refuse_quantised(folder: Path, content: dict[str, Any]) -> None:
+    """Refuse weights that are quantised already: they are neither trained nor quantised again."""
+    sections = [content, *(v for v in content.values() if isinstance(v, dict))]
+    found: Any = next((s[_QUANTISED] for s in sections if s.get(_QUANTISED)), None)
+    if found is None:
+        return
+    kind = found.get("quant_method", found) if isinstance(found, dict) else found
+    raise ModelError(
+        f"{folder / 'config.json'} has a {_QUANTISED}: its weights are quantised already "
+        f"({kind}), which cannot be trained. Give the checkpoint that they were made from, in "
+        "float32 or bfloat16; lora.load_in_4bit quantises that while loading"
+    )
+
+
+_QUANTISED = "quantization_config"
 
 
 def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrainedModel]:
@@ -199,7 +224,7 @@ def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> t
     bfloat16.
     """
     if cfg.dtype != "auto":
-        return getattr(torch, cfg.dtype)
+        return getattr(torch, cfg.dtype or "float32")
     said = getattr(config, "dtype", None)
     if said is None:
         source = source_dtypes(folder) or {}
@@ -279,8 +304,9 @@ def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str])
     layers.
     """
     apart: set[int] = set()
-    if isinstance(model, PreTrainedModel):
-        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    base = base_of(model)
+    if isinstance(base, PreTrainedModel):
+        for module in (base.get_input_embeddings(), base.get_output_embeddings()):
             apart.update(map(id, () if module is None else module.parameters()))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -418,21 +444,26 @@ def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:
     return Path(found).parent
 
 
-def _resize(model: PreTrainedModel, pristine: dict[str, Any], folder: Path, trust: bool) -> bool:
+def _resize(
+    model: PreTrainedModel, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
+) -> bool:
     """Give embedding and head one row per token of the tokenizer, in `model` and its
     config.json.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-    size = max(tokenizer.get_vocab().values()) + 1
-    if size == vocabulary_size(model):
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    multiple = cfg.pad_to_multiple_of or 1
+    size = -(-(max(tokenizer.get_vocab().values()) + 1) // multiple) * multiple
+    before = vocabulary_size(model)
+    if size == before:
         return False
     with torch.device("meta"):
         model.resize_token_embeddings(size, mean_resizing=False)
-    for section in [pristine, *(v for v in pristine.values() if isinstance(v, dict))]:
-        if "vocab_size" in section:
-            section["vocab_size"] = size
+    # Not the vocabulary of another section, which images or sound have.
+    sections = [pristine, *(v for v in pristine.values() if isinstance(v, dict))]
+    for section in [s for s in sections if s.get("vocab_size") == before] or [pristine]:
+        section["vocab_size"] = size
     return True
 
 

@@ -37,8 +37,8 @@ def matching_modules(
         }
         if not matched:
             known = {plain_class_name(m) for m in named.values()}
-            known |= {_numbered(n) for n in named if n}
-            raise ModelError(_nothing(setting, pattern, "module", known))
+            known |= {numbered(n) for n in named if n}
+            raise ModelError(no_match(setting, pattern, "module", known))
         if called:
             holding = {n for n in matched if isinstance(named[n], nn.ModuleList | nn.ModuleDict)}
             if holding == matched:
@@ -62,7 +62,7 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str)
     for pattern in patterns:
         matched = {name for name in names if _names(pattern, name)}
         if not matched:
-            raise ModelError(_nothing(setting, pattern, "parameter", {_numbered(n) for n in names}))
+            raise ModelError(no_match(setting, pattern, "parameter", {numbered(n) for n in names}))
         found |= matched
     return [name for name in names if name in found]
 
@@ -81,11 +81,13 @@ def _names(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _numbered(name: str) -> str:
+def numbered(name: str) -> str:
+    """Return `name` with `*` for its numbers: the layers of a stack become one name."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def _nothing(setting: str, pattern: str, what: str, known: set[str]) -> str:
+def no_match(setting: str, pattern: str, what: str, known: set[str]) -> str:
+    """Return what to say of a pattern that matches nothing: the nearest of the names `known`."""
     ends = {k.rpartition(".")[2]: k for k in sorted(known)} | {k: k for k in known}
     near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=4, cutoff=0.5)
     near += [n for n in difflib.get_close_matches(pattern, known, n=4, cutoff=0.5) if n not in near]

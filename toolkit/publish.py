@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit import export_manifest, hub
+from toolkit import export_manifest, fetch, hub
 from toolkit.commit import EXPORTS, MANIFEST, find_checkpoint
 from toolkit.config import HubConfig
 from toolkit.consolidate import consolidate
@@ -45,11 +45,12 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
     """
     if not cfg.push_to_hub:
         return None
-    checkpoint = find_checkpoint(run_dir)
-    output = export_of(checkpoint, run_dir)
-    if not output.exists():
-        say(f"exporting {checkpoint} to {output}")
-        consolidate(checkpoint, output)
+    with fetch.at_hand(run_dir) as source:  # checkpoint.root may be elsewhere
+        checkpoint = find_checkpoint(source)
+        output = export_of(checkpoint, run_dir)
+        if not output.exists():
+            say(f"exporting {checkpoint} to {output}")
+            consolidate(checkpoint, output)
     private, revision = cfg.hub_private_repo, cfg.hub_revision
     try:
         url = hub.push(output, str(cfg.hub_model_id), revision=revision, private=private, say=say)

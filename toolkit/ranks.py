@@ -59,20 +59,41 @@ def together(fn: Callable[[], T]) -> T:
     The rank that failed raises its own exception. The others raise a `ToolkitError` of the same
     class where it was one, with the first failing rank's message. Collective, one small exchange.
     """
-    failure: BaseException | None = None
-    result: T | None = None
-    try:
-        result = fn()
-    except Exception as error:
-        failure = error
-    _raise_together(failure)
+    result, failure = _outcome(fn)
+    if world_size() > 1:
+        _raise_together(gather(_told(failure)), failure)
+    elif failure is not None:
+        raise failure
     return result  # type: ignore[return-value]
 
 
+def each(fn: Callable[[], T]) -> list[T]:
+    """Run `fn` on every rank; return all results, in rank order, or raise as `together` does.
+
+    Collective: one exchange for both, which pickles the results.
+    """
+    result, failure = _outcome(fn)
+    if world_size() == 1:
+        if failure is not None:
+            raise failure
+        return [result]  # type: ignore[list-item]
+    said = gather((_told(failure), result))
+    _raise_together([what for what, _ in said], failure)
+    return [one for _, one in said]  # type: ignore[misc]
+
+
 def on_main(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0 alone and return its result on every rank; its failure is everyone's."""
-    result = together(fn if rank() == 0 else lambda: None)
-    return broadcast(result)  # type: ignore[return-value]
+    """Run `fn` on rank 0 alone and return its result on every rank; its failure is everyone's.
+
+    Collective: one broadcast.
+    """
+    result, failure = _outcome(fn) if rank() == 0 else (None, None)
+    said, result = broadcast((_told(failure), result))
+    if world_size() > 1:
+        _raise_together([said], failure)
+    elif failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
 
 
 def main_first(fn: Callable[[], T]) -> T:
@@ -132,26 +153,32 @@ def _patient_group() -> dist.ProcessGroup | None:
     return patient_group(getattr(_channel, "name", "main"))
 
 
-def _raise_together(failure: BaseException | None) -> None:
-    if world_size() == 1:
-        if failure is not None:
-            raise failure
-        return
-    mine = None
-    if failure is not None:
-        ours = isinstance(failure, ToolkitError)
-        mine = (
-            (type(failure), str(failure))
-            if ours
-            else (ToolkitError, f"{type(failure).__name__}: {failure}")
-        )
-    said: list[Any] = gather(mine)
+def _outcome(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return fn(), None
+    except Exception as error:
+        return None, error
+
+
+def _told(failure: BaseException | None) -> tuple[type[Exception], str] | None:
+    """Return what the other ranks learn of a failure."""
+    if failure is None:
+        return None
+    if isinstance(failure, ToolkitError):
+        return type(failure), str(failure)
+    return ToolkitError, f"{type(failure).__name__}: {failure}"
+
+
+def _raise_together(
+    said: list[tuple[type[Exception], str] | None], failure: BaseException | None
+) -> None:
+    """Raise where any of the ranks that `said` is of failed; `failure` is this rank's own."""
     failed = [i for i, what in enumerate(said) if what is not None]
     if not failed:
         return
     error = failure
     if error is None:
-        kind, text = said[failed[0]]
+        kind, text = said[failed[0]]  # type: ignore[misc]
         error = kind(f"{text} (on rank {failed[0]})")
     if rank() != failed[0]:
         error.already_said = True  # type: ignore[union-attr]  # the first that failed prints it

@@ -19,8 +19,8 @@ from toolkit.store import Place, probe, where
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
 # What defines a run. The rest (length, schedule, ranks, logging) may change between two starts.
-_IDENTITY = ("model.", "data.", "seed")
-_HARMLESS = ("data.num_workers", "data.max_eval_samples")
+_IDENTITY = ("model.", "data.", "lora.", "seed")
+_HARMLESS = ("data.num_workers", "data.max_eval_samples", "data.dataset_num_proc")
 _held: dict[Path, int] = {}
 
 

@@ -26,8 +26,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from toolkit.adapted import base_of
 from toolkit.config import ShardingConfig
 from toolkit.errors import ShardingError
+from toolkit.packed_linear import packed_weights
 from toolkit.patterns import matching_modules
 from toolkit.prefetch import Prefetch
 from toolkit.recompute import recompute_in_backward
@@ -146,7 +148,8 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
         )
     vars(model)[_PLAN] = plan
     # Where the bytes belong, for whoever brings them: host memory under offload.
-    vars(model)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
+    for part in {model, base_of(model)}:
+        vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
     vars(model)["unshard_early"] = cfg.unshard_early
     if cfg.forward_prefetch or cfg.backward_prefetch:
         vars(model)["prefetch"] = Prefetch(
@@ -203,6 +206,7 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
 
 def _refuse_dtypes(model: nn.Module, plan: UnitPlan) -> None:
     parameters = dict(model.named_parameters())
+    packed = packed_weights(model)
     for unit in plan.units:
         if torch.float16 in (unit.param_dtype, unit.reduce_dtype):
             raise ShardingError(
@@ -210,7 +214,16 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan) -> None:
             )
         stored: dict[torch.dtype, str] = {}
         for name in unit.parameters:
-            stored.setdefault(parameters[name].dtype, name)
+            if name in packed and parameters[name].dtype != unit.param_dtype:
+                raise ShardingError(
+                    f"{name} is stored in 4 bits, as bytes that look like "
+                    f"{parameters[name].dtype}, and would be cast to {unit.param_dtype} in the "
+                    f"unit {unit.name}, which makes noise of them. Give quantise_on_meta the "
+                    "sharding.param_dtype that apply_fsdp gets, and leave such layers out of "
+                    "sharding.param_dtype_overrides"
+                )
+            if parameters[name].requires_grad:  # what is not reduced may be stored otherwise
+                stored.setdefault(parameters[name].dtype, name)
         if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
             raise ShardingError(

@@ -27,7 +27,8 @@ def summarise(path: str | Path) -> dict[str, Any]:
 
     Keys: `path`; `checkpoints` (of a run: folder, step, committed, bytes), else None; of the newest
     committed one, or the one given: `checkpoint` (its folder), `step`, `world_size`,
-    `global_batch_size`, `saved_with` (the rest of state.json's plain values), `model`
+    `global_batch_size`, `saved_with` (the rest of state.json's plain values), `adapter` (of
+    adapters: their base and settings, else None), `model`
     (architecture), `parameters` (elements of the floating model tensors; tied ones are stored, and
     counted, once), `bytes` (by section: model, optimizer, ..., and `files`: all that is on the
     disk), `dtypes` (section -> dtype -> elements) and `tensors` (name, section, shape, dtype,
@@ -74,6 +75,7 @@ def summarise(path: str | Path) -> dict[str, Any]:
         "world_size": world_size,
         "global_batch_size": batch,
         "saved_with": plain,
+        "adapter": state.get("adapter"),
         "model": (config.get("architectures") or [config.get("model_type")])[0],
         "parameters": sum(n for dtype, n in dtypes.get("model", {}).items() if dtype in floating),
         "bytes": {**sections, "files": _folder_bytes(checkpoint)},
@@ -103,6 +105,7 @@ def render(summary: dict[str, Any]) -> str:
     lines.append(f"checkpoint  {summary['checkpoint']}")
     facts = [
         ("architecture", summary["model"]),
+        *_adapter(summary["adapter"]),
         ("step", summary["step"]),
         ("saved by ranks", summary["world_size"]),
         ("global batch", summary["global_batch_size"]),
@@ -198,3 +201,16 @@ def _bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
+
+
+def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return what a line says of adapters, and which base they are for."""
+    if not isinstance(entry, dict):
+        return []
+    config = entry.get("config") or {}
+    kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
+    revision = f" at {entry['revision']}" if entry.get("revision") else ""
+    return [
+        ("adapters", f"{kind} of rank {config.get('r')}, alpha {config.get('lora_alpha')}"),
+        ("base", f"{entry.get('name_or_path')}{revision}"),
+    ]

@@ -70,6 +70,11 @@ def in_file(entry: TensorEntry) -> StoredTensor:
     return StoredTensor(entry.dtype, entry.shape, (chunk,) if entry.nbytes else ())
 
 
+def whole(tensor: StoredTensor) -> torch.Tensor:
+    """Return a stored tensor in memory, of its own shape."""
+    return tensor.block(0, tensor.rows).reshape(tensor.shape)
+
+
 def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (index of the first row, rows) over a tensor; `itemsize`: of the wider one of two."""
     if tensor.nbytes == 0:

@@ -10,7 +10,7 @@ sum is meant: each contribution is multiplied by the number of ranks. A rank wit
 tokens contributes zero, not the NaN of an empty mean.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ def train_step(
     *,
     max_grad_norm: float = 1.0,
     sync_each: bool = False,
+    label_smoothing: float = 0.0,
 ) -> StepStats:
     """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
 
@@ -58,6 +59,8 @@ def train_step(
         max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
         sync_each: reduce gradients after every micro-batch: more traffic, no unsharded gradient
             kept.
+        label_smoothing: share of each target that is spread over the vocabulary; the loss that is
+            reported is the smoothed one.
 
     Raises:
         TrainingError: no micro-batches.
@@ -78,7 +81,7 @@ def train_step(
         if sharded is not None:
             sharded.set_requires_gradient_sync(last or sync_each)
             sharded.set_is_last_backward(last)
-        contribution = loss_sum(model, batch) * scale
+        contribution = loss_sum(model, batch, label_smoothing=label_smoothing) * scale
         contribution.backward()
         total += contribution.detach()
     if world > 1:
@@ -158,27 +161,81 @@ def _average_replicated(model: nn.Module, world: int) -> None:
             parameter.grad.copy_(mean)
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class SourceLoss:
+    """What an evaluation found on one source, or on all together; 0-d tensors on the device."""
+
+    loss: torch.Tensor
+    """Mean over the supervised tokens; its exponential is the perplexity. NaN where there are
+    none."""
+    tokens: torch.Tensor
+    """Supervised tokens, int64."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses by source, and over the tokens of all of them."""
+
+    total: SourceLoss
+    sources: dict[str, SourceLoss]
+
+
 def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Return the mean loss over all supervised tokens of all ranks' `batches`, 0-d. Collective.
 
     Every rank must bring as many batches (pad with labels of -100): FSDP gathers in each forward.
     Its exponential is the perplexity. NaN when there is no supervised token at all.
+
+    Raises:
+        TrainingError: no batches.
     """
+    return evaluate_sources(model, {"": batches}).total.loss
+
+
+@torch.no_grad()
+def evaluate_sources(
+    model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
+) -> Evaluation:
+    """Return the loss of each of `sources` and of all together. Collective.
+
+    Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
+
+    Args:
+        model: sharded, or plain in one process.
+        sources: name -> batches. Every rank brings the same names in the same order, and as many
+            batches of each (pad with labels of -100).
+
+    Raises:
+        TrainingError: no sources, or one without batches; names it.
+    """
+    if not sources:
+        raise TrainingError("evaluate got no batches: there is no source to evaluate on")
     was_training = model.training
     model.eval()
-    sums: torch.Tensor | None = None
+    found: list[torch.Tensor] = []
     try:
-        for batch in batches:
-            found = torch.stack(
-                [loss_sum(model, batch).double(), supervised_tokens(batch["labels"]).double()]
-            )
-            sums = found if sums is None else sums + found
+        for name, batches in sources.items():
+            pair: torch.Tensor | None = None
+            for batch in batches:
+                tokens = supervised_tokens(batch["labels"]).double()
+                both = torch.stack([loss_sum(model, batch).double(), tokens])
+                pair = both if pair is None else pair + both
+            if pair is None:
+                raise TrainingError(
+                    "evaluate got no batches" + (f" of source {name}" if name else "")
+                )
+            found.append(pair)
     finally:
         model.train(was_training)
         reshard(model)
-    if sums is None:
-        raise TrainingError("evaluate got no batches")
+    sums = torch.stack(found)  # [sources, 2]; a double holds any count exactly
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    return (sums[0] / sums[1]).float()
+    return Evaluation(
+        _source_loss(sums.sum(0)),
+        {name: _source_loss(pair) for name, pair in zip(sources, sums, strict=True)},
+    )
+
+
+def _source_loss(pair: torch.Tensor) -> SourceLoss:
+    return SourceLoss((pair[0] / pair[1]).float(), pair[1].long())

@@ -11,11 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.config import PretrainConfig, ShardingConfig
+from toolkit.adapted import base_of
+from toolkit.config import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError
 from toolkit.fake_world import fake_world
 from toolkit.hf_format import DTYPES, assets_of
+from toolkit.lora import add_adapters
 from toolkit.models import build_on_meta, plain_name
+from toolkit.packed_linear import PackedLinear, packed_weights
+from toolkit.quantise import quantise_on_meta
 from toolkit.sharding import apply_fsdp, init_mesh, mesh_shape, plan_of
 from toolkit.tables import fold, table, without_numbers
 
@@ -50,19 +54,20 @@ def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
     """
     plan = plan_of(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    parameters = dict(model.named_parameters())
+    parameters, packed = dict(model.named_parameters()), packed_weights(model)
     rows = []
     for unit in sorted(plan.units, key=lambda u: order[u.modules[0]]):
-        own = [parameters[name] for name in unit.parameters]
+        names = unit.parameters
+        own = [parameters[name] for name in names]
         kept = unit.reshard_after_forward
         rows.append(
             UnitRow(
                 unit.name,
                 len(unit.modules),
-                sum(p.numel() for p in own),
+                sum(packed[n].elements if n in packed else parameters[n].numel() for n in names),
                 sum(_local(p).numel() * p.element_size() for p in own),
                 sum(p.numel() for p in own) * unit.param_dtype.itemsize,
-                _dtypes(own),
+                _stored({n: parameters[n] for n in names}, packed),
                 _short(unit.param_dtype),
                 _short(unit.reduce_dtype),
                 "no" if kept in (None, False) else "yes" if kept is True else f"to {kept} ranks",
@@ -122,13 +127,13 @@ def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
     """Return the dtype of each purpose: storage, compute, reduction, optimizer, export."""
     plan = plan_of(model)
     parameters = dict(model.named_parameters())
-    stored = _dtypes(list(parameters.values()))
+    trained = [p for p in parameters.values() if p.requires_grad]
     replicated = [parameters[name] for name in plan.replicated]
     return {
-        "storage": stored,
+        "storage": _stored(parameters, packed_weights(model)),
         "compute": _counted([u.param_dtype for u in plan.units], [p.dtype for p in replicated]),
         "reduction": _counted([u.reduce_dtype for u in plan.units], [p.dtype for p in replicated]),
-        "optimizer": stored,
+        "optimizer": _dtypes(trained),
         "export": _exported(model),
     }
 
@@ -137,7 +142,7 @@ def ledger_line(model: nn.Module, cfg: ShardingConfig) -> str:
     """Return the ledger as one line, with a warning under it where the storage is not fp32."""
     ledger = dtype_ledger(model, cfg)
     line = ", ".join(f"{purpose} {dtype}" for purpose, dtype in ledger.items())
-    if "bfloat16" in ledger["storage"]:
+    if "bfloat16" in ledger["optimizer"]:
         line += (
             "\nWARNING    parameters and optimizer state are stored in bfloat16: an update below "
             "1/256 of a weight is lost to rounding. model.dtype: float32 keeps them"
@@ -145,7 +150,9 @@ def ledger_line(model: nn.Module, cfg: ShardingConfig) -> str:
     return line
 
 
-def plan_summary(cfg: PretrainConfig, world_size: int | None = None) -> dict[str, Any]:
+def plan_summary(
+    cfg: PretrainConfig | FinetuneConfig, world_size: int | None = None
+) -> dict[str, Any]:
     """Return how a run of `cfg` would be sharded, ready for JSON. One process, no weights, no GPU.
 
     Keys: `model`, `parameters`, `world_size`, `mesh` (dp_replicate, dp_shard), `bytes_sharded` (of
@@ -171,11 +178,15 @@ def plan_summary(cfg: PretrainConfig, world_size: int | None = None) -> dict[str
         raise ConfigError(f"--world_size must be at least 1, got {world_size}")
     replicas, shards = mesh_shape(world_size, sharding)
     with fake_world(world_size):
-        model = build_on_meta(cfg.model)
+        model: nn.Module = build_on_meta(model_settings(cfg))
+        if isinstance(cfg, FinetuneConfig) and cfg.lora.load_in_4bit:
+            quantise_on_meta(model, cfg.lora, sharding.param_dtype)  # type: ignore[arg-type]
+        if isinstance(cfg, FinetuneConfig) and cfg.lora.r:
+            model = add_adapters(model, cfg.lora)  # type: ignore[arg-type]
         apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
         rows = unit_rows(model, sharding)
         return {
-            "model": plain_name(model),
+            "model": plain_name(base_of(model)),
             "parameters": sum(row.parameters for row in rows),
             "world_size": world_size,
             "mesh": {"dp_replicate": replicas, "dp_shard": shards},
@@ -244,6 +255,14 @@ def _exported(model: nn.Module) -> str:
         return "/".join(sorted(map(_short, kinds)))
     said = assets.config.get("dtype", assets.config.get("torch_dtype"))
     return str(said or "bfloat16").removeprefix("torch.")
+
+
+def _stored(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
+    """Return the storage dtypes; of what is in 4 bits the format, not the dtype of its bytes."""
+    kinds = {
+        packed[n].quant_type if n in packed else _short(p.dtype) for n, p in parameters.items()
+    }
+    return "/".join(sorted(kinds)) or "-"
 
 
 def _dtypes(tensors: list[Any]) -> str:

@@ -19,15 +19,16 @@ fp32, and their gradient is averaged once a step. So do scalars, which FSDP2 can
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.adapted import bare, base_of, copies, is_adapted
 from toolkit.config import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.models import decoder_layers, kept_in_fp32, plain_name
+from toolkit.packed_linear import packed_weights
 from toolkit.patterns import matching_modules, matching_parameters
 
 ROOT = ""
@@ -78,7 +79,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     """Return the units that `cfg` asks of `model`. Milliseconds a layer; no bytes are needed.
 
     Args:
-        model: a plain causal LM, on meta or not, tied.
+        model: a plain causal LM or one with adapters, on meta or not, tied.
 
     Raises:
         ShardingError: there is nothing to shard but the root, or the settings cannot hold together.
@@ -163,14 +164,16 @@ def _sublayers(named: dict[str, nn.Module], name: str) -> list[str]:
 
 
 def _head(model: nn.Module, named: dict[str, nn.Module]) -> str | None:
-    return _name_of(model.get_output_embeddings(), named) if _is_hf(model) else None
+    base = base_of(model)
+    return _name_of(base.get_output_embeddings(), named) if _is_hf(base) else None
 
 
 def _embedding(model: nn.Module, named: dict[str, nn.Module]) -> str | None:
-    return _name_of(model.get_input_embeddings(), named) if _is_hf(model) else None
+    base = base_of(model)
+    return _name_of(base.get_input_embeddings(), named) if _is_hf(base) else None
 
 
-def _is_hf(model: nn.Module) -> TypeGuard[PreTrainedModel]:
+def _is_hf(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
@@ -181,28 +184,40 @@ def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | Non
 
 
 def _base_model(model: nn.Module, named: dict[str, nn.Module]) -> str:
-    prefix = getattr(model, "base_model_prefix", "")
-    if prefix not in named or not prefix:
+    base = base_of(model)
+    prefix = getattr(base, "base_model_prefix", "")
+    name = _name_of(base._modules.get(prefix), named)
+    if not name:
         raise ShardingError(
             f"{plain_name(model)} has no base model inside it; leave sharding.base_model_unit out"
         )
-    return prefix
+    return name
 
 
 def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
-    """Return what is not sharded; see [Note: replicated parameters]."""
+    """Return what is not sharded; see [Note: replicated parameters].
+
+    The dtype of adapters is chosen on purpose, and says nothing of what they compute in.
+    """
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
-    if cfg.param_dtype != "float32":
-        names += kept_in_fp32(model)
     found = {id(model.get_parameter(name)) for name in names}
+    if cfg.param_dtype != "float32":
+        with bare(model) as base:
+            found |= {id(base.get_parameter(name)) for name in kept_in_fp32(base)}
+        found |= {id(copy) for original, copy in copies(model) if id(original) in found}
     elements: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
+    packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
+    stored = [p for p in model.parameters() if id(p) not in packed]
+    stored = [p for p in stored if not (is_adapted(model) and p.requires_grad)]
+    for parameter in stored:
         elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
     commonest = max(elements, key=elements.__getitem__, default=torch.float32)
     for parameter in model.parameters():
+        if parameter.ndim == 0:
+            found.add(id(parameter))
+    for parameter in stored:
         # Made in fp32 by the model's own code, among parameters stored in half precision.
-        own = parameter.dtype == torch.float32 != commonest
-        if parameter.ndim == 0 or own:
+        if parameter.dtype == torch.float32 != commonest:
             found.add(id(parameter))
     return found
 

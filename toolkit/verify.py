@@ -12,6 +12,9 @@ import re
 from pathlib import Path
 
 from toolkit import commit, export_manifest
+from toolkit.adapter_check import AdapterCheck
+from toolkit.adapter_export import find_adapter, find_base
+from toolkit.adapter_format import CONFIG_FILE, WEIGHTS_FILE, is_adapter_folder
 from toolkit.checkpoint_check import CheckpointCheck
 from toolkit.commit import CHECKPOINTS, COMMIT, MANIFEST
 from toolkit.errors import CheckpointError, ExportError
@@ -21,7 +24,8 @@ from toolkit.hf_format import (
     INDEX_FILE,
     SINGLE_FILE,
 )
-from toolkit.sources import find_source
+from toolkit.merged_check import MergedCheck
+from toolkit.sources import Source, find_source
 
 __all__ = ["Finding", "Report", "is_export", "verify_checkpoint", "verify_export"]
 
@@ -59,22 +63,29 @@ def verify_export(
     By itself: every byte against the export's own manifest; headers, index, config and the model
     that the config describes must agree. With a checkpoint: every value of the export is that of
     the checkpoint, cast to the export's dtype, every parameter is there exactly once, config and
-    tokenizer are those of the checkpoint. Reads the export twice, and of the checkpoint only what
-    has another dtype or is converted. Holds two blocks of 4 MB (or one row) a thread, and one group
-    of tensors that transformers converts.
+    tokenizer are those of the checkpoint. A PEFT folder is proven against a checkpoint of adapters
+    in the same way, and a merged model to be its base plus the adapter (`merge_proof`). Reads the
+    export twice, and of the checkpoint only what has another dtype or is converted. Holds two
+    blocks of 4 MB (or one row) a thread, and one group of tensors that transformers converts.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
         logits: load the export as its readers do, and compare its logits with those of the
             checkpoint's weights where one is given. Needs the memory of the model, twice with a
             checkpoint.
-        hf_assets: folder or Hub id with the config, where the checkpoint of another tool has none.
+        hf_assets: folder or Hub id with the config, where the checkpoint of another tool has none;
+            of adapters the base's, where it is not where the run had it.
 
     Raises:
         CheckpointError, ExportError: there is none at the path; says which path would do.
     """
     folder = _export_folder(Path(export).expanduser())
     source = None
+    adapter = None if checkpoint is None else find_adapter(checkpoint)
+    if is_adapter_folder(folder):
+        return _verify_adapter(folder, checkpoint, adapter, logits, hf_assets)
+    if adapter is not None:
+        return _verify_merged(folder, adapter, logits, hf_assets)
     if checkpoint is not None:
         source = find_source(Path(checkpoint).expanduser(), hf_assets)
     with Judge(folder, "export") as judge:
@@ -91,13 +102,60 @@ def verify_export(
     return judge.report
 
 
+def _verify_adapter(
+    folder: Path,
+    checkpoint: str | Path | None,
+    source: Source | None,
+    logits: bool,
+    base: str | Path | None,
+) -> Report:
+    """Return what is wrong with a PEFT folder."""
+    if checkpoint is not None and source is None:
+        find_source(Path(checkpoint).expanduser())
+        raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
+    with Judge(folder, "export") as judge:
+        checked = AdapterCheck(folder, judge, base)
+        checked.check()
+        if source is not None:
+            checked.compare_assets(source)
+            checked.prove(source)
+        if logits:
+            checked.compare_adapted(source)
+        if judge.report.ok and source is not None:
+            judge.report.notes.append(f"holds the adapter of {source.checkpoint or source.folder}")
+    return judge.report
+
+
+def _verify_merged(
+    folder: Path, source: Source, logits: bool, elsewhere: str | Path | None
+) -> Report:
+    """Return what is wrong with a model that should be a base with an adapter merged in."""
+    base = find_base(source, elsewhere)
+    with Judge(folder, "export") as judge:
+        checked = MergedCheck(folder, judge)
+        checked.check()
+        checked.compare_assets(source)
+        checked.prove_merged(source, base)
+        if logits:
+            checked.compare_merged(source, base)
+        if judge.report.ok:
+            judge.report.notes.append(
+                f"is {base} with the adapter of {source.checkpoint or source.folder} merged in"
+            )
+    return judge.report
+
+
 def is_export(path: str | Path) -> bool:
     """Whether a folder is a Hugging Face folder with weights, or was one."""
     path = Path(path).expanduser()
-    names = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE)
+    names = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE, WEIGHTS_FILE)
+    configs = ("config.json", CONFIG_FILE)
     return not (path / CHECKPOINTS).is_dir() and (
         any(os.path.lexists(path / name) for name in names)
-        or ((path / "config.json").is_file() and not commit.is_committed(path.parent))
+        or (
+            any((path / name).is_file() for name in configs)
+            and not commit.is_committed(path.parent)
+        )
     )
 
 

@@ -1,22 +1,28 @@
-"""Which files a list of paths, folders and globs means, and of which kind they are.
+"""Which sources a config names, and which files, of which kind, paths, folders and globs mean.
 
-Owns the search on disk and the recognition by ending. Refuses to know what is inside a file.
+Owns the search on disk, the recognition by ending, and the names of sources. Refuses to know what
+is inside a file.
 """
 
 import glob
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from toolkit.config import DataConfig, SourceConfig
 from toolkit.errors import DataError
 
-Kind = Literal["json", "parquet", "arrow", "text"]
+Kind = Literal["json", "csv", "parquet", "arrow", "text"]
+What = Literal["train", "eval"]
 
 DATA_ENDINGS: dict[str, Kind] = {
     ".json": "json",
     ".jsonl": "json",
+    ".csv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
@@ -30,6 +36,55 @@ TEXT_ENDINGS = frozenset(f".{name}" for name in _TEXT.split(" "))
 
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
+    """Return what `cfg` names as (setting, source), each source with a name of its own.
+
+    To train on: `sources`, or one made of `train_files` or `dataset_name`; empty where nothing is
+    named. To evaluate on: one source for each entry of `eval_files`. A source without a name gets
+    that of its first file, without endings, or of its data set; names that come twice are numbered.
+
+    Raises:
+        DataError: a pattern finds no file.
+    """
+    if what == "eval":
+        files = [cfg.eval_files] if isinstance(cfg.eval_files, str) else cfg.eval_files
+        found = [("data.eval_files", SourceConfig(files=entry)) for entry in files]
+    elif cfg.sources:
+        found = [(f"data.sources[{i}].files", source) for i, source in enumerate(cfg.sources)]
+    elif cfg.train_files or cfg.dataset_name:
+        found = [("data.train_files", single(cfg, cfg.train_files))]
+    else:
+        found = []
+    names = [source.name or _name(source, setting) for setting, source in found]
+    seen: Counter[str] = Counter()
+    for i, name in enumerate(names):
+        seen[name] += 1
+        while seen[name] > 1 and (numbered := f"{name}-{seen[name]}") in names:
+            seen[name] += 1
+        if seen[name] > 1:
+            names[i] = numbered
+    return [(s, replace(source, name=n)) for (s, source), n in zip(found, names, strict=True)]
+
+
+def single(cfg: DataConfig, files: str | list[str]) -> SourceConfig:
+    """Return `files`, or where there are none the data set of `cfg`, as a source."""
+    if files:
+        return SourceConfig(files=files)
+    return SourceConfig(
+        dataset_name=cfg.dataset_name,
+        dataset_config_name=cfg.dataset_config_name,
+        dataset_split=cfg.dataset_split,
+    )
+
+
+def _name(source: SourceConfig, setting: str) -> str:
+    if source.dataset_name:
+        return Path(source.dataset_name).name or source.dataset_name
+    first = find_files(source.files, setting)[0]
+    packed = first.suffix.lower() in _COMPRESSED
+    return (Path(first.stem).stem if packed else first.stem) or first.name
 
 
 def find_files(patterns: str | list[str], what: str) -> list[Path]:
@@ -72,6 +127,11 @@ def kind_of(files: list[Path], what: str) -> Kind:
             "such as data/*.jsonl, or convert the others"
         )
     return next(iter(examples))
+
+
+def named_files(files: list[Path]) -> str:
+    """Return the first of `files` and how many more there are, for messages."""
+    return str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
 
 def stdlib_files() -> list[Path]:
@@ -130,6 +190,6 @@ def _kind(file: Path) -> Kind:
 def _ending(file: Path) -> str:
     """Return the lower-case ending, that of `a.jsonl` for `a.jsonl.gz`."""
     inner = Path(file.stem).suffix.lower()
-    if file.suffix.lower() in _COMPRESSED and DATA_ENDINGS.get(inner) == "json":
+    if file.suffix.lower() in _COMPRESSED and DATA_ENDINGS.get(inner) in ("json", "csv"):
         return inner
     return file.suffix.lower()

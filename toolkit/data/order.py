@@ -16,7 +16,8 @@ together train on the same B samples, so a loss that is a mean over the global b
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import BatchSampler
@@ -26,6 +27,7 @@ from toolkit.errors import DataError
 
 _ROUNDS = 6
 _MIN_HALF_BITS = 3
+_TABLE_HALF_BITS = 5
 
 
 def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -43,10 +45,16 @@ def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarra
         raise IndexError(f"permute: expected 0 <= index < n, got n {n} and {index}")
     half = max(_MIN_HALF_BITS, ((n - 1).bit_length() + 1) // 2)
     keys = _keys(seed, epoch)
-    out = _feistel(index.astype(np.uint64).reshape(-1), half, keys)
+    flat = index.astype(np.uint64).reshape(-1)
+    if half <= _TABLE_HALF_BITS:  # cheaper to know all than to ask again and again
+        table = _feistel(np.arange(1 << 2 * half, dtype=np.uint64), half, keys)
+        follow = table.__getitem__
+    else:
+        follow = partial(_feistel, half=half, keys=keys)
+    out = follow(flat)
     outside = np.flatnonzero(out >= n)
     while len(outside):
-        out[outside] = _feistel(out[outside], half, keys)
+        out[outside] = follow(out[outside])
         outside = outside[out[outside] >= n]
     return out.astype(np.int64).reshape(index.shape)
 
@@ -71,13 +79,50 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def derived_seed(seed: int, *parts: object) -> int:
+    """Return another seed, made of `seed` and `parts`: for the second of two orders of one run."""
+    text = " ".join(map(str, (seed, *parts))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+
+
+class Draws(NamedTuple):
+    """What is read at some positions."""
+
+    samples: np.ndarray
+    """Which sample; int64."""
+    sources: np.ndarray
+    """Which of the sources that are mixed it is of; int64."""
+    passes: np.ndarray
+    """How many times that source was read through before; int64."""
+
+
+class Order(Protocol):
+    """A sequence of samples that training reads: `SampleOrder`, or `mixture.Mixture`."""
+
+    total: int | None
+    """Positions there are; None: no end."""
+
+    def draws(self, start: int, count: int) -> Draws:
+        """Return what is read at the positions from `start` up to before `start + count`."""
+
+    def indices(self, start: int, count: int) -> np.ndarray:
+        """Return the samples alone."""
+
+
 class SampleOrder:
     """The endless sequence of samples that training reads. See [Note: sample order]."""
+
+    total: int | None = None
 
     def __init__(self, n: int, seed: int) -> None:
         if n < 1:
             raise DataError(f"expected at least one sample to draw from, got {n}")
         self.n, self.seed = n, seed
+
+    def draws(self, start: int, count: int) -> Draws:
+        """Return the samples at `count` positions from `start` on, all of one source."""
+        positions = np.arange(start, start + count, dtype=np.int64)
+        return Draws(self.indices(start, count), np.zeros_like(positions), positions // self.n)
 
     def indices(self, start: int, count: int) -> np.ndarray:
         """Return the samples at the positions from `start` up to before `start + count`; int64."""
@@ -88,6 +133,13 @@ class SampleOrder:
             parts.append(permute(np.arange(at, at + here), self.n, self.seed, epoch))
             start, count = start + here, count - here
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+class Indices(Protocol):
+    """What `GlobalBatches` reads: an `Order`, or one grouped by length."""
+
+    def indices(self, start: int, count: int) -> np.ndarray:
+        """Return the samples at the positions from `start` up to before `start + count`."""
 
 
 class GlobalBatches(BatchSampler):
@@ -105,7 +157,7 @@ class GlobalBatches(BatchSampler):
     Every batch is full and every rank gets as many, so Accelerate neither repeats nor drops any.
 
     Args:
-        order: what position means which sample.
+        order: what position means which sample; anything with its `indices`.
         start: position of the first sample: how many the run has seen (`Position.samples_seen`).
         steps: optimizer steps to yield batches for.
         per_device_batch: samples of a micro-batch, b.
@@ -118,7 +170,7 @@ class GlobalBatches(BatchSampler):
 
     def __init__(
         self,
-        order: SampleOrder,
+        order: Indices,
         start: int,
         steps: int,
         per_device_batch: int,
@@ -176,11 +228,21 @@ class Position:
         seed: the seed of their order.
         global_batch: samples of an optimizer step on all ranks.
         samples_seen: samples read so far, over all epochs.
+        reading: what else the samples depend on, as JSON values under names that a user
+            understands; kept in the checkpoint, where a difference is refused.
     """
 
-    def __init__(self, n_samples: int, seed: int, global_batch: int, samples_seen: int = 0) -> None:
+    def __init__(
+        self,
+        n_samples: int,
+        seed: int,
+        global_batch: int,
+        samples_seen: int = 0,
+        reading: dict[str, Any] | None = None,
+    ) -> None:
         self.n_samples, self.seed = n_samples, seed
         self.global_batch, self.samples_seen = global_batch, samples_seen
+        self.reading = reading or {}
 
     @property
     def epoch(self) -> float:
@@ -191,14 +253,14 @@ class Position:
         """Count `samples` as read; a global batch where none is given."""
         self.samples_seen += self.global_batch if samples is None else samples
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position as integers."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values, the same on every rank."""
         return {
             "samples_seen": self.samples_seen,
             "global_batch": self.global_batch,
             "n_samples": self.n_samples,
             "seed": self.seed,
-        }
+        } | ({"reading": self.reading} if self.reading else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`: its position and its global batch.
@@ -207,6 +269,11 @@ class Position:
             DataError: it counts other samples or another order, so that its position means nothing
                 here.
         """
+        if "n_samples" not in state:
+            raise DataError(
+                "the checkpoint's position is one in streams (data.streaming), this run prepares "
+                "its data before; give the same, or start anew in another output_dir"
+            )
         for name, what, cure in (
             ("n_samples", "training samples", "give the same data, sequence length and eval split"),
             ("seed", "as the seed of their order", "set seed to the same value"),
@@ -216,11 +283,37 @@ class Position:
                     f"the checkpoint's position in the data counts on {state[name]} {what}, this "
                     f"run has {getattr(self, name)}; {cure}, or start anew in another output_dir"
                 )
+        check_reading(state.get("reading"), self.reading)
         self.samples_seen = int(state["samples_seen"])
         self.global_batch = int(state["global_batch"])
 
     def __repr__(self) -> str:
         return f"Position({', '.join(f'{k}={v}' for k, v in self.state_dict().items())})"
+
+
+def check_reading(saved: dict[str, Any] | None, here: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose samples were made in another way than this run's.
+
+    Checkpoints of before there was a choice hold nothing of it (None): theirs were windows of one
+    text.
+
+    Raises:
+        DataError: names what differs.
+    """
+    if saved is None:
+        saved = {name: value for name, value in here.items() if name != "data.packing"}
+        saved |= {"data.packing": "wrapped"} if here else {}
+    for name in {**saved, **here}:
+        if saved.get(name) != here.get(name):
+            raise DataError(
+                f"the checkpoint's position in the data counts on {name} "
+                f"{_shown(saved.get(name))}, this run has {_shown(here.get(name))}; give the same, "
+                "or start anew in another output_dir"
+            )
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
 
 
 def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) -> int:

@@ -135,8 +135,12 @@ def split(
     return samples.view(0, cut), samples.view(cut, cut + used)
 
 
-def check_enough(samples: Samples, world_size: int) -> None:
+def check_enough(samples: Any, world_size: int) -> None:
     """Refuse to train on fewer samples than there are ranks.
+
+    Args:
+        samples: what has a length and a `sequence_length`.
+        world_size: number of ranks.
 
     Raises:
         DataError: there are fewer; ranks would train on the same sample at the same time.

@@ -10,198 +10,215 @@ tokenised in parallel and never sits whole in memory; `start` marks the first ro
 `end` the last. Where the columns are absent, every row is a document of its own.
 """
 
-import glob
-import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from toolkit.config import DataConfig
-from toolkit.data.files import Kind, find_files, kind_of, stdlib_files
+from toolkit import ranks
+from toolkit.config import DataConfig, SourceConfig
+from toolkit.data import raw_rows
+from toolkit.data.columnar import as_data_error, read_files, read_named
+from toolkit.data.files import configured, find_files, kind_of, named_files, single, stdlib_files
+from toolkit.data.raw_rows import RawKind, cut_rows, decoded, place, stamped
+from toolkit.data.row_values import BadRow, encodable, named, parsed, shown
+from toolkit.data.text_checks import checked, counted, emptied, faulty
+from toolkit.data.text_files import text_rows
 from toolkit.errors import DataError
-
-PIECE_BYTES = 1 << 17
-"""A text file longer than this is cut: small enough that a few megabytes keep every core busy."""
 
 _VERSION = 1
 """Part of the cache key: raise it when the rows made from the same file change."""
 
-_TEXT_ROWS = datasets.Features(
-    text=datasets.Value("string"), start=datasets.Value("bool"), end=datasets.Value("bool")
-)
+_LOOK_AT = 100
+"""Rows that are looked at to find the column."""
+
+_FAULT = "fault"
+"""Column of what was wrong with rows that were left out; gone before anybody sees them."""
+
+_STRING = datasets.Value("string")
+
+log = logging.getLogger(__name__)
 
 
 def load_documents(
     cfg: DataConfig, files: str | list[str], *, what: str = "data.train_files"
 ) -> datasets.Dataset:
-    """Return the documents of `files`, or of the data set that `cfg` names, or the built-in text.
+    """Return the documents of `files`, or of what else `cfg` names, or the built-in text.
 
-    `files` are paths, folders and globs, all of one kind: JSON lines, Parquet, Arrow, or text
-    (every other ending; one file is one document, kept byte for byte but for a byte order mark).
-    Where `files` is empty: `cfg.dataset_name` (a folder of `save_to_disk`, or an id on the Hub);
-    where that is empty too: Python's standard library. Read once and cached by `datasets`; a file
-    that changed (path, size, time) is read anew. See [Note: documents] for the columns.
+    Where `files` is empty: `cfg.dataset_name`; else `cfg.sources`, one after the other; else
+    Python's standard library. See `load_source` for one of them and [Note: documents] for the
+    columns.
 
     Args:
-        cfg: names the data set and the text column.
+        cfg: names data set and sources, the text column, and what a bad row does.
         files: one pattern or several; may be empty.
         what: the setting that `files` come from, for messages.
+
+    Raises:
+        DataError: as `load_source`; or some sources are text and others token ids.
+    """
+    if files or cfg.dataset_name:
+        return load_source(single(cfg, files), cfg, what=what)
+    if not cfg.sources:
+        where = "the built-in text (Python's standard library)"
+        return checked(text_rows(stdlib_files(), where), "text", where)
+    parts = [load_source(source, cfg, what=setting) for setting, source in configured(cfg)]
+    columns = {next(c for c in ("input_ids", "text") if c in part.column_names) for part in parts}
+    if len(columns) > 1:
+        raise DataError("data.sources: expected text or token ids in all of them, got both")
+    # Rows without marks are documents of their own; joined, all need the same columns.
+    marked = len({tuple(part.column_names) for part in parts}) > 1
+    return datasets.concatenate_datasets([_whole(p) if marked else p for p in parts])
+
+
+def load_source(
+    source: SourceConfig, cfg: DataConfig, *, what: str = "data.train_files"
+) -> datasets.Dataset:
+    """Return the documents of one source.
+
+    Files are paths, folders and globs, all of one kind: JSON, CSV, Parquet, Arrow, or text (every
+    other ending; one file is one document, kept byte for byte but for a byte order mark). A data
+    set is a folder of `save_to_disk`, or an id on the Hub. Read once and cached by `datasets`; a
+    file that changed (path, size, time) is read anew.
+
+    With `cfg.on_bad_row: skip` a row without text (null, a number, a line that is not JSON) becomes
+    an empty document, which gives no token; the first rank says how many there were, and which. A
+    text file that is not UTF-8 is an error in any case.
+
+    Args:
+        source: names files or a data set.
+        cfg: `text_column` and `on_bad_row` are read.
+        what: the setting that the files come from, for messages.
 
     Raises:
         DataError: a pattern matches nothing, kinds are mixed, a file cannot be read or is not
             UTF-8, the column is missing, a row holds no text, or there is no text at all.
     """
-    if files:
-        found = find_files(files, what)
-        kind = kind_of(found, what)
-        where = f"{what} ({_named(found)})"
-        if kind == "text":
-            return _checked(_text(found, where), "text", where)
-        return _documents(_rows_of(found, kind, cfg.text_column, where), cfg.text_column, where)
-    if cfg.dataset_name:
-        where = f"data.dataset_name {cfg.dataset_name}"
-        return _documents(_by_name(cfg, where), cfg.text_column, where)
-    where = "the built-in text (Python's standard library)"
-    return _checked(_text(stdlib_files(), where), "text", where)
-
-
-# --------------------------------------------------------------------------------------------------
-# Text files
-# --------------------------------------------------------------------------------------------------
-
-
-def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Yield a text file in pieces of about `size` bytes; joined they are the file's text.
-
-    Pieces end where a tokenizer ends a token anyway: after a newline between two lines that neither
-    end nor begin with white space; where there is none, after any newline, before a space, or at
-    least between two characters. Holds at most three pieces in memory.
-
-    Raises:
-        DataError: the file is not UTF-8 (with the offset of the byte) or cannot be read.
-    """
+    if not source.files:
+        where = f"{what.rpartition('.')[0]}.dataset_name {source.dataset_name}"
+        return _documents(read_named(source, where), cfg, where)
+    found = find_files(source.files, what)
+    kind = kind_of(found, what)
+    where = f"{what} ({named_files(found)})"
+    if kind == "text":
+        return checked(text_rows(found, where), "text", where)
+    if kind == "csv" or (kind == "json" and cfg.on_bad_row == "skip"):
+        return _documents(_row_by_row(found, kind, cfg, where), cfg, where)
+    columns = ("input_ids", cfg.text_column)
     try:
-        with open(file, "rb") as stream:
-            block = stream.read(size)
-            offset = 3 if block.startswith(b"\xef\xbb\xbf") else 0
-            rest = b""
-            block = block[offset:]
-            while block:
-                rest += block
-                block = stream.read(size)
-                end = _cut(rest) if block else len(rest)
-                yield _decode(rest[:end], file, offset)
-                rest = rest[end:]
-                offset += end
-            if rest:
-                yield _decode(rest, file, offset)
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+        rows = read_files(found, kind, where, columns=columns)
+    except DataError as error:
+        line = _bad_line(found) if kind == "json" else None
+        if line is None:
+            raise
+        raise DataError(f"{where}: {line}; repair or remove it") from error
+    return _documents(rows, cfg, where)
 
 
-def _cut(block: bytes) -> int:
-    at = block.rfind(b"\n", 1, -1)
-    while at > 0 and (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
-        at = block.rfind(b"\n", 1, at)
-    if at > 0:
-        return at + 1
-    if (at := block.rfind(b"\n")) >= 0:
-        return at + 1
-    if (at := block.rfind(b" ")) > 0:
-        return at
-    at = len(block) - 1
-    while at > len(block) - 4 and at > 0 and block[at] & 0xC0 == 0x80:
-        at -= 1
-    return at or len(block)
-
-
-def _decode(block: bytes, file: Path, offset: int) -> str:
-    try:
-        return block.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8 text: byte 0x{block[error.start]:02x} at offset "
-            f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or leave it out"
-        ) from error
-
-
-def _text(files: list[Path], where: str) -> datasets.Dataset:
-    # A tuple: `from_generator` takes lists for shards. Size and time are there for the cache key.
-    stamped = tuple((str(f), s.st_size, s.st_mtime_ns) for f in files for s in [f.stat()])
-    if not any(size for _, size, _ in stamped):
-        raise DataError(f"{where}: expected text, but every file is empty")
-    try:
-        return datasets.Dataset.from_generator(
-            _rows, features=_TEXT_ROWS, gen_kwargs={"files": stamped, "version": _VERSION}
-        )
-    except Exception as error:
-        raise _as_data_error(error, where) from error
-
-
-def _rows(files: tuple[tuple[str, int, int], ...], version: int) -> Iterator[dict]:
-    for file, _, _ in files:
-        start, text = True, None
-        for piece in pieces(Path(file)):
-            if text is not None:
-                yield {"text": text, "start": start, "end": False}
-                start = False
-            text = piece
-        if text is not None:
-            yield {"text": text, "start": start, "end": True}
+def _whole(documents: datasets.Dataset) -> datasets.Dataset:
+    """Return `documents` with the columns `start` and `end`, all true where they had none."""
+    if "start" in documents.column_names or "input_ids" in documents.column_names:
+        return documents
+    ones = [True] * len(documents)
+    marks = datasets.Features(start=datasets.Value("bool"), end=datasets.Value("bool"))
+    return datasets.concatenate_datasets(
+        [documents, datasets.Dataset.from_dict({"start": ones, "end": ones}, features=marks)],
+        axis=1,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows
+# Rows of JSON and CSV, one by one
 # --------------------------------------------------------------------------------------------------
 
 
-def _rows_of(files: list[Path], kind: Kind, text_column: str, where: str) -> datasets.Dataset:
+def _row_by_row(files: list[Path], kind: RawKind, cfg: DataConfig, where: str) -> datasets.Dataset:
+    """Return JSON or CSV rows, each judged by itself: columns `input_ids` or text, and `fault`."""
     if not any(f.stat().st_size for f in files):
         raise DataError(f"{where}: expected rows with text, but every file is empty")
-    options = {}
+    names: dict[str, None] = {}
     try:
-        if kind == "parquet":  # the other columns need not be copied into the cache
-            names = pq.read_schema(files[0]).names
-            wanted = next((c for c in ("input_ids", text_column) if c in names), None)
-            options = {"columns": [wanted]} if wanted else {}
-        escaped = [glob.escape(str(f)) for f in files]
-        return datasets.load_dataset(kind, data_files=escaped, split="train", **options)
+        for at, raw in enumerate(cut_rows([str(f) for f in files], kind)):
+            names |= dict.fromkeys(_readable(raw))
+            if at == _LOOK_AT:
+                break
+        column = _column(list(names), cfg.text_column, where)
+        values = datasets.List(datasets.Value("int64")) if column == "input_ids" else _STRING
+        return datasets.Dataset.from_generator(
+            _judged,
+            features=datasets.Features({column: values, _FAULT: _STRING}),
+            gen_kwargs={
+                "files": stamped(files),
+                "kind": kind,
+                "column": column,
+                "skip": cfg.on_bad_row == "skip",
+                "limit": raw_rows.ROW_BYTES,
+                "version": _VERSION,
+            },
+        )
     except Exception as error:
-        line = _bad_line(files) if kind == "json" else None
-        if line is not None:
-            raise DataError(f"{where}: {line}; repair or remove it") from error
-        raise _as_data_error(error, where) from error
+        raise as_data_error(error, where) from error
 
 
-def _by_name(cfg: DataConfig, where: str) -> datasets.Dataset:
-    name, split = str(cfg.dataset_name), cfg.dataset_split
-    folder = Path(name).expanduser()
-    if folder.is_file():
-        raise DataError(f"{where} is a file, expected a data set; give it as data.train_files")
-    saved = any((folder / f).is_file() for f in ("state.json", "dataset_dict.json"))
+def _readable(raw: dict) -> dict:
     try:
-        if not saved:
-            name = str(folder) if folder.is_dir() else name
-            return datasets.load_dataset(name, cfg.dataset_config_name, split=split)
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:
-        raise _as_data_error(error, where) from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise DataError(
-                f"{where} has no split {split!r}, only {', '.join(loaded)}; set data.dataset_split"
-            )
-        loaded = loaded[split]
-    # A saved selection or shuffle is an index over the rows; what follows reads the rows in order.
-    return loaded if loaded._indices is None else loaded.flatten_indices()
+        return decoded(raw)
+    except BadRow:
+        return {}
 
 
-def _documents(dataset: datasets.Dataset, text_column: str, where: str) -> datasets.Dataset:
-    names = dataset.column_names
+def _judged(
+    files: tuple[tuple[str, int, int], ...],
+    kind: RawKind,
+    column: str,
+    skip: bool,
+    limit: int,
+    version: int,
+) -> Iterator[dict]:
+    paths = [file for file, _, _ in files]
+    for raw in cut_rows(paths, kind, limit):
+        try:
+            yield {column: _usable(decoded(raw), column), _FAULT: None}
+        except BadRow as bad:
+            where = place(raw, paths)
+            if not skip:
+                raise DataError(
+                    f"{where}: {bad}; repair or remove it, or set data.on_bad_row: skip"
+                ) from bad
+            yield {column: [] if column == "input_ids" else "", _FAULT: f"{where}: {bad}"}
+
+
+def _usable(row: dict, column: str) -> str | list[int]:
+    if column not in row:
+        raise BadRow(f"expected a column {column!r}, got {named(row)}")
+    value = row[column]
+    if column != "input_ids":
+        if not isinstance(value, str):
+            raise BadRow(f"expected text in column {column!r}, got {shown(value)}")
+        encodable(value, column)
+        return value
+    ids = parsed(value, column)
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        raise BadRow(f"expected a list of token ids in column {column!r}, got {shown(value)}")
+    return ids
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks
+# --------------------------------------------------------------------------------------------------
+
+
+def _documents(dataset: datasets.Dataset, cfg: DataConfig, where: str) -> datasets.Dataset:
+    column = _column(dataset.column_names, cfg.text_column, where)
+    dataset = dataset.with_format(None)
+    if cfg.on_bad_row == "skip":
+        dataset = _faults_counted(dataset, column, where)
+    dataset = checked(dataset.select_columns([column]), column, where)
+    return dataset if column in ("input_ids", "text") else dataset.rename_column(column, "text")
+
+
+def _column(names: list[str], text_column: str, where: str) -> str:
     column = next((c for c in ("input_ids", text_column) if c in names), None)
     if column is None:
         raise DataError(
@@ -209,78 +226,40 @@ def _documents(dataset: datasets.Dataset, text_column: str, where: str) -> datas
             f"{', '.join(map(repr, names)) or 'no column'}; set data.text_column to the one that "
             "holds the text"
         )
-    dataset = _checked(dataset.with_format(None).select_columns([column]), column, where)
-    return dataset if column in ("input_ids", "text") else dataset.rename_column(column, "text")
+    return column
 
 
-def _checked(dataset: datasets.Dataset, column: str, where: str) -> datasets.Dataset:
-    """Return `dataset` when its rows are usable; costs no more than the chunks' metadata."""
-    if not len(dataset):
-        raise DataError(f"{where}: expected documents, found no row")
-    tokens = column == "input_ids"
-    values = dataset.data.column(column)
-    kind = values.type
-    if tokens:
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        # A list of nulls is what empty lists alone come as.
-        integer = is_list and pa.types.is_integer(kind.value_type)
-        usable = integer or (is_list and pa.types.is_null(kind.value_type))
+def _faults_counted(dataset: datasets.Dataset, column: str, where: str) -> datasets.Dataset:
+    """Return `dataset` with empty documents for rows that hold nothing; says how many there are."""
+    if _FAULT in dataset.column_names:
+        faults = dataset.data.column(_FAULT).drop_null()
+        count, first = len(faults), faults[:3].to_pylist()
     else:
-        usable = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    if not usable or values.null_count:
-        raise DataError(f"{where}: {_first_bad(dataset, column)} (the column's type is {kind})")
-    length = pc.list_value_length if tokens else pc.binary_length
-    if not any(pc.max(length(chunk)).as_py() for chunk in values.chunks):
-        raise DataError(f"{where}: expected text, but all {len(dataset)} rows are empty")
+        found = list(faulty(dataset, column))
+        count, first = len(found), [f"{counted(row)} {came}" for row, came in found[:3]]
+        if found:
+            dataset = dataset.select_columns([column]).with_format("arrow")
+            options = {"column": column}
+            title = "Leaving out rows"
+            dataset = dataset.map(emptied, batched=True, fn_kwargs=options, desc=title)
+            dataset = dataset.with_format(None)
+    if count and ranks.rank() == 0:
+        log.warning(
+            "%s: %d of %d rows left out (data.on_bad_row: skip), the first: %s",
+            where,
+            count,
+            len(dataset),
+            "; ".join(first),
+        )
     return dataset
 
 
-def _first_bad(dataset: datasets.Dataset, column: str) -> str:
-    """Name the first row that is not of the expected type; reads rows until it meets one."""
-    tokens = column == "input_ids"
-
-    def good(value: object) -> bool:
-        if tokens:
-            return isinstance(value, list) and all(isinstance(i, int) for i in value)
-        return isinstance(value, str)
-
-    rows = ((row, example[column]) for row, example in enumerate(dataset))
-    row, value = next(((row, value) for row, value in rows if not good(value)), (0, None))
-    came = "null" if value is None else f"{type(value).__name__} {value!r}"
-    return (
-        f"expected {'a list of token ids' if tokens else 'text'} in column {column!r}, row {row} "
-        f"(counted from 0) holds {came[:80]}; remove or repair such rows"
-    )
-
-
-def _as_data_error(error: BaseException, where: str) -> DataError:
-    """Return the DataError within `error`, or a new one with the cause that `datasets` hid."""
-    chain = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(inner)
-    for cause in chain:
-        if isinstance(cause, DataError):
-            return cause
-    said = list(dict.fromkeys(" ".join(str(e).split()) for e in (error, chain[-1])))
-    if "corresponds to no data" in said[0]:  # how `datasets` says that a split has no rows
-        return DataError(f"{where}: expected documents, found no row")
-    return DataError(f"{where} cannot be read: {'; '.join(said)[:600]}")
-
-
 def _bad_line(files: list[Path]) -> str | None:
-    """Name the first line that is not JSON; reads the files until it meets one."""
-    for file in files:
-        if file.suffix.lower() != ".jsonl":
-            continue
-        with open(file, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                try:
-                    if line.strip():
-                        json.loads(line)
-                except ValueError as error:
-                    return f"{file} line {number} is not JSON: {error}"
+    """Name the first row that is not JSON; reads the files until it meets one."""
+    paths = [str(f) for f in files]
+    for raw in cut_rows(paths, "json"):
+        try:
+            encodable(decoded(raw), "the row")
+        except BadRow as bad:
+            return f"{place(raw, paths)} is not JSON: {bad}"
     return None
-
-
-def _named(files: list[Path]) -> str:
-    return str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")

@@ -25,6 +25,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
@@ -84,17 +85,17 @@ def tokenise(
             "where a document ends",
             tokenizer.name_or_path,
         )
-    _quiet_forks()
+    quiet_forks()
     with _encoder(tokenizer) as encode:
         frame = _frame(encode, eos)
         # Ids that the tokenizer cannot give need no check, so they are no reason to start anew.
         bound = vocab_size if largest_id(tokenizer) >= vocab_size else None
-        key = _key(documents, _content(tokenizer), frame, bound)
+        key = key_of(documents, content_of(tokenizer), frame, bound)
         return _mapped(documents, _Tokenise(encode, frame, vocab_size), key, "Tokenising")
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
     """The ids before and after the text of a document."""
 
     before: list[int]
@@ -107,7 +108,7 @@ class _Tokenise:
     """One batch of rows to ids; Arrow in, Arrow out."""
 
     encode: Callable[[list[str], bool], list[list[int]]]
-    frame: _Frame
+    frame: Frame
     vocab_size: int
 
     def __call__(self, table: pa.Table, rows: list[int]) -> pa.Table:
@@ -190,14 +191,21 @@ def _encoder(
 
         yield slow
         return
+    with whole_texts(tokenizer) as backend:
+        yield lambda texts, special: [
+            e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=special)
+        ]
+
+
+@contextmanager
+def whole_texts(tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenizer]:
+    """Give the Rust tokenizer with truncation and padding off."""
     backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding
     backend.no_truncation()
     backend.no_padding()
     try:
-        yield lambda texts, special: [
-            e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=special)
-        ]
+        yield backend
     finally:
         if truncation is not None:
             backend.enable_truncation(**truncation)
@@ -205,19 +213,29 @@ def _encoder(
             backend.enable_padding(**padding)
 
 
-def _frame(encode: Callable[[list[str], bool], list[list[int]]], eos: int | None) -> _Frame:
+def frame_of(tokenizer: PreTrainedTokenizerBase) -> Frame:
+    """Return the special tokens that the tokenizer puts around a text.
+
+    Raises:
+        DataError: it does something else to a text when it adds them.
+    """
+    with _encoder(tokenizer) as encode:
+        return _frame(encode, tokenizer.eos_token_id)
+
+
+def _frame(encode: Callable[[list[str], bool], list[list[int]]], eos: int | None) -> Frame:
     """Find what the tokenizer puts around a text, by comparing one with and without it."""
     (bare,), (full,) = encode(["a"], False), encode(["a"], True)
     for at in range(len(full) - len(bare) + 1):
         if full[at : at + len(bare)] == bare:
-            return _Frame(full[:at], full[at + len(bare) :], eos)
+            return Frame(full[:at], full[at + len(bare) :], eos)
     raise DataError(
         f"the tokenizer gives {full} for 'a' with special tokens and {bare} without: expected the "
         "latter within the former; use a tokenizer that only puts tokens around a text"
     )
 
 
-def _content(tokenizer: PreTrainedTokenizerBase) -> bytes:
+def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """Return everything that decides which ids the tokenizer gives."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str().encode()
@@ -227,7 +245,7 @@ def _content(tokenizer: PreTrainedTokenizerBase) -> bytes:
         return b"".join(p.name.encode() + p.read_bytes() for p in files)
 
 
-def _quiet_forks() -> None:
+def quiet_forks() -> None:
     """Make processes forked from here (DataLoader workers) use tokenizers in one thread.
 
     Threads do not survive a fork, so tokenizers before 0.23 warns on each one that follows a
@@ -261,10 +279,10 @@ _forks_are_quiet = False
 
 
 def _already_tokenised(documents: datasets.Dataset, vocab_size: int) -> datasets.Dataset:
-    key = _key(documents, b"", vocab_size)
+    key = key_of(documents, b"", vocab_size)
     if documents.features == _TOKENS:
         # Already as it should be: read once to check it, and remember that.
-        seen = _cache_folder() / f"checked-{key}"
+        seen = cache_folder() / f"checked-{key}"
         if not (datasets.is_caching_enabled() and seen.is_file()):
             row = 0
             for chunk in documents.data.column("input_ids").chunks:
@@ -303,7 +321,7 @@ def _cast(chunk: pa.ListArray | pa.LargeListArray, row: int, vocab_size: int) ->
 def _mapped(
     documents: datasets.Dataset, function: Callable, key: str, title: str
 ) -> datasets.Dataset:
-    folder = _cache_folder()
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     # Rows that together hold a few batches: chunks of the result are of this size, too.
     mean = max(1, documents.data.nbytes // len(documents))
@@ -323,11 +341,12 @@ def _mapped(
     return mapped.with_format(None)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of what was tokenised, beneath the cache of `datasets`."""
     return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
 
 
-def _key(documents: datasets.Dataset, *parts: object) -> str:
+def key_of(documents: datasets.Dataset, *parts: object) -> str:
     """Return a name for the result; computed here, so that it is the same in every process."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (_VERSION, documents._fingerprint, *parts):

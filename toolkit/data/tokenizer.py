@@ -74,10 +74,9 @@ def prepare_tokenizer(
         ConfigError: the model's vocabulary is too small for a byte-level tokenizer.
         ModelError: the model's config cannot be read.
     """
+    model = own_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
         return model
-    if _has_tokenizer(model):
-        return replace(model, tokenizer_name_or_path=model.name_or_path)
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     if trained and keep:
         return replace(model, tokenizer_name_or_path=str(folder))
@@ -105,6 +104,18 @@ def prepare_tokenizer(
     train_tokenizer(documents, vocab_size, folder)
     (folder / _MADE_OF).write_text(made_of, "utf-8")
     return replace(model, tokenizer_name_or_path=str(folder))
+
+
+def own_tokenizer(model: ModelConfig) -> ModelConfig:
+    """Return `model` with `tokenizer_name_or_path` set: the one that is named, or the model's own;
+    as it is where there is none.
+
+    Raises:
+        ModelError: whether the model has one cannot be seen.
+    """
+    if model.tokenizer_name_or_path is not None or not _has_tokenizer(model):
+        return model
+    return replace(model, tokenizer_name_or_path=model.name_or_path)
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:

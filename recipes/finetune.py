@@ -1,0 +1,381 @@
+"""Fine-tune a causal language model on examples: all its parameters, or adapters (`lora.r`).
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml \\
+        recipes/finetune.py --config recipes/configs/finetune_tiny.yaml
+
+Also under `torchrun --nproc_per_node 2 recipes/finetune.py ...` and plain `python`. Without a
+config and a model it runs the demo's, on what `make demo` trained. The same command on the same
+output_dir resumes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from toolkit import (
+    adapter_proof,
+    checkpoint,
+    config,
+    disk,
+    finetune_data,
+    launch,
+    models,
+    publish,
+    quantise,
+    ranks,
+    run_dir,
+    training,
+)
+from toolkit.adapted import base_of
+from toolkit.adapter_coverage import coverage_lines, idle_adapters
+from toolkit.config import FinetuneConfig
+from toolkit.data.order import accumulation_for
+from toolkit.data.report import render
+from toolkit.data.tokenizer import own_tokenizer
+from toolkit.early_stopping import KEY as STOPPING
+from toolkit.early_stopping import early_stopping
+from toolkit.generation import encoded_prompts, generate
+from toolkit.hf_format import assets_of, local_folder, read_weights, weight_files
+from toolkit.live_export import export_step, exported
+from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
+from toolkit.lora import add_adapters
+from toolkit.metrics import Clock, Metrics, evaluation_metrics, flops_per_token
+from toolkit.neftune import EmbeddingNoise
+from toolkit.optim import build_optimizer, build_scheduler
+from toolkit.packed_linear import count_values
+from toolkit.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
+from toolkit.sharding import apply_fsdp, init_mesh, mesh_shape, unshard_early
+from toolkit.unit_table import ledger_line, unit_table
+
+DEMO_CONFIG = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
+
+
+def main() -> None:
+    own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
+    cfg = config.parse(
+        FinetuneConfig, default_file=None if own else DEMO_CONFIG, defaults=launch.settings()
+    )
+    with launch.start() as run:
+        if not own:
+            run.say(f"no --config and no model given: running the demo's config, {DEMO_CONFIG}")
+        finetune(cfg, run)
+
+
+def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
+    # ---- What can be refused is refused here, before anything is loaded --------------------------
+    ranks.together(lambda: run_dir.reach(cfg))
+    folder = ranks.together(lambda: run_dir.claim(cfg))
+    root = ranks.together(lambda: run_dir.root_of(cfg))
+    mesh = ranks.together(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
+    if cfg.model.trust_remote_code:
+        run.say(
+            "WARNING: model.trust_remote_code is on: Python code that comes with "
+            f"{cfg.model.name_or_path} runs with your rights"
+        )
+    ranks.together(lambda: refuse_misfits(cfg))
+    ranks.together(
+        lambda: quantise.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
+    )
+    ranks.on_main(lambda: publish.check(cfg.hub, run.say))
+    model_cfg = ranks.together(lambda: own_tokenizer(config.model_settings(cfg)))
+    base = ranks.together(lambda: models.build_on_meta(model_cfg))
+    ranks.together(lambda: models.check_causal(base))
+    ranks.together(lambda: models.check_layerdrop(base.config))
+    weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
+    if cfg.model.init == "pretrained":
+        ranks.together(lambda: check_fits(base, weights))
+    tokenizer = ranks.together(
+        lambda: finetune_data.load_supervised_tokenizer(cfg, model_cfg, base)
+    )
+    if tokenizer is not None:  # what cannot be answered is refused now, not at an evaluation
+        ranks.together(
+            lambda: encoded_prompts(
+                base,
+                tokenizer,
+                cfg.train.eval_prompts,
+                max_new_tokens=cfg.train.eval_max_new_tokens,
+                chat=tokenizer.chat_template is not None,
+            )
+        )
+    batch_size = cfg.train.per_device_train_batch_size
+    packing = ranks.on_main(lambda: choose_packing(cfg.data, base, batch_size, run.device.type))
+    vocabulary = models.vocabulary_size(base)
+
+    # ---- Adapters, where asked for, and the shards -----------------------------------------------
+    if cfg.lora.load_in_4bit:
+        ranks.together(lambda: quantise.quantise_on_meta(base, cfg.lora, cfg.sharding.param_dtype))
+    model: torch.nn.Module = base
+    if cfg.lora.r:
+        model = ranks.together(lambda: add_adapters(base, cfg.lora))
+    ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
+    check_disk(model, folder, cfg, None if cfg.train.max_steps == -1 else cfg.train.max_steps, run)
+
+    # ---- Data: examples to token ids, and which of them are learned ------------------------------
+    prepared = ranks.main_first(
+        lambda: finetune_data.prepare(cfg, tokenizer, vocabulary, packing.packing, run.world_size)
+    )
+    feed = prepared.feed
+    ranks.together(lambda: feed.check_enough(run.world_size))
+
+    # ---- Where an earlier start left off ---------------------------------------------------------
+    ranks.on_main(lambda: run_dir.hold(folder))
+    found = checkpoint.newest(root)
+    if found is None:
+        ranks.together(lambda: checkpoint.refuse_lost(root))
+    else:
+        ranks.together(lambda: checkpoint.check_same_model(model, found))
+        saved = ranks.together(lambda: checkpoint.read_state(found))
+        ranks.together(lambda: feed.position.load_state_dict(saved["data"]))
+    accumulation = ranks.together(
+        lambda: accumulation_for(feed.position.global_batch, batch_size, run.world_size)
+    )
+    max_steps = cfg.train.max_steps
+    if max_steps == -1:
+        max_steps = ranks.together(lambda: feed.steps_for(cfg.train.num_train_epochs))
+        check_disk(model, folder, cfg, max_steps, run)
+    ranks.together(lambda: feed.check_steps(max_steps))
+
+    # ---- Model: bytes into the shards ------------------------------------------------------------
+    if found is not None and not cfg.lora.r:
+        materialise(base, run.device)
+    elif cfg.model.init == "random":
+        init_weights(model, run.device, cfg.seed)
+    else:
+        report = load_pretrained(model, weights, run.device, seed=cfg.seed)
+        run.say(
+            f"loaded {cfg.model.name_or_path}: {report.tensors} tensors, "
+            f"{report.file_bytes / 1e9:.2f} GB, "
+            f"this rank read {report.bytes_requested / 1e9:.2f} GB in {report.seconds:.1f} s"
+        )
+    launch.seed_everything(cfg.seed, run.rank)
+    optimizer = build_optimizer(model, cfg.optim)
+    scheduler = build_scheduler(optimizer, cfg.optim, max_steps)
+    stopping = early_stopping(cfg.train, cfg.checkpoint)
+    state = checkpoint.TrainState(model, optimizer, scheduler, feed.position)
+    if found is not None:
+        checkpoint.restore(state, found)
+        run.say(f"resuming {folder} after step {state.step} (from {found})")
+        if stopping is not None and STOPPING in state.extra:
+            stopping.load_state_dict(state.extra[STOPPING])
+    ranks.on_main(lambda: run_dir.record(folder, cfg))
+    if cfg.train.neftune_noise_alpha is not None:
+        EmbeddingNoise(model, cfg.train.neftune_noise_alpha)
+    first_step = state.step
+    metrics = Metrics(
+        folder,
+        clock=clock(model, cfg, feed, run.world_size),
+        is_main=run.is_main,
+        device=run.device,
+        first_step=first_step,
+        max_steps=max_steps,
+        tokens=state.tokens,
+        logging_steps=cfg.train.logging_steps,
+        disable_tqdm=cfg.metrics.disable_tqdm,
+    )
+    run.say(describe(model, cfg, feed, packing, accumulation, run))
+    if run.is_main and found is None and prepared.encoded:
+        print(render(finetune_data.report(prepared, tokenizer)), flush=True)
+    stopped = stopping is not None and stopping.stop
+    if first_step >= max_steps or stopped:
+        why = "it had stopped early" if stopped else f"train.max_steps is {max_steps}"
+        run.say(f"nothing to do: {first_step} steps are done, {why}")
+
+    # ---- The loop --------------------------------------------------------------------------------
+    model.train()
+    step = saved_at = first_step
+    steps = feed.steps(
+        run,
+        0 if stopped else max(0, max_steps - first_step),
+        per_device_batch_size=batch_size,
+        workers=cfg.data.num_workers,
+    )
+    for step, micro_batches in enumerate(steps, start=first_step + 1):
+        unshard_early(model)
+        stats = training.train_step(
+            model,
+            optimizer,
+            micro_batches,
+            max_grad_norm=cfg.optim.max_grad_norm,
+            sync_each=cfg.train.sync_each_batch,
+            label_smoothing=cfg.train.label_smoothing_factor,
+        )
+        learning_rate = float(scheduler.get_last_lr()[0])
+        scheduler.step()
+        feed.position.advance()
+
+        evaluated = {}
+        if feed.eval_sets and (step == max_steps or due(step, cfg.train.eval_steps)):
+            with metrics.pause():
+                evaluated = evaluate(model, feed, cfg, run)
+                answer_prompts(model, tokenizer, cfg, folder, step, run)
+            if stopping is not None and stopping.update(evaluated):
+                stopped = True
+                run.say(
+                    f"stopping early at step {step}: {stopping.metric} was not better than "
+                    f"{stopping.best} in {stopping.waited} evaluation(s)"
+                )
+        metrics.step(step, stats, learning_rate, **evaluated)
+        if cfg.lora.r and step == first_step + 1 and (idle := idle_adapters(model)):
+            run.say(
+                f"WARNING: {len(idle)} adapters get no gradient, such as {idle[0]}: the model "
+                "reads their weights without a forward; name them in lora.exclude_modules"
+            )
+
+        last = stopped or step == max_steps
+        if last or due(step, cfg.checkpoint.save_steps):
+            metrics.check_finite(step)
+            state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
+            if stopping is not None:
+                state.extra[STOPPING] = stopping.state_dict()
+            with metrics.pause():
+                saved_at = step
+                path = checkpoint.save(state, root, cfg.checkpoint)
+                run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+                if cfg.lora.r:
+                    run.say(adapter_proof.prove(model, path).line())
+        if (last and cfg.checkpoint.export_at_end) or due(step, cfg.checkpoint.export_steps):
+            metrics.check_finite(step)
+            with metrics.pause():
+                run.say(f"exported {export_step(model, folder, step)}")
+        if last:
+            break
+    checkpoint.wait()
+    if step == first_step and cfg.checkpoint.export_at_end and not exported(folder, step):
+        run.say(f"exported {export_step(model, folder, step)}")
+
+    # ---- What was done, and what comes next ------------------------------------------------------
+    summary = metrics.close()
+    if summary["first_loss"] is not None:
+        run.say(
+            f"\ndone: step {first_step + 1} to {step} in {summary['seconds']:.0f} s, "
+            f"loss {summary['first_loss']:.4f} -> {summary['loss']:.4f}"
+            + (
+                f", eval perplexity {summary['eval_perplexity']:.1f}"
+                if "eval_loss" in summary
+                else ""
+            )
+        )
+    export = f"toolkit consolidate {folder} --output {run_dir.export_path(folder)}"
+    run.say(
+        f"run        {folder}\n"
+        f"checkpoint {root / 'checkpoints'}  (newest: step {saved_at})\n"
+        f"next       {export}" + ("   (--merge: with the base)" if cfg.lora.r else "")
+    )
+    ranks.on_main(lambda: publish.publish(folder, cfg.hub, run.say))
+
+
+def check_disk(
+    model: torch.nn.Module,
+    folder: Path,
+    cfg: FinetuneConfig,
+    max_steps: int | None,
+    run: launch.Run,
+) -> None:
+    """Say what the run will write, and refuse it where the disk is too small."""
+    saving = cfg.checkpoint
+    needed = ranks.on_main(lambda: disk.need(model, folder, saving, max_steps, run.world_size))
+    ranks.on_main(lambda: disk.refuse_overflow(needed, saving))
+    run.say(f"disk       {needed}")
+
+
+def refuse_misfits(cfg: FinetuneConfig) -> None:
+    """Refuse what is no causal LM, has too few positions, or lacks its weights."""
+    hf_config = models.load_config(cfg.model)
+    models.causal_lm_class(hf_config, cfg.model)
+    models.check_positions(hf_config, cfg.data.sequence_length)
+    if cfg.model.init == "pretrained":
+        where = local_folder(cfg.model.name_or_path, cfg.model.revision)
+        read_weights(weight_files(where, cfg.model.name_or_path, cfg.model.revision))
+
+
+def evaluate(
+    model: torch.nn.Module, feed: AnyFeed, cfg: FinetuneConfig, run: launch.Run
+) -> dict[str, float]:
+    """Return loss and perplexity over all sources, and of each where there are several."""
+    size = cfg.train.per_device_eval_batch_size or cfg.train.per_device_train_batch_size
+    found = training.evaluate_sources(model, feed.evals(run, per_device_batch_size=size))
+    return evaluation_metrics(found)
+
+
+def answer_prompts(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cfg: FinetuneConfig,
+    folder: Path,
+    step: int,
+    run: launch.Run,
+) -> None:
+    """Let the model answer `train.eval_prompts`: shown, and kept in samples.jsonl of the run."""
+    prompts = cfg.train.eval_prompts
+    if not prompts or tokenizer is None:
+        return
+    answers = generate(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=cfg.train.eval_max_new_tokens,
+        chat=tokenizer.chat_template is not None,
+    )
+    if not run.is_main:
+        return
+    with open(folder / "samples.jsonl", "a", encoding="utf-8") as f:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            print(f"step {step}  {prompt!r}\n    {answer!r}", flush=True)
+            f.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}) + "\n")
+
+
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def clock(model: torch.nn.Module, cfg: FinetuneConfig, feed: AnyFeed, world: int) -> Clock:
+    """Return what a step processes: tokens without padding, on the mean of a pass."""
+    base = base_of(model)
+    width = getattr(base.config.get_text_config(), "hidden_size", 0)
+    looked_up = 0 if assets_of(model).tied else models.vocabulary_size(base) * width
+    frozen = count_values(model) - sum(p.numel() for p in model.parameters() if p.requires_grad)
+    work = flops_per_token(
+        count_values(model),
+        looked_up,
+        len(models.decoder_layers(base)),
+        width,
+        cfg.data.sequence_length,
+        frozen=frozen,
+    )
+    return Clock(round(feed.tokens_of_step()), work, world)
+
+
+def describe(
+    model: torch.nn.Module,
+    cfg: FinetuneConfig,
+    feed: AnyFeed,
+    packing: Chosen,
+    accumulation: int,
+    run: launch.Run,
+) -> str:
+    """Return the lines that a run opens with: model, adapters, dtypes, data, batch."""
+    base = base_of(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = count_values(model)
+    batch = feed.position.global_batch
+    return "\n".join(
+        [
+            f"model      {models.plain_name(base)}, {total / 1e6:,.1f} M parameters, "
+            f"{cfg.model.init} weights; {trained / 1e6:,.2f} M are trained",
+            *(coverage_lines(model) if cfg.lora.r else []),
+            *filter(None, [quantise.describe(model, mesh_shape(run.world_size, cfg.sharding)[1])]),
+            *unit_table(model, cfg.sharding).splitlines(),
+            f"dtypes     {ledger_line(model, cfg.sharding)}",
+            *(f"data       {line}" for line in data_lines(feed, packing)),
+            f"packing    {packing.packing}: {packing.why}",
+            f"batch      {batch} samples = {cfg.train.per_device_train_batch_size} a device "
+            f"x {accumulation} accumulated x {run.world_size} process(es) on {run.device.type}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    launch.guarded(main)

@@ -1,0 +1,109 @@
+"""Small sources whose every token is unlike all others; ranks without processes to read them."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import DataLoader
+
+from toolkit.data.feed import Feed
+from toolkit.data.sets import Source
+from toolkit.data.stream import StreamSource
+from toolkit.data.stream_feed import StreamFeed
+
+PAD = 0
+APART = 1_000_000
+FEATURES = datasets.Features(
+    input_ids=datasets.List(datasets.Value("int32")), spans=datasets.List(datasets.Value("int32"))
+)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of several, as a feed sees it; its batches are dealt out by Accelerate's sampler."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def loader(self, dataset, batches, workers=0, collate_fn=None):
+        shard = BatchSamplerShard(
+            batches, num_processes=self.world_size, process_index=self.rank, even_batches=True
+        )
+        return DataLoader(dataset, batch_sampler=shard, num_workers=workers, collate_fn=collate_fn)
+
+    def stream(self, batches, workers=0):
+        return DataLoader(batches, batch_size=None, num_workers=workers)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An encoded row of a stream."""
+
+    input_ids: np.ndarray
+    spans: list[tuple[int, int]]
+
+
+def encode_row(raw: dict[str, Any], number: int) -> Row | None:
+    """Take a row as it is; leave out one that begins with a multiple of 7."""
+    ids = np.array(raw["input_ids"], np.int32)
+    if len(ids) and ids[0] % 7 == 0:
+        return None
+    return Row(ids, list(zip(raw["spans"][::2], raw["spans"][1::2], strict=True)))
+
+
+def rows(lengths: list[int], number: int = 0) -> datasets.Dataset:
+    """Return rows of `lengths` whose tokens count upwards from 1,000,000 x (number + 1)."""
+    ends = np.cumsum(lengths)
+    ids = [
+        list(range(APART * (number + 1) + end - length, APART * (number + 1) + end))
+        for end, length in zip(ends.tolist(), lengths, strict=True)
+    ]
+    spans = [[0, length] if length else [] for length in lengths]
+    return datasets.Dataset.from_dict({"input_ids": ids, "spans": spans}, features=FEATURES)
+
+
+def source(lengths: list[int], number: int = 0, **mixing) -> Source:
+    return Source(f"source {number}", rows(lengths, number), **mixing)
+
+
+def stream(lengths: list[int], number: int = 0, shards: int = 1, **mixing) -> StreamSource:
+    read = rows(lengths, number).to_iterable_dataset(num_shards=shards)
+    return StreamSource(f"source {number}", read, encode_row, **mixing)
+
+
+def tokens_of(batch: dict[str, Any]) -> list[list[int]]:
+    """Return the tokens of each sample of a micro-batch, without padding."""
+    return [[token for token in row if token != PAD] for row in batch["input_ids"].tolist()]
+
+
+def lockstep(
+    make: Callable[[], Feed | StreamFeed],
+    state: dict | None,
+    world: int,
+    per_device: int,
+    count: int,
+) -> Iterator[tuple[list[list[int]], str]]:
+    """Run all ranks of a world side by side; give the global batch of each step in its order, and
+    the state after it. Fail where ranks differ in what is the same on all of them.
+    """
+    feeds = [make() for _ in range(world)]
+    for feed in feeds:
+        if state is not None:
+            feed.position.load_state_dict(json.loads(json.dumps(state)))
+    readers = [
+        feed.steps(Rank(rank, world), count, per_device_batch_size=per_device)
+        for rank, feed in enumerate(feeds)
+    ]
+    for step in zip(*readers, strict=True):
+        mine = [[s for batch in micro_batches for s in tokens_of(batch)] for micro_batches in step]
+        assert len({len(samples) for samples in mine}) == 1
+        assert all(len(b["labels"]) == per_device for micro in step for b in micro)
+        for feed in feeds:
+            feed.position.advance()
+        states = {json.dumps(feed.position.state_dict()) for feed in feeds}
+        assert len(states) == 1
+        yield [sample for turn in zip(*mine, strict=True) for sample in turn], states.pop()

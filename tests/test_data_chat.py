@@ -1,0 +1,445 @@
+"""Masks of ten chat templates equal what the assistant says, exactly, from tokens of a real
+tokenizer; templates that leave things out, or run away, end in an error.
+"""
+
+import argparse
+import multiprocessing
+import random
+import subprocess
+from pathlib import Path
+
+import chat_templates as templates
+import pytest
+from chat_templates import PLAIN, SYSTEM, TEMPLATES, TOOLS, ChatTemplate, assistant, call, user
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from toolkit.config import FinetuneDataConfig
+from toolkit.data import masks
+from toolkit.data.chat import Chat, Rendered, learned_turns, render_and_mask
+from toolkit.data.encoder import ACROSS, Encoder
+from toolkit.data.examples import Conversation
+from toolkit.data.row_values import BadRow
+from toolkit.data.sandbox import Renderers
+from toolkit.errors import DataError
+
+CONVERSATIONS = {
+    "plain": PLAIN,
+    "spaced": templates.SPACED,
+    "system": SYSTEM,
+    "ends_with_user": templates.ENDS_WITH_USER,
+    "reasoning": templates.REASONING,
+    "think_tags": templates.THINK_TAGS,
+}
+CALLS = {"calls": templates.CALLS, "ends_with_call": templates.ENDS_WITH_CALL}
+
+
+@pytest.fixture(scope="module")
+def renderers():
+    shared = Renderers()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> str:
+    """A byte-level BPE of 1000 tokens, trained on modules of the standard library."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer.to_str()
+
+
+TEXTS = [Path(module.__file__).read_text("utf-8") for module in (argparse, subprocess)]
+
+
+def tokenizer_of(vocabulary: str, template: ChatTemplate, text: str | None = None):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(vocabulary),
+        eos_token=template.eos,
+        bos_token=template.bos,
+        additional_special_tokens=template.specials,
+    )
+    tokenizer.chat_template = template.stock if text is None else text
+    return tokenizer
+
+
+def takes(name: str, conversation: list[dict]) -> bool:
+    template = TEMPLATES[name]
+    if name == "gemma" and conversation[-1]["role"] == "tool":
+        return False
+    return template.system or conversation[0]["role"] != "system"
+
+
+def conversations(name: str) -> dict[str, Conversation]:
+    template = TEMPLATES[name]
+    plain = {k: Conversation(c) for k, c in CONVERSATIONS.items() if takes(name, c)}
+    if template.calls:
+        tools = TOOLS if template.tools else None
+        plain |= {k: Conversation(c, tools=tools) for k, c in CALLS.items()}
+    return plain
+
+
+def expected(name: str, messages: list[dict]) -> list[str]:
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    return [TEMPLATES[name].says(messages, i) for i in turns]
+
+
+def said(rendered: Rendered | BadRow) -> list[str]:
+    assert isinstance(rendered, Rendered), rendered
+    return [rendered.text[begin:end] for begin, end in rendered.spans]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned_is_what_the_assistant_says(name, vocabulary, renderers):
+    template, chats = TEMPLATES[name], conversations(name)
+    tokenizer = tokenizer_of(vocabulary, template)
+    rendered = Chat(tokenizer, renderers=renderers).render(list(chats.values()))
+    encoder = Encoder(tokenizer, FinetuneDataConfig(), 5000, renderers=renderers)
+    encoded = encoder.batch(list(chats.values()))
+    for (kind, chat), text, tokens in zip(chats.items(), rendered, encoded, strict=True):
+        turns = expected(name, chat.messages)
+        assert said(text) == turns, kind
+        assert not text.notes, kind
+        # From the tokens, and all others are exactly the rest.
+        decoded = [tokenizer.decode(tokens.input_ids[b:e]) for b, e in tokens.spans]
+        if kind == "spaced" and tokens.notes:  # a token of the header's and the answer's newline
+            assert tokens.notes == {ACROSS: 1}
+            turns = ["  indented\n" + turns[0].removeprefix("\n  indented\n"), *turns[1:]]
+        assert decoded == turns, kind
+        assert tokenizer.decode(tokens.input_ids) == text.text, kind
+        if template.bos and template.bos != template.eos:
+            assert list(tokens.input_ids).count(tokenizer.bos_token_id) == 1
+    if template.calls:
+        assert set(CALLS) <= set(chats)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_generation_markers_tell_the_same(name, vocabulary, renderers):
+    template, chats = TEMPLATES[name], conversations(name)
+    tokenizer = tokenizer_of(vocabulary, template, template.marked)
+    rendered = Chat(tokenizer, renderers=renderers).render(list(chats.values()))
+    for (kind, chat), text in zip(chats.items(), rendered, strict=True):
+        turns = expected(name, chat.messages)
+        assert said(text) == turns, kind
+        if kind == "spaced" or (name == "deepseek" and kind in CALLS):
+            # transformers learns tokens across an edge; and it drops the null content that this
+            # template asks for.
+            continue
+        theirs = tokenizer.apply_chat_template(
+            chat.messages,
+            tools=chat.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **template.kwargs,
+        )
+        ids = [i for i, m in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if m]
+        assert tokenizer.decode(ids) == "".join(turns), kind
+
+
+def plain_render(template: ChatTemplate, tokenizer, tries: list):
+    """Render in this process: the templates of this file can be trusted."""
+    variables = tokenizer.special_tokens_map
+
+    def render(messages, prompt=False, tools=None):
+        tries.append(messages)
+        texts, _ = render_jinja_template(
+            [messages],
+            chat_template=template.stock,
+            add_generation_prompt=prompt,
+            **variables,
+            **template.kwargs,
+        )
+        return texts[0]
+
+    return render
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_search_finds_what_the_first_try_finds(name, vocabulary, monkeypatch):
+    template, tries = TEMPLATES[name], []
+    tokenizer = tokenizer_of(vocabulary, template)
+    specials = tokenizer.all_special_tokens
+    render = plain_render(template, tokenizer, tries)
+    known = masks.habits(render, specials, template.eos)
+    counts = []
+    for first_try in (True, False):
+        if not first_try:
+            monkeypatch.setattr(masks._Search, "_all_at_once", lambda search: {})
+        for kind, messages in CONVERSATIONS.items():
+            if not takes(name, messages):
+                continue
+            tries.clear()
+            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            found = masks.mark(render, messages, turns, specials=specials, known=known)
+            texts = [found.text[b:e] for b, e in found.turns.values()]
+            assert texts == expected(name, messages), (kind, first_try)
+            counts += [len(tries)] if kind == "plain" else []
+    assert counts[0] < counts[1]
+
+
+def awkward(name: str, rng: random.Random) -> list[dict]:
+    """A conversation of what could be taken for something else: headers, stop tokens, repeats."""
+    template = TEMPLATES[name]
+    pieces = ["a", "ok", "assistant", "\n", " ", "user", "{{ x }}", "Qz4vKx7Wb", "</think>x"]
+    pieces += ["<|user|>\nhi<|end|>", template.eos, "<|im_start|>assistant\n", "[/INST]", "é🤖"]
+    pieces += [template.specials[0]] if template.specials else []
+    says = lambda: "".join(rng.choices(pieces, k=rng.choice([1, 1, 2, 5])))  # noqa: E731
+    turns = []
+    if template.system and rng.random() < 0.3:
+        turns.append({"role": "system", "content": says()})
+    for _ in range(rng.randint(1, 4)):
+        turns.append(user(says()))
+        if template.calls and rng.random() < 0.4 and name != "deepseek":
+            content = {"role": "tool", "tool_call_id": "abcdefghi", "content": says()}
+            turns += [assistant(None, tool_calls=[call("abcdefghi", word=says())]), content]
+        turns.append(assistant(says() + rng.choice(["x", "."])))
+    return turns
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_awkward_conversations_are_right_or_refused(name, vocabulary):
+    template = TEMPLATES[name]
+    tokenizer = tokenizer_of(vocabulary, template)
+    specials = tokenizer.all_special_tokens
+    render = plain_render(template, tokenizer, [])
+    known = masks.habits(render, specials, template.eos)
+    rng, right = random.Random(name), 0
+    for _ in range(60):
+        messages = awkward(name, rng)
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        try:
+            found = masks.mark(render, messages, turns, specials=specials, known=known)
+        except BadRow:
+            continue
+        texts = [found.text[b:e] for b, e in found.turns.values()]
+        assert texts == expected(name, messages), messages
+        right += 1
+    assert right > 50
+
+
+# ---- Which turns
+
+
+def test_which_turns_are_learned(vocabulary, renderers):
+    chat = Conversation(PLAIN, supervised_from=4)
+    assert learned_turns(chat, "auto") == learned_turns(chat, "completion") == [5]
+    assert learned_turns(chat, "assistant") == [1, 3, 5]
+    assert learned_turns(chat, "last_assistant") == [5]
+    assert learned_turns(Conversation(PLAIN), "auto") == [1, 3, 5]
+    for template in (TEMPLATES["qwen3"].stock, TEMPLATES["qwen3"].marked):
+        tokenizer = tokenizer_of(vocabulary, TEMPLATES["qwen3"], template)
+        turns = expected("qwen3", PLAIN)
+        wanted = {"auto": turns[2:], "assistant": turns, "last_assistant": turns[2:]}
+        for supervise, texts in wanted.items():
+            (result,) = Chat(tokenizer, supervise=supervise, renderers=renderers).render([chat])
+            assert said(result) == texts
+        (result,) = Chat(tokenizer, supervise="all", renderers=renderers).render([chat])
+        assert said(result) == [result.text]
+
+
+def test_template_arguments_of_a_row(vocabulary, renderers):
+    tokenizer = tokenizer_of(vocabulary, TEMPLATES["llama3"])
+    chats = [Conversation(PLAIN, template_kwargs=k) for k in ({}, {"date_string": "1 May 1999"})]
+    fixed, given = Chat(tokenizer, renderers=renderers).render(chats)
+    assert "Today Date: 26 Jul 2024" in fixed.text  # whatever the day
+    assert "Today Date: 1 May 1999" in given.text
+    assert said(fixed) == said(given)
+
+
+def test_a_template_without_a_stop_token_is_noted(vocabulary, renderers):
+    base = TEMPLATES["chatml"]
+    bare = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    bare += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    (result,) = Chat(tokenizer_of(vocabulary, base, bare), renderers=renderers).render(
+        [Conversation(PLAIN)]
+    )
+    assert said(result) == [m["content"] for m in PLAIN[1::2]]
+    assert result.notes == {masks.NO_STOP: 3}
+    plain = base.stock.replace("<|im_", "<im_")  # text that ends a turn and is no token
+    (result,) = Chat(tokenizer_of(vocabulary, base, plain), renderers=renderers).render(
+        [Conversation(PLAIN)]
+    )
+    assert said(result) == [m["content"] + "<im_end|>" for m in PLAIN[1::2]]
+    assert result.notes == {masks.NO_STOP: 3}
+
+
+# ---- What is refused
+
+_LOOP = "{%% for m in messages %%}%s{%% endfor %%}"
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+REFUSED = {
+    "no_content": (_LOOP % "<|im_start|>{{ m.role }}<|im_end|>", PLAIN, "content of turn 0 (user)"),
+    "no_assistant": (
+        _LOOP % ("{% if m.role == 'user' %}" + _TURN + "{% endif %}"),
+        PLAIN,
+        "content of turn 1 (assistant)",
+    ),
+    "no_system": (
+        _LOOP % ("{% if m.role != 'system' %}" + _TURN + "{% endif %}"),
+        SYSTEM,
+        "content of turn 0 (system)",
+    ),
+    "first_turns_only": (
+        "{% for m in messages[:2] %}" + _TURN + "{% endfor %}",
+        PLAIN,
+        "content of turn 2 (user)",
+    ),
+    "no_calls": (
+        _LOOP % _TURN.replace("m.content", "m.content or ''"),
+        templates.CALLS,
+        "tool call",
+    ),
+    "one_call": (
+        TEMPLATES["qwen3"].stock.replace("message.tool_calls or []", "message.tool_calls[:1]"),
+        [
+            user("What is a tuple?"),
+            assistant(None, tool_calls=[call("abcdefghi", word="a"), call("bcdefghij", word="b")]),
+        ],
+        "tool call 'look_up' of turn 1",
+    ),
+    "content_beside_calls": (
+        TEMPLATES["llama3"].stock,
+        [
+            user("What is a tuple?"),
+            assistant("I look.", tool_calls=[call("abcdefghi", word="tuple")]),
+        ],
+        "content of turn 1 (assistant) beside its tool calls",
+    ),
+    "twice": (_LOOP % (_TURN + "{{ m.content }}"), PLAIN, "prints turn 1 (assistant) 2 times"),
+    "says_no": (TEMPLATES["gemma"].stock, SYSTEM, "refuses turn 0 (system): System role not"),
+    "says_no_later": (
+        TEMPLATES["gemma"].stock,
+        [*PLAIN, assistant("More.")],
+        "refuses turn 6 (assistant): Conversation roles must alternate",
+    ),
+    "depends_on_length": (
+        _LOOP % (_TURN + "{{ (messages[1].content | length) * 'x' }}"),
+        PLAIN,
+        "cannot tell where turn 1 (assistant) ends",
+    ),
+    "big_loop": ("{% for i in range(10**9) %}{% endfor %}", PLAIN, "Range too big"),
+    "big_text": ("{{ 'x' * 10**11 }}", PLAIN, "took more memory"),
+    "two_bos": ("<s><s>" + TEMPLATES["chatml"].stock, PLAIN, "expected one '<s>'"),
+    "wrong_markers": (
+        TEMPLATES["chatml"].stock.replace("{%- for", "{% generation %}x{% endgeneration %}{%- for"),
+        PLAIN,
+        "generation marker",
+    ),
+    "marked_user": (
+        "{% generation %}" + TEMPLATES["chatml"].stock + "{% endgeneration %}",
+        PLAIN,
+        "generation marker",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, vocabulary, renderers):
+    text, messages, match = REFUSED[case]
+    template = ChatTemplate("", templates.chatml, "<|im_end|>", ["<|im_start|>"], bos="<s>")
+    chat = Chat(tokenizer_of(vocabulary, template, text), renderers=renderers)
+    (result,) = chat.render([Conversation(messages)])
+    assert isinstance(result, BadRow), result
+    assert match in str(result)
+    # The next one is not harmed, and the template is to blame, not the process.
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]), renderers=renderers)
+    assert said(chat.render([Conversation(PLAIN)])[0]) == expected("chatml", PLAIN)
+
+
+def test_tools_that_are_not_printed(vocabulary, renderers):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]), renderers=renderers)
+    (result,) = chat.render([Conversation(PLAIN, tools=TOOLS)])
+    assert "prints nothing of the tools" in str(result)
+
+
+def test_a_runaway_template_ends(vocabulary):
+    """Only where the row asks for it: the rows around it, of the same batch, are rendered."""
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    text = "{% if 'forever' in messages[0].content %}" + loop + "{% endif %}"
+    tokenizer = tokenizer_of(vocabulary, TEMPLATES["chatml"], text + TEMPLATES["chatml"].stock)
+    renderers = Renderers(seconds=1)
+    rows = [PLAIN, [user("Go on forever."), assistant("No.")], PLAIN]
+    results = Chat(tokenizer, renderers=renderers).render([Conversation(r) for r in rows])
+    assert "took more than 1 s of computing" in str(results[1])
+    assert said(results[0]) == said(results[2]) == expected("chatml", PLAIN)
+    renderers.close()
+
+
+def test_the_process_is_light_and_knows_no_secret(vocabulary, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    renderers = Renderers()
+    tokenizer = tokenizer_of(vocabulary, TEMPLATES["chatml"])
+    assert said(Chat(tokenizer, renderers=renderers).render([Conversation(PLAIN)])[0])
+    process = Path("/proc", str(renderers._processes[0]._child._process.pid))
+    assert "torch" not in (process / "maps").read_text()
+    assert b"hf_secret" not in (process / "environ").read_bytes()
+    renderers.close()
+    assert not process.exists()
+
+
+def _in_a_worker(tokenizer) -> list[str]:
+    return said(render_and_mask(tokenizer, Conversation(PLAIN)))
+
+
+def test_processes_of_their_own(vocabulary, renderers):
+    """Many at a time give the same as one; a forked, daemonic worker starts its own."""
+    tokenizer = tokenizer_of(vocabulary, TEMPLATES["qwen3"])
+    shared = Chat(tokenizer, renderers=renderers)
+    rows = [Conversation([user(f"{i}?"), assistant(f"{i}!" * (i + 1))]) for i in range(50)]
+    rows[7] = Conversation([user("1?"), assistant("x", reasoning_content="y"), user("z")] * 9)
+    alone = shared.render(rows)
+    two = Renderers(2)
+    assert Chat(tokenizer, renderers=two).render(rows) == alone
+    two.close()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_in_a_worker, (tokenizer,)) == expected("qwen3", PLAIN)
+    assert shared.render(rows[:1]) == alone[:1]
+
+
+# ---- Which template
+
+
+def test_which_template(vocabulary, renderers, tmp_path):
+    base = TEMPLATES["chatml"]
+    tokenizer = tokenizer_of(vocabulary, base)
+    file = tmp_path / "other.jinja"
+    file.write_text(base.stock.replace("<|im_start|>", "> "), "utf-8")
+    for given in (str(file), file.read_text()):
+        chat = Chat(tokenizer, chat_template=given, renderers=renderers)
+        assert chat.render([Conversation(PLAIN)])[0].text.startswith("> user\nWhat")
+    with pytest.raises(DataError, match=r"data.chat_template 'nowhere.jinja'.*No such file"):
+        Chat(tokenizer, chat_template="nowhere.jinja")
+    tokenizer.chat_template = {"default": base.stock, "tool_use": TEMPLATES["qwen3"].stock}
+    chats = [Conversation(PLAIN), Conversation(PLAIN, tools=TOOLS)]
+    plain, tools = Chat(tokenizer, renderers=renderers).render(chats)
+    assert "# Tools" in tools.text
+    assert said(plain) == expected("chatml", PLAIN)
+    assert said(tools) == expected("qwen3", PLAIN)
+    tokenizer.chat_template = {"rag": base.stock}
+    with pytest.raises(DataError, match=r"by name \(rag\), and none named default"):
+        Chat(tokenizer, renderers=renderers).render(chats)
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="has no chat template"):
+        Chat(tokenizer)
+    tokenizer.chat_template = "{% for %}"
+    with pytest.raises(DataError, match="TemplateSyntaxError: Expected an expression"):
+        Chat(tokenizer, renderers=renderers).render(chats)
+
+
+def test_a_tokenizer_with_code_of_its_own(vocabulary):
+    class Own(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args, **options):
+            return "mine"
+
+    tokenizer = Own(tokenizer_object=Tokenizer.from_str(vocabulary))
+    tokenizer.chat_template = TEMPLATES["chatml"].stock
+    with pytest.raises(DataError, match=r"by code of its own \(Own\)"):
+        Chat(tokenizer)

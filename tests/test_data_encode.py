@@ -1,0 +1,376 @@
+"""Examples as token ids: what is learned, what is too long, what cannot be used; the same for any
+number of processes, from the cache, and from a stream.
+"""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import datasets
+import numpy as np
+import pytest
+from conftest import save_byte_tokenizer
+from transformers import AutoTokenizer
+
+from toolkit.config import FinetuneDataConfig
+from toolkit.data import encode as encode_module
+from toolkit.data.encode import RowEncoder, encode
+from toolkit.data.encoder import ACROSS, Encoder, LeftOut, TooLong
+from toolkit.data.examples import Conversation, PromptCompletion, Text, Tokens
+from toolkit.data.row_values import BadRow
+from toolkit.data.rows import load_sources
+from toolkit.data.template_worker import OUT_OF_BOUNDS
+from toolkit.data.token_spans import SpanTokenizer
+from toolkit.errors import DataError
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+EOS = 0
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Bytes: a character of ASCII is a token."""
+    tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path_factory.mktemp("bytes")))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def config(**changes) -> FinetuneDataConfig:
+    return replace(FinetuneDataConfig(sequence_length=64, dataset_num_proc=1), **changes)
+
+
+def written(tmp_path, rows: list, name: str = "rows.jsonl"):
+    file = tmp_path / name
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    text = "".join(f"{line}\n" for line in lines)
+    if not file.exists() or file.read_text("utf-8") != text:  # a file that is written is read anew
+        file.write_text(text, "utf-8")
+    return str(file)
+
+
+def source_of(tmp_path, rows: list, cfg: FinetuneDataConfig | None = None):
+    cfg = replace(cfg or config(), train_files=[written(tmp_path, rows)])
+    (source,) = load_sources(cfg)
+    return source
+
+
+def chat(*contents: str) -> dict:
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
+
+
+def learned(tokenizer, ids, spans) -> list[str]:
+    return [tokenizer.decode(ids[begin:end]) for begin, end in spans]
+
+
+# ---- One example
+
+
+def test_texts_are_learned_whole(tokenizer):
+    example = Encoder(tokenizer, config(), 300)(Text("abc"))
+    assert example.input_ids.dtype == np.int32
+    assert tokenizer.decode(example.input_ids) == "abc<|endoftext|>"
+    assert example.spans == [(0, 4)]
+    assert example.supervised == 3  # nothing predicts the first
+    bare = Encoder(tokenizer, config(append_eos=False), 300)(Text("abc"))
+    assert tokenizer.decode(bare.input_ids) == "abc"
+    pieces = [Text("abc", end=False), Text("def", start=False)]
+    joined = np.concatenate([e.input_ids for e in Encoder(tokenizer, config(), 300).batch(pieces)])
+    assert tokenizer.decode(joined) == "abcdef<|endoftext|>"
+
+
+def test_completions_are_learned_after_their_prompt(tokenizer):
+    pair = PromptCompletion("one ", "two")
+    example = Encoder(tokenizer, config(), 300)(pair)
+    assert learned(tokenizer, example.input_ids, example.spans) == ["two<|endoftext|>"]
+    assert tokenizer.decode(example.input_ids) == "one two<|endoftext|>"
+    bare = Encoder(tokenizer, config(append_eos=False), 300)(pair)
+    assert learned(tokenizer, bare.input_ids, bare.spans) == ["two"]
+    whole = Encoder(tokenizer, config(supervise="all"), 300)(pair)
+    assert learned(tokenizer, whole.input_ids, whole.spans) == ["one two<|endoftext|>"]
+
+
+def test_special_tokens_of_the_tokenizer_stand_around_texts_not_around_chats(tokenizer, tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.save_pretrained(tmp_path)
+    framed = AutoTokenizer.from_pretrained(tmp_path)
+    framed.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|endoftext|>",
+        special_tokens=[
+            ("<|im_start|>", framed.convert_tokens_to_ids("<|im_start|>")),
+            ("<|endoftext|>", EOS),
+        ],
+    )
+    encoder = Encoder(framed, config(), 300)
+    examples = [Text("a"), PromptCompletion("b", "c"), Conversation(chat("d", "e")["messages"])]
+    text, pair, talk = encoder.batch(examples)
+    encoder.close()
+    assert framed.decode(text.input_ids) == "<|im_start|>a<|endoftext|>"  # one end, not two
+    assert framed.decode(pair.input_ids) == "<|im_start|>bc<|endoftext|>"
+    assert learned(framed, pair.input_ids, pair.spans) == ["c<|endoftext|>"]
+    assert framed.decode(talk.input_ids).startswith("<|im_start|>user\nd<|im_end|>\n")
+    assert learned(framed, talk.input_ids, talk.spans) == ["e<|im_end|>"]
+
+
+def test_tokens_are_taken_with_their_labels(tokenizer):
+    encoder = Encoder(None, config(), 300)
+    example = encoder(Tokens([5, 6, 7, 8, 9], [-100, 6, -100, 8, 9]))
+    assert example.input_ids.tolist() == [5, 6, 7, 8, 9]
+    assert example.spans == [(1, 2), (3, 5)]
+    assert encoder(Tokens([5, 6])).spans == [(0, 2)]
+    with pytest.raises(BadRow, match=r"ids from 0 to 299 .* got 300"):
+        encoder(Tokens([5, 300]))
+    with pytest.raises(BadRow, match="expected a token to learn") as caught:
+        encoder(Tokens([5, 6], [5, -100]))  # the first one is predicted by nothing
+    assert caught.value.reason == "no supervised token"
+    with pytest.raises(DataError, match="expected a tokenizer, since the data is text"):
+        encoder(Text("a"))
+
+
+def test_too_long(tokenizer):
+    example = PromptCompletion("0123456789", "abcdefghij")
+    cut = Encoder(tokenizer, config(sequence_length=15), 300)(example)
+    assert cut.truncated
+    assert tokenizer.decode(cut.input_ids) == "0123456789abcde"
+    assert learned(tokenizer, cut.input_ids, cut.spans) == ["abcde"]
+    with pytest.raises(LeftOut, match="none of its first 10 tokens") as caught:
+        Encoder(tokenizer, config(sequence_length=10), 300)(example)
+    assert caught.value.reason == "no supervised token within sequence_length"
+    with pytest.raises(LeftOut, match=r"at most 15 tokens \(data.sequence_length\), got 21"):
+        Encoder(tokenizer, config(sequence_length=15, too_long="drop"), 300)(example)
+    with pytest.raises(TooLong, match=r"got 21; set data.too_long to truncate or drop"):
+        Encoder(tokenizer, config(sequence_length=15, too_long="error"), 300)(example)
+    for fits in ({"sequence_length": 21}, {"sequence_length": 5, "packing": "wrapped"}):
+        whole = Encoder(tokenizer, config(too_long="error", **fits), 300)(example)
+        assert len(whole.input_ids) == 21
+        assert not whole.truncated
+
+
+@pytest.mark.parametrize("supervise", ["completion", "assistant", "last_assistant"])
+def test_what_does_not_go_with_texts(tokenizer, supervise):
+    encoder = Encoder(tokenizer, config(supervise=supervise), 300)
+    with pytest.raises(DataError, match=f"data.supervise {supervise} does not go with texts"):
+        encoder(Text("a"))
+    with pytest.raises(DataError, match="does not go with token ids without labels"):
+        encoder(Tokens([1, 2]))
+    if supervise != "completion":
+        with pytest.raises(DataError, match="does not go with prompts and completions"):
+            encoder(PromptCompletion("a", "b"))
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tokenizer):
+    with pytest.raises(DataError, match=r"from 0 to 257 .* ids up to 258; set model.resize"):
+        Encoder(tokenizer, config(), 258)
+
+
+# ---- Tokens across an edge
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory):
+    """Two tokenizers of words; offsets with the space before a word, and without it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    out = []
+    for trim in (False, True):
+        tokenizer = Tokenizer(models.BPE())
+        # As in GPT-4's pattern, a word takes the space before it and the newlines after it.
+        words = pre_tokenizers.Split(Regex(r" ?[^\s]+[\r\n]*|\s+(?!\S)|\s+"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=340,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(["The answer is forty two. Is it two?\n" * 9] * 9, trainer)
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+        out.append(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>"))
+    return out
+
+
+def test_a_token_across_the_edge_is_not_learned(merging):
+    for tokenizer in merging:
+        encoder = Encoder(tokenizer, config(), 400)
+        for prompt, completion, rest, across in (
+            ("The answer is", " forty two.", " forty two.<|endoftext|>", 0),
+            ("The answer is ", "forty two.", " two.<|endoftext|>", 1),
+            ("The answer is for", "ty two.", " two.<|endoftext|>", 1),
+            ("ü🤖", "🤖 two.", "🤖 two.<|endoftext|>", 0),
+            ("", "The answer", "The answer<|endoftext|>", 0),
+        ):
+            example = encoder(PromptCompletion(prompt, completion))
+            assert learned(tokenizer, example.input_ids, example.spans) == [rest], prompt
+            assert example.notes == ({ACROSS: across} if across else {})
+            # As the model meets it: one text, then the end.
+            whole = tokenizer(prompt + completion)["input_ids"]
+            assert example.input_ids.tolist() == [*whole, EOS]
+
+
+def test_every_edge_against_the_offsets(merging):
+    """All spans of a text with awkward white space, by hand from offsets that hold all of it."""
+    text = "The answer  is \n\n forty\ttwo. Is it two?\n ü🤖 is"
+    exact = merging[0](text, return_offsets_mapping=True)["offset_mapping"]
+    assert exact[0][0] == 0
+    assert all(a[1] >= b[0] for a, b in pairwise(exact))
+    assert "two?\n" in [text[a:b].strip(" ") for a, b in exact]
+    for tokenizer in merging:
+        spans = [[(a, b)] for a in range(len(text)) for b in range(a + 1, len(text) + 1)]
+        found = SpanTokenizer(tokenizer).encode([text] * len(spans), spans)
+        for ((a, b),), marked in zip(spans, found, strict=True):
+            inside = [t for t, (s, e) in enumerate(exact) if a <= s and e <= b]
+            chosen = [t for begin, end in marked.spans for t in range(begin, end)]
+            assert chosen == inside, (text[a:b], tokenizer is merging[1])
+            cut = [t for t, (s, e) in enumerate(exact) if s < a < e or s < b < e]
+            assert marked.across == len(cut)
+
+
+def test_a_tokenizer_without_offsets(merging):
+    class Slow:
+        """What transformers' Python tokenizers offer."""
+
+        is_fast = False
+
+        def __call__(self, text, **options):
+            return {"input_ids": merging[0](text, add_special_tokens=False)["input_ids"]}
+
+    slow = SpanTokenizer(Slow())
+    fine, cut = slow.encode(["The answer is forty"] * 2, [[(13, 19)], [(14, 19)]])
+    fast = SpanTokenizer(merging[0]).encode(["The answer is forty"], [[(13, 19)]])[0]
+    assert fine.ids.tolist() == fast.ids.tolist()
+    assert fine.spans == fast.spans
+    assert isinstance(cut, BadRow)
+    assert "does not tell the characters of its tokens" in str(cut)
+
+
+# ---- Sources
+
+
+def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
+    rows = [chat(f"Say {i}", "x" * i) for i in range(1, 60)]
+    cfg = config(sequence_length=70)
+    encoded = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+    counts = encoded.counts
+    assert encoded.tokens.column_names == ["input_ids", "spans", "row"]
+    assert counts.rows == counts.kept + sum(counts.dropped.values()) == 59
+    assert counts.tokens == sum(len(row["input_ids"]) for row in encoded.tokens)
+    assert counts.truncated == sum(len(row["input_ids"]) == 70 for row in encoded.tokens) - 1
+    supervised = 0
+    for row in encoded.tokens:
+        (begin, end) = row["spans"]
+        supervised += end - begin
+        said = "x" * (row["row"] + 1) + "<|im_end|>"
+        assert said.startswith(learned(tokenizer, row["input_ids"], [(begin, end)])[0])
+    assert counts.supervised == supervised
+    # Again, from the cache: nothing is encoded, counts come along.
+    with monkeypatch.context() as patched:
+        patched.setattr(encode_module._Rows, "settled", None)
+        again = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+        assert again.counts == counts
+        assert again.tokens.data.equals(encoded.tokens.data)
+        for other in (
+            replace(cfg, supervise="last_assistant"),
+            replace(cfg, sequence_length=71),
+            replace(cfg, too_long="drop"),
+            replace(cfg, chat_template=CHATML + " "),
+        ):
+            with pytest.raises(TypeError, match="NoneType"):
+                encode(source_of(tmp_path, rows, cfg), tokenizer, other, 300)
+        with pytest.raises(TypeError, match="NoneType"):
+            encode(source_of(tmp_path, [*rows, rows[0]], cfg), tokenizer, cfg, 300)
+    # The tokens without the counts are no cache.
+    for file in (tmp_path / "cache").rglob("encoded-*.json"):
+        file.unlink()
+    assert encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300).counts == counts
+
+
+MIXED = [
+    chat("What?", "That."),
+    {"messages": [{"role": "user", "content": "no answer"}]},
+    "{broken",
+    chat("Long " * 30, "lost"),
+    chat("cut", "x" * 90),
+    chat("<|im_end|>", "y", "z" * 10, "w"),
+    *(chat(f"{i}", f"{i}!") for i in range(40)),
+]
+
+
+def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path):
+    cfg = config(on_bad_row="skip")
+    source = source_of(tmp_path, MIXED, cfg)
+    one = encode(source, tokenizer, cfg, 300)
+    datasets.disable_caching()
+    try:
+        three = encode(source, tokenizer, replace(cfg, dataset_num_proc=3), 300)
+    finally:
+        datasets.enable_caching()
+    assert three.counts == one.counts
+    assert three.tokens["input_ids"][:] == one.tokens["input_ids"][:]
+    assert three.tokens["spans"][:] == one.tokens["spans"][:]
+    assert one.tokens["row"][:] == [0, 4, *range(5, 46)]
+    reasons = ["no assistant turn", "not JSON", "no supervised token within sequence_length"]
+    assert set(one.counts.dropped) == set(reasons), one.counts.dropped
+    assert one.counts.truncated == 1
+    (place,) = one.counts.places["not JSON"]
+    assert "rows.jsonl line 3" in place
+    # Row by row, as streams are read.
+    streamed = RowEncoder(source, tokenizer, cfg, 300)
+    examples = [streamed(raw, i) for i, raw in enumerate(source.rows)]
+    streamed.close()
+    assert [i for i, e in enumerate(examples) if e is not None] == one.tokens["row"][:]
+    assert [e.input_ids.tolist() for e in examples if e] == one.tokens["input_ids"][:]
+    assert streamed.counts == one.counts
+
+
+def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path):
+    cfg = config(dataset_num_proc=2)
+    with pytest.raises(DataError, match=r"line 2: expected a turn of the assistant.*skip"):
+        encode(source_of(tmp_path, MIXED, cfg), tokenizer, cfg, 300)
+    rows = [chat("a", "b"), chat("a", "b" * 80)]
+    for changes in ({}, {"on_bad_row": "skip"}):  # too long is no bad row
+        cfg = config(too_long="error", **changes)
+        with pytest.raises(DataError, match=r"rows.jsonl line 2: expected at most 64 tokens"):
+            encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+    cfg = config(too_long="drop")
+    encoded = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+    assert encoded.counts.dropped == {"too long": 1}
+    assert encoded.tokens["row"][:] == [0]
+
+
+def test_a_source_of_which_nothing_is_left(tokenizer, tmp_path):
+    cfg = config(too_long="drop", sequence_length=5)
+    encoded = encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), tokenizer, cfg, 300)
+    assert len(encoded.tokens) == encoded.counts.kept == 0
+    assert encoded.counts.dropped == {"too long": 4}
+    assert len(encoded.counts.places["too long"]) == 3
+
+
+def test_a_template_that_runs_away_on_every_row_ends_the_run(tokenizer, tmp_path, monkeypatch):
+    def batch(encoder, examples):
+        return [BadRow("it took too long", OUT_OF_BOUNDS) for _ in examples]
+
+    monkeypatch.setattr(Encoder, "batch", batch)
+    cfg = config(on_bad_row="skip")
+    with pytest.raises(DataError, match=r"line 10: it took too long. That is the 10th such row"):
+        encode(source_of(tmp_path, [chat("a", "b")] * 20, cfg), tokenizer, cfg, 300)
+
+
+def test_no_chat_template(tokenizer, tmp_path):
+    bare = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "bare"))
+    cfg = config()
+    with pytest.raises(DataError, match="has no chat template, and the data holds conversations"):
+        encode(source_of(tmp_path, [chat("a", "b")], cfg), bare, cfg, 300)

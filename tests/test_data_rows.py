@@ -1,0 +1,466 @@
+"""Sources of examples: which format rows have, and that what is in a file is what is learned."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import pickle
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from toolkit.config import DataConfig, SourceConfig
+from toolkit.data import instructions, raw_rows
+from toolkit.data.examples import (
+    Conversation,
+    PromptCompletion,
+    Text,
+    Tokens,
+    example_of,
+    recognise,
+)
+from toolkit.data.files import configured
+from toolkit.data.row_values import BadRow
+from toolkit.data.rows import Source, examples, load_sources
+from toolkit.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+ASK = {"role": "user", "content": "Two and two?"}
+ANSWER = {"role": "assistant", "content": "Four."}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    ],
+}
+OTHER_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "x",
+            "function": {"name": "find", "arguments": {"where": {"city": "Łódź"}, "n": None}},
+        }
+    ],
+}
+RESULT = {"role": "tool", "name": "add", "content": "4"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def chat(*turns: dict, **more) -> dict:
+    return {"messages": [ASK, *turns, ANSWER], **more}
+
+
+def jsonl(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+def load(*files: str, **settings) -> list[Source]:
+    return load_sources(DataConfig(train_files=list(files), **settings))
+
+
+def read(source: Source) -> list:
+    found = [example for _, _, example in examples(source)]
+    bad = [example for example in found if isinstance(example, BadRow)]
+    assert not bad, bad
+    return found
+
+
+def example(row: dict, text_column: str = "text"):
+    return example_of(row, recognise([row], text_column))
+
+
+# Formats
+
+
+def test_text_and_pairs():
+    assert example({"text": "a"}) == Text("a")
+    assert example({"body": "a", "text": "b"}, "body") == Text("a")
+    assert example({"prompt": "", "completion": "b"}) == PromptCompletion("", "b")
+
+
+def test_messages_keep_every_key_and_the_order_of_keys():
+    thinking = {"role": "assistant", "reasoning_content": "2+2", "content": "Four.", "extra": [1]}
+    row = {"messages": [ASK, thinking], "chat_template_kwargs": {"enable_thinking": True}}
+    found = example(row)
+    assert found == Conversation([ASK, thinking], None, {"enable_thinking": True}, 0)
+    assert json.dumps(found.messages) == json.dumps(row["messages"])
+
+
+def test_all_roles():
+    turns = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "tool")]
+    assert len(example({"messages": [*turns, ANSWER]}).messages) == 5
+
+
+def test_turn_lists_tell_prompt_from_completion():
+    before = {"role": "assistant", "content": "Ask me."}
+    found = example({"prompt": [before, ASK], "completion": [ANSWER], "tools": [TOOL]})
+    assert found == Conversation([before, ASK, ANSWER], [TOOL], {}, supervised_from=2)
+
+
+def test_content_in_parts_is_one_text():
+    parts = [{"type": "text", "text": "Two "}, {"type": "text", "text": "and two?"}]
+    found = example({"messages": [{"role": "user", "content": parts}, ANSWER]})
+    assert found.messages[0]["content"] == "Two and two?"
+
+
+def test_sharegpt():
+    call = json.dumps({"name": "add", "arguments": {"a": 2}})
+    names = ["system", "human", "function_call", "observation", "gpt"]
+    values = ["Be brief.", "Two and two?", call, "4", "Four."]
+    turns = [{"from": n, "value": v} for n, v in zip(names, values, strict=True)]
+    found = example({"conversations": turns, "tools": json.dumps([TOOL])})
+    roles = [m["role"] for m in found.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert found.messages[2]["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    ]
+    assert found.tools == [TOOL]
+    # The same turns in OpenAI's names are recognised by their keys, not by the column.
+    assert example({"conversations": [ASK, ANSWER]}).messages == [ASK, ANSWER]
+    with_column = example({"conversations": turns[1:2] + turns[4:], "system": "Be brief."})
+    assert with_column.messages == [found.messages[i] for i in (0, 1, 4)]
+
+
+def test_alpaca():
+    row = {
+        "instruction": "Add.",
+        "input": "2 2",
+        "output": "4",
+        "text": "all of it",
+        "history": None,
+    }
+    found = example(row)
+    assert [m["content"] for m in found.messages] == ["Add.\n\n2 2", "4"]
+    row |= {"input": "", "history": [["Hi.", "Hello."]], "system": "Be brief."}
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    assert [m["role"] for m in example(row).messages] == roles
+    assert [m["content"] for m in example(row).messages][1:] == ["Hi.", "Hello.", "Add.", "4"]
+
+
+def test_arguments_in_json_text_become_a_mapping():
+    function = {"name": "add", "arguments": '{"a": 2}'}
+    for call in ({"function": function}, function, {"function": {**function, "arguments": ""}}):
+        turn = {"role": "assistant", "tool_calls": [call]}
+        made = example({"messages": [ASK, turn]}).messages[1]["tool_calls"][0]["function"]
+        expected = {"a": 2} if call.get("function", call)["arguments"] else {}
+        assert made == {"name": "add", "arguments": expected}
+
+
+def test_tokens():
+    ids = [5, 6, 7, 8]
+    labels = [-100, -100, 7, 8]
+    mask = [0, 0, 1, 1]
+    assert example({"input_ids": ids}) == Tokens(ids)
+    assert example({"input_ids": ids, "labels": labels}) == Tokens(ids, labels)
+    assert example({"input_ids": ids, "completion_mask": mask}) == Tokens(ids, labels)
+    assert example({"input_ids": ids, "assistant_masks": mask, "text": "x"}) == Tokens(ids, labels)
+    both = {"input_ids": ids, "completion_mask": mask, "assistant_masks": [0, 0, 0, 1]}
+    assert example(both) == Tokens(ids, [-100, -100, -100, 8])
+    padded = {"input_ids": [*ids, 0], "labels": [*labels, 0], "attention_mask": [1, 1, 1, 1, 0]}
+    assert example(padded) == Tokens(ids, labels)
+
+
+def test_the_more_telling_columns_win_and_the_most_common_layout():
+    assert recognise([chat(prompt="x", prompt_id="y")]).shape == "messages"
+    rows = [{"text": "a stray one"}, chat(), chat()]
+    assert recognise(rows).shape == "messages"
+    assert recognise([{"messages": [ASK]}], "text").columns == ("messages",)
+    assert str(recognise([chat()])) == "conversations (turns with role and content), in 'messages'"
+
+
+def test_an_unknown_format_names_row_and_columns(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [{"question": "2+2", "answer": "4"}])
+    with pytest.raises(DataError) as caught:
+        load(file)
+    said = str(caught.value)
+    assert f"{file} line 1" in said
+    assert "'question', 'answer'" in said
+    for column in ("'text'", "'prompt'", "'messages'", "'instruction'", "'input_ids'"):
+        assert column in said
+
+
+# Files
+
+
+TABLES = {
+    "chat": [chat(), chat(RESULT)],
+    "text": [{"text": "one"}, {"text": 'two\r\nlines, "quoted"'}],
+    "tokens": [{"input_ids": [1, 2]}, {"input_ids": [3]}],
+    "alpaca": [{"instruction": "a", "input": "", "output": "c"}] * 2,
+}
+
+
+def write_all(folder: Path, rows: list[dict]) -> dict[str, str]:
+    """Write `rows` in every kind of file, and return kind -> path."""
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, folder / "a.parquet", row_group_size=1)
+    for name, new in (("s.arrow", pa.ipc.new_stream), ("f.arrow", pa.ipc.new_file)):
+        with pa.OSFile(str(folder / name), "wb") as out, new(out, table.schema) as stream:
+            stream.write_table(table)
+    text = "".join(json.dumps(row) + "\n\n" for row in rows).encode()
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + text)
+    (folder / "lines.json").write_bytes(text)
+    (folder / "list.json").write_text(json.dumps(rows, indent=1))
+    with open(folder / "a.csv", "w", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()})
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(text))
+    (folder / "a.jsonl.bz2").write_bytes(bz2.compress(text))
+    (folder / "a.jsonl.xz").write_bytes(lzma.compress(text))
+    with pa.output_stream(str(folder / "a.jsonl.zst"), compression="zstd") as out:
+        out.write(text)
+    datasets.Dataset(table).save_to_disk(str(folder / "saved"))
+    return {p.name: str(p) for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_kind_of_file_gives_the_same_examples_read_or_streamed(tmp_path, name):
+    rows = TABLES[name]
+    expected = [example(row) for row in rows]
+    paths = write_all(tmp_path, rows)
+    saved = paths.pop("saved")
+    assert len(paths) == 11
+    for kind, path in paths.items():
+        for streaming in (False, True):
+            (source,) = load(path, streaming=streaming)
+            assert isinstance(source.rows, datasets.IterableDataset) == streaming
+            assert read(source) == expected, (kind, streaming)
+            if streaming:
+                assert [source.example(r) for r in source.rows.skip(1)] == expected[1:], kind
+    for streaming in (False, True):
+        (source,) = load_sources(DataConfig(dataset_name=saved, streaming=streaming))
+        assert read(source) == expected
+
+
+def test_a_data_set_by_name_of_rows_that_differ(tmp_path):
+    rows = [chat(CALL, RESULT, tools=[TOOL]), chat(OTHER_CALL), chat()]
+    jsonl(tmp_path / "train.jsonl", rows)
+    expected = [[m["role"] for m in row["messages"]] for row in rows]
+    for streaming in (False, True):
+        (source,) = load_sources(DataConfig(dataset_name=str(tmp_path), streaming=streaming))
+        assert source.name == tmp_path.name
+        found = read(source)
+        assert [[m["role"] for m in f.messages] for f in found] == expected
+        arguments = [f.messages[1]["tool_calls"][0]["function"]["arguments"] for f in found[:2]]
+        assert arguments == [{"a": 2, "b": 2}, {"where": {"city": "Łódź"}}]
+        assert source.place(1) == f"data.dataset_name {tmp_path} row 1 (counted from 0)"
+    with pytest.raises(DataError, match=r"data\.dataset_name .* cannot be read"):
+        load_sources(DataConfig(dataset_name=str(tmp_path), dataset_split="dev", streaming=True))
+
+
+def test_rows_that_differ_survive_byte_for_byte(tmp_path):
+    rows = [chat(CALL, RESULT, tools=[TOOL]), chat(OTHER_CALL), chat(), chat(tools=None, n=1e30)]
+    for name, text in (
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
+        ("a.json", json.dumps(rows)),
+    ):
+        (tmp_path / name).write_text(text)
+        (source,) = load(str(tmp_path / name))
+        stored = [source.row(row) for row in source.rows]
+        assert [json.dumps(row) for row in stored] == [json.dumps(row) for row in rows]
+        kept = [json.dumps(found.messages) for found in read(source)]
+        assert kept == [json.dumps(row["messages"]) for row in rows]
+    # The control: through Arrow's columns each call gets the arguments of all others.
+    calls = [row["messages"][1] for row in rows[:2]]
+    mixed = pa.Table.from_pylist([{"messages": [call]} for call in calls]).to_pylist()
+    assert "where" in mixed[0]["messages"][0]["tool_calls"][0]["function"]["arguments"]
+
+
+def test_nulls_that_arrow_fills_in_are_not_passed_on(tmp_path):
+    rows = [chat(CALL, RESULT, tools=[TOOL]), chat(OTHER_CALL)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for streaming in (False, True):
+        (source,) = load(str(tmp_path / "a.parquet"), streaming=streaming)
+        first, second = read(source)
+        assert first.messages == rows[0]["messages"]
+        assert first.tools == [TOOL]
+        arguments = second.messages[1]["tool_calls"][0]["function"]["arguments"]
+        assert arguments == {"where": {"city": "Łódź"}}  # what was null cannot be told apart
+        assert second.tools is None
+
+
+def test_places(tmp_path):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n" + json.dumps(chat()) + "\n\n \n" + json.dumps(chat()) + "\n")
+    listed = tmp_path / "a.json"
+    listed.write_text(json.dumps([chat(), chat()]))
+    table = tmp_path / "a.csv"
+    table.write_text('text,n\n"two\nlines",1\nlast,2\n')
+    (source,) = load(str(lines), str(listed))
+    expected = [f"{lines} line 2", f"{lines} line 5"]
+    expected += [f"{listed} row {i} (counted from 0)" for i in (0, 1)]
+    assert [source.place(i) for i in range(4)] == expected
+    assert [source.place(row) for row in source.rows] == expected
+    (source,) = load(str(table))
+    assert [source.place(i) for i in range(2)] == [f"{table} line 2", f"{table} line 4"]
+    parts = []
+    for name in ("b", "c"):
+        parts.append(str(tmp_path / f"{name}.parquet"))
+        pq.write_table(pa.table({"text": ["x", "y"]}), parts[-1])
+    (source,) = load(*parts)
+    expected = [f"{part} row {i} (counted from 0)" for part in parts for i in (0, 1)]
+    assert [source.place(i) for i in range(4)] == expected
+    (source,) = load(*parts, streaming=True)
+    assert [source.place(row) for row in source.rows] == expected
+    second = source.rows.shard(2, 1)  # one shard a file, whatever order they are read in
+    assert [source.place(row) for row in second] == expected[2:]
+
+
+def test_globs_folders_sources_and_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more").mkdir()
+    for name in ("b.v1.jsonl", "a.jsonl.gz", "more/a.jsonl"):
+        text = json.dumps(chat(name=name)) + "\n"
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(tmp_path / name, "wt") as out:
+            out.write(text)
+    sources = [
+        SourceConfig(files="*.jsonl*", weight=3),
+        SourceConfig(files="more", weight=1, max_repeats=2),
+        SourceConfig(files=["b.v1.jsonl"], name="mine", weight=1),
+    ]
+    found = load_sources(DataConfig(sources=sources))
+    assert [s.name for s in found] == ["a", "a-2", "mine"]
+    assert [len(s.rows) for s in found] == [2, 1, 1]
+    assert [(s.weight, s.max_repeats) for s in found] == [(3, None), (1, 2), (1, None)]
+    assert [s.row(r)["name"] for s in found for r in s.rows] == [
+        "a.jsonl.gz",
+        "b.v1.jsonl",
+        "more/a.jsonl",
+        "b.v1.jsonl",
+    ]
+    evaluated = load_sources(DataConfig(eval_files=["more", "b.v1.jsonl"]), what="eval")
+    assert [s.name for s in evaluated] == ["a", "b.v1"]
+    assert load_sources(DataConfig(train_files="*.jsonl*"), what="eval") == []
+    twice = [SourceConfig(files="more", name=name) for name in ("x", "x", "x-2")]
+    assert len({s.name for _, s in configured(DataConfig(sources=twice))}) == 3
+
+
+def test_text_files_are_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("a line\n" * 30_000)
+    (tmp_path / "b.txt").write_text("b")
+    for streaming in (False, True):
+        (source,) = load(str(tmp_path), streaming=streaming)
+        found = read(source)
+        assert [(t.start, t.end) for t in found] == [(True, False), (False, True), (True, True)]
+        assert "".join(t.text for t in found) == "a line\n" * 30_000 + "b"
+        assert source.layout.format == "text"
+
+
+def test_only_the_columns_of_the_format_are_read(tmp_path):
+    blob = {"image": b"\x00" * 9}
+    pq.write_table(pa.Table.from_pylist([chat(**blob)]), tmp_path / "a.parquet")
+    for streaming in (False, True):
+        (source,) = load(str(tmp_path / "a.parquet"), streaming=streaming)
+        assert list(source.row(next(iter(source.rows)))) == ["messages"]
+
+
+def test_rows_are_cached_until_a_file_changes(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [chat()])
+    (first,), (again,) = load(file), load(file)
+    assert first.rows._fingerprint == again.rows._fingerprint
+    jsonl(tmp_path / "a.jsonl", [chat(), chat()])
+    (changed,) = load(file)
+    assert len(changed.rows) == 2
+
+
+def test_a_source_goes_to_another_process_as_its_path(tmp_path):
+    pq.write_table(pa.table({"text": ["x" * 1000] * 1000}), tmp_path / "a.parquet")
+    (source,) = load(str(tmp_path / "a.parquet"))
+    packed = pickle.dumps(source)
+    assert len(packed) < 20_000
+    assert read(pickle.loads(packed)) == read(source)
+
+
+def test_rows_of_another_layout_are_bad():
+    layout = recognise([chat()])
+    with pytest.raises(BadRow, match=r"expected a column 'messages'.*got 'text'"):
+        example_of({"text": "a"}, layout)
+
+
+# JSON lists
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
+def test_a_list_is_cut_where_json_would(monkeypatch, block):
+    monkeypatch.setattr(raw_rows, "_BLOCK", block)
+    rows = [{"a": '],"\\"é\u2028', "b": [1, [2, {}]], "c": None}, {}, {"a\\": "\\"}, {"d": " , "}]
+    for text in (json.dumps(rows), json.dumps(rows, indent=2, ensure_ascii=False), " [] ", "[ ]"):
+        cut = [json.loads(raw) for raw, _, _ in raw_rows._list(io.BytesIO(text.encode()), "a", 999)]
+        assert cut == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "came"),
+    [
+        ('[{"a": 1}', "the end of the file within it, at row 0"),
+        ('[{"a": "', "the end of the file within it, at row 0"),
+        ('[{"a": 1}}, {}]', "a } that closes nothing, at row 0"),
+        ("[{}, {}] [", "outside of it, at row 2"),
+    ],
+)
+def test_a_list_that_breaks_off_is_a_broken_file(tmp_path, text, came):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError) as caught:
+        load(str(tmp_path / "a.json"))
+    assert came in str(caught.value)
+    assert str(tmp_path / "a.json") in str(caught.value)
+
+
+# The built-in instructions
+
+
+def test_builtin_instructions(monkeypatch):
+    cfg = DataConfig()
+    assert load_sources(cfg) == []
+    files = instructions.stdlib_files()[::12]
+    monkeypatch.setattr(instructions, "stdlib_files", lambda: files)
+    (source,) = load_sources(cfg, builtin="instructions")
+    found = read(source)
+    assert len(found) > 300
+    assert all([m["role"] for m in f.messages] == ["user", "assistant"] for f in found)
+    assert max(len(m["content"]) for f in found for m in f.messages) < 2500
+    again = [pair for file in files for pair in instructions._pairs_of(file)]
+    assert [[m["content"] for m in f.messages] for f in found] == [
+        list(pair) for pair in dict.fromkeys(again)
+    ]
+    (streamed,) = load_sources(DataConfig(streaming=True), builtin="instructions")
+    assert read(streamed) == found
+
+
+def test_a_function_asks_for_its_body_and_for_its_docstring(tmp_path):
+    (tmp_path / "a.py").write_text(
+        "class A:\n"
+        "    @property\n"
+        "    def area(self, unit='m'):\n"
+        '        """Return the area. In square metres.\n\n        Of all sides.\n        """\n'
+        "        # Squared.\n"
+        "        return self.side ** 2\n"
+        "    def nothing(self):\n"
+        '        """Return nothing at all."""\n'
+        "        raise NotImplementedError\n"
+        "    def bare(self): return 1\n"
+    )
+    (asked, body), (shown, summary) = instructions._pairs_of(tmp_path / "a.py")
+    assert asked.endswith(
+        "\n\ndef area(self, unit='m'):\n"
+        '    """Return the area. In square metres.\n\n    Of all sides."""'
+    )
+    assert body == "    # Squared.\n    return self.side ** 2"
+    assert shown.endswith(f"\n\ndef area(self, unit='m'):\n{body}")
+    assert summary == "Return the area."

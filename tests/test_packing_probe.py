@@ -1,0 +1,168 @@
+"""The probe that decides whether packed samples stay apart: over a dozen types, against the model
+in full, and that it sees what it must.
+"""
+
+import copy
+
+import pytest
+import torch
+from conftest import tiny_config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
+
+from toolkit import packing_probe, tiny_copy
+from toolkit.packing_probe import keeps_apart
+
+SAFE = {
+    "llama": {},
+    "qwen3": {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64},
+    "gpt2": {},
+    "gpt_neo": {},  # learned positions, every other layer in a window
+    "mixtral": {"sliding_window": 4096},
+    "qwen3_moe": {"mlp_only_layers": [0, 3]},
+    "deepseek_v3": {},  # dense layers first, then experts in groups
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 48,
+            "long_factor": [2.0] * 48,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "cohere2": {},
+}
+LEAKING = ["mamba", "opt", "bloom", "mpt", "gpt_oss", "recurrent_gemma", "xglm"]
+
+
+@pytest.mark.parametrize("kind", SAFE)
+def test_types_that_keep_packed_samples_apart(kind):
+    verdict = keeps_apart(CONFIG_MAPPING[kind](**SAFE[kind]))
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("kind", LEAKING)
+def test_types_whose_packed_samples_see_each_other(kind):
+    verdict = keeps_apart(CONFIG_MAPPING[kind]())
+    assert not verdict.ok
+    assert "see each other" in verdict.why
+
+
+def test_falcon_leaks():
+    """By its own: 71 heads, of which no copy has fewer, so that a narrower one is given."""
+    config = CONFIG_MAPPING["falcon"](hidden_size=128, num_attention_heads=2)
+    assert "see each other" in keeps_apart(config).why
+
+
+def test_what_does_not_run_is_a_no_with_its_reason():
+    config = CONFIG_MAPPING["llama"](attn_implementation="flash_attention_2")
+    verdict = keeps_apart(config)
+    assert not verdict.ok
+    assert "flash" in verdict.why.lower(), verdict.why
+    blind = CONFIG_MAPPING["llama"](hidden_act="no_such_act")
+    assert "no_such_act" in keeps_apart(blind).why
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "flex_attention"])
+def test_the_attention_of_the_run_is_tried(kernel, monkeypatch):
+    seen = set()
+    build = packing_probe._build
+
+    def watched(*args):
+        model = build(*args)
+        seen.add(model.config._attn_implementation)
+        return model
+
+    monkeypatch.setattr(packing_probe, "_build", watched)
+    config = CONFIG_MAPPING["llama"](attn_implementation=kernel)
+    assert keeps_apart(config).ok
+    assert seen == {kernel}
+
+
+class Remembering(LlamaForCausalLM):
+    """A llama whose last layers let a little of each row's first token through."""
+
+    def forward(self, input_ids, **inputs):
+        out = super().forward(input_ids=input_ids, **inputs)
+        first = input_ids[:, :1, None].float()
+        out.logits = out.logits + 1e-3 * first * (torch.arange(input_ids.shape[1]) > 15)[:, None]
+        return out
+
+
+class Counting(LlamaForCausalLM):
+    """A llama that numbers its positions itself, through the row: nothing leaks, all differ."""
+
+    def forward(self, input_ids, position_ids=None, **inputs):
+        out = super().forward(input_ids=input_ids, position_ids=position_ids, **inputs)
+        out.logits = out.logits + 0.01 * torch.arange(input_ids.shape[1])[:, None]
+        return out
+
+
+class Masked(LlamaForCausalLM):
+    """A llama that is given an all-ones mask, which turns the packing off without a word."""
+
+    def forward(self, input_ids, **inputs):
+        return super().forward(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **inputs
+        )
+
+
+def test_small_leaks_and_shifted_positions_are_seen():
+    """The controls: each differs from a llama, which passes, in one thing."""
+    config = CONFIG_MAPPING["llama"]()
+    assert "see each other" in keeps_apart(config, Remembering).why
+    assert "by itself" in keeps_apart(config, Counting).why
+    assert "see each other" in keeps_apart(config, Masked).why
+
+
+def test_a_single_layer_of_another_kind_decides():
+    """Only the last kind of layer leaks: it is in the copy though it comes late."""
+    jamba = CONFIG_MAPPING["jamba"](num_hidden_layers=16, attn_layer_period=2, attn_layer_offset=0)
+    assert not keeps_apart(jamba).ok
+    kinds = ["full_attention"] * 3 + ["linear_attention"]
+    late = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4, layer_types=kinds)
+    assert "see each other" in keeps_apart(late).why
+    only = copy.deepcopy(late)
+    only.layer_types = ["full_attention"] * 4
+    assert keeps_apart(only).ok
+
+
+def test_a_tiny_copy_has_every_kind_of_layer_and_little_else():
+    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=62, num_attention_heads=16)
+    full = tiny_copy.on_meta(AutoModelForCausalLM._model_mapping[type(config)], config)
+    layers = tiny_copy.Layers.of(full)
+    kinds = layers.kinds(full)
+    assert len(kinds) == 62
+    assert len(set(kinds)) == 2
+    small = next(tiny_copy.cuts(config, layers, kinds, None))
+    assert small.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert small.head_dim == config.head_dim
+    assert small.sliding_window == 4
+    assert small.hidden_size == config.hidden_size // 4
+    assert config.num_hidden_layers == 62  # untouched
+
+
+@pytest.mark.parametrize(("length", "window"), [(1024, 1024), (1025, 4), (None, 4)])
+def test_windows_as_long_as_a_row_are_not_cut(length, window, monkeypatch):
+    seen = []
+    build = packing_probe._build
+
+    def watched(*args):
+        model = build(*args)
+        seen.append(model.config.sliding_window)
+        return model
+
+    monkeypatch.setattr(packing_probe, "_build", watched)
+    assert keeps_apart(CONFIG_MAPPING["mistral"](sliding_window=1024), sequence_length=length).ok
+    assert seen == [window]
+
+
+def test_the_random_state_is_untouched():
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    assert keeps_apart(tiny_config("llama")).ok
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,144 @@
+"""A process that has everything imported and forks one rank of a test at a time, as it is asked to.
+
+Importing torch, transformers and the toolkit takes five seconds of a processor, a fork a few
+milliseconds. Every rank has a process like this of its own, since ranks that are forked from one
+would hash alike: they would walk through a set in the same order, which real ranks do not.
+
+Run as a program, with the number of a socket. Owns that protocol; knows nothing of what is run.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+WARM = (
+    *(
+        "torch",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ),
+    *("pytest", "transformers", "datasets", "accelerate"),
+    *("toolkit.checkpoint", "toolkit.consolidate", "toolkit.loading", "toolkit.training"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
+)
+"""Imported before a fork: whatever most of the tests need in their ranks. None starts a thread that
+does not live through a fork."""
+
+
+class Warm:
+    """The parent's side: one process, and the rank that it runs at the moment."""
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        self._socket = mine
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        theirs.close()
+
+    def start(self, fn: Callable[..., Any], *args: Any) -> int:
+        """Call `fn(*args)` in a fork, whose output goes where this process's goes now; return its
+        process id.
+        """
+        place = (dict(os.environ), sys.path, sys.argv, os.getcwd())
+        request = pickle.dumps((place, fn.__module__, fn.__qualname__, pickle.dumps(args)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        socket.send_fds(self._socket, [struct.pack("<Q", len(request))], [1, 2])
+        self._socket.sendall(request)
+        return int(self._received(8))
+
+    def fileno(self) -> int:
+        """Return what becomes readable when the rank has ended."""
+        return self._socket.fileno()
+
+    def ended(self) -> int:
+        """Wait until the rank has ended; return its exit code, a signal's negative."""
+        return int(self._received(8))
+
+    def close(self) -> None:
+        """End the process, and what it runs."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _received(self, count: int) -> bytes:
+        return _received(self._socket, count)
+
+
+def _received(connection: socket.socket, count: int) -> bytes:
+    content = b""
+    while len(content) < count:
+        part = connection.recv(count - len(content))
+        if not part:
+            raise EOFError("the other side is gone")
+        content += part
+    return content
+
+
+def _serve(connection: socket.socket) -> None:
+    _end_with_the_parent()
+    for name in WARM:
+        importlib.import_module(name)
+    while True:
+        head, outputs, _, _ = socket.recv_fds(connection, 8, 2)
+        if not head:
+            return
+        request = _received(connection, struct.unpack("<Q", head)[0])
+        child = os.fork()
+        if child == 0:
+            connection.close()
+            _run(request, outputs)
+        for descriptor in outputs:
+            os.close(descriptor)
+        connection.sendall(b"%8d" % child)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        connection.sendall(b"%8d" % code)
+
+
+def _run(request: bytes, outputs: list[int]) -> None:
+    """Do what a request says, in the fork, which ends here."""
+    code = 1
+    try:
+        _end_with_the_parent()
+        for to, descriptor in zip((1, 2), outputs, strict=True):
+            os.dup2(descriptor, to)
+            os.close(descriptor)
+        (environment, sys.path, sys.argv, folder), module, name, args = pickle.loads(request)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        numpy.random.seed()  # as a fresh process; `random` does so by itself
+        getattr(importlib.import_module(module), name)(*pickle.loads(args))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_with_the_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,294 @@
+"""What will be learned of the data, before anything is: the supervision report.
+
+Owns the numbers per source, the refusal of a source of which nothing is learned, and their look as
+text. Refuses to know how rows become tokens and tokens samples: it is given both.
+"""
+
+import sys
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.encode import Encoded
+from toolkit.errors import DataError
+from toolkit.tables import table
+
+SHOWN_CHARACTERS = 600
+"""Of a longer part of a sample the middle is left out."""
+
+_SHOWN_PARTS = 24
+_BAR = 40
+_GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
+
+
+def supervision_report(
+    sources: Sequence[Encoded],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    sequence_length: int,
+    formats: Mapping[str, str] | None = None,
+    parts: Iterable[Mapping[str, Any]] = (),
+    samples: int = 2,
+) -> dict[str, Any]:
+    """Return what the sources hold and what of it is learned, ready for JSON.
+
+    Keys: `sequence_length`; `sources`, each with `name`, `format`, `weight`, `max_repeats`, `rows`,
+    `examples` (rows that are kept), `tokens`, `supervised` (tokens that the loss covers),
+    `supervised_share`, `truncated`, `dropped` (reason -> `rows` and the `first` places), `notes`,
+    `lengths` (`min`, `median`, `mean`, `max`, and `histogram`: a list of from, to, examples),
+    `packed` (its entry of `parts`, or None) and `first` (examples as lists of `text` and whether it
+    is `supervised`); `total` with the sums.
+
+    Costs a pass over the lengths of the examples; reads the tokens of the shown ones.
+
+    Args:
+        sources: encoded rows.
+        tokenizer: to decode with; None shows ids.
+        sequence_length: tokens of a sample at most.
+        formats: source name -> its format in words (`str(source.layout)`).
+        parts: what the sources became, as mappings with `name`, `samples`, `density`, `dropped` and
+            `bins` (packed samples, least possible), such as `asdict` of `feed.Part`.
+        samples: examples to show of each source.
+
+    Raises:
+        DataError: see `check_supervised`.
+    """
+    packed = {
+        part["name"]: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()}
+        for part in parts
+    }
+    found = []
+    for source in sources:
+        check_supervised(source, sequence_length)
+        entry = _numbers(source)
+        entry["format"] = (formats or {}).get(source.name)
+        entry["packed"] = packed.get(source.name)
+        shown = source.tokens[: min(samples, len(source.tokens))]
+        columns = (shown[name] for name in ("row", "input_ids", "spans"))
+        entry["first"] = [
+            {"row": row, "tokens": len(ids), "parts": _parts(ids, spans, tokenizer)}
+            for row, ids, spans in zip(*columns, strict=True)
+        ]
+        found.append(entry)
+    sums = ("rows", "examples", "tokens", "supervised", "truncated", "left_out")
+    total = {name: sum(entry[name] for entry in found) for name in sums}
+    total["supervised_share"] = total["supervised"] / max(total["tokens"], 1)
+    return {"sequence_length": sequence_length, "sources": found, "total": total}
+
+
+def check_supervised(source: Encoded, sequence_length: int) -> None:
+    """Refuse a source of which nothing would be learned.
+
+    Raises:
+        DataError: it has no example, or no token that the loss covers; names it and the likely
+            cause.
+    """
+    counts = source.counts
+    if counts.supervised:
+        return
+    if not counts.rows:
+        cause = "it has no row; give more data, or leave the source out"
+    elif not counts.kept:
+        why = _listed(counts.dropped, counts.places) or "none of them gives a token"
+        cause = (
+            f"all {counts.rows:,} rows were left out: {why}. Look at the data, "
+            "data.sequence_length and data.supervise"
+        )
+    else:
+        cause = (
+            f"none of its {counts.kept:,} examples ({counts.truncated:,} cut off at "
+            f"data.sequence_length {sequence_length}) has a token that data.supervise covers; look "
+            "at data.supervise, the chat template, and where prompts end"
+        )
+    raise DataError(f"expected tokens to learn in the source {source.name!r}, got none: {cause}")
+
+
+def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
+    """Return a report as text.
+
+    Args:
+        report: what `supervision_report` returned.
+        colour: mark what is learned in green; else by [[...]]. None: where stdout is a terminal.
+    """
+    colour = sys.stdout.isatty() if colour is None else colour
+    head = ["source", "rows", "left out", "examples", "truncated", "tokens", "supervised", "share"]
+    rows = [[s["name"], *_cells(s)] for s in report["sources"]]
+    if len(rows) > 1:
+        rows.append(["all", *_cells(report["total"])])
+    lines = table([head, *rows], right=set(range(1, len(head))))
+    for source in report["sources"]:
+        lines += ["", _escaped(f"{source['name']}: {source['format'] or 'examples'}")]
+        lines += [f"  {line}" for line in _facts(source, report["sequence_length"])]
+        lines += [f"  {line}" for line in _bars(source["lengths"]["histogram"])]
+        for example in source["first"]:
+            marked = sum(part["supervised"] for part in example["parts"])
+            lines.append(
+                f"  -- row {example['row']} (counted from 0), {example['tokens']:,} tokens, "
+                f"{marked} {'part' if marked == 1 else 'parts'} learned"
+            )
+            lines.append(_marked(example["parts"], colour))
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers
+# --------------------------------------------------------------------------------------------------
+
+
+def _numbers(source: Encoded) -> dict[str, Any]:
+    counts = source.counts
+    return {
+        "name": source.name,
+        "weight": source.weight,
+        "max_repeats": source.max_repeats,
+        "rows": counts.rows,
+        "examples": counts.kept,
+        "tokens": counts.tokens,
+        "supervised": counts.supervised,
+        "supervised_share": counts.supervised / max(counts.tokens, 1),
+        "truncated": counts.truncated,
+        "left_out": sum(counts.dropped.values()),
+        "dropped": {
+            reason: {"rows": rows, "first": list(counts.places.get(reason, []))}
+            for reason, rows in counts.dropped.items()
+        },
+        "notes": dict(counts.notes),
+        "lengths": _lengths(source),
+    }
+
+
+def _lengths(source: Encoded) -> dict[str, Any]:
+    chunks = source.tokens.data.column("input_ids").chunks
+    sizes = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks]
+    lengths = np.concatenate(sizes)
+    if source.tokens._indices is not None:
+        lengths = lengths[source.tokens._indices.column(0).to_numpy()]
+    return {
+        "min": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "mean": float(lengths.mean()),
+        "max": int(lengths.max()),
+        "histogram": _histogram(lengths),
+    }
+
+
+def _histogram(lengths: np.ndarray) -> list[list[int]]:
+    """Return [from, to, how many]: bins that double, without the empty ones at both ends."""
+    powers = np.frexp(lengths)[1]  # a length from 2^(p-1) to 2^p - 1 has p
+    first, last = int(powers.min()), int(powers.max())
+    counts = np.bincount(powers, minlength=last + 1)
+    return [[1 << p >> 1, (1 << p) - 1, int(counts[p])] for p in range(first, last + 1)]
+
+
+def _parts(
+    ids: list[int], spans: list[int], tokenizer: PreTrainedTokenizerBase | None
+) -> list[dict[str, Any]]:
+    """Return an example as (text, supervised), cut where what is learned begins and ends."""
+    # The first token has nothing before it to be predicted from, whatever the span says.
+    edges = [min(max(edge, 1), len(ids)) for edge in spans]
+    cuts = [0, *edges, len(ids)]
+    parts = []
+    for i, (begin, end) in enumerate(pairwise(cuts)):
+        if begin < end:
+            text = _decoded(ids, begin, end, tokenizer)
+            parts.append({"text": text, "supervised": i % 2 == 1})
+    return parts
+
+
+def _decoded(
+    ids: list[int], begin: int, end: int, tokenizer: PreTrainedTokenizerBase | None
+) -> str:
+    if tokenizer is None:
+        return "".join(f"{token} " for token in ids[begin:end])
+
+    def decode(some: list[int]) -> str:
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(tokenizer.decode(some, **options))
+
+    # What a token prints may depend on those before it: a space that a first one loses.
+    before, whole = decode(ids[:begin]), decode(ids[:end])
+    return whole[len(before) :] if whole.startswith(before) else decode(ids[begin:end])
+
+
+# --------------------------------------------------------------------------------------------------
+# Text
+# --------------------------------------------------------------------------------------------------
+
+
+def _cells(numbers: Mapping[str, Any]) -> list[str]:
+    names = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
+    return [*(f"{numbers[name]:,}" for name in names), f"{numbers['supervised_share']:.1%}"]
+
+
+def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
+    if source["weight"] is not None or source["max_repeats"] is not None:
+        limit = source["max_repeats"]
+        repeats = "" if limit is None else f", at most {limit:g} passes"
+        weight = "by its size" if source["weight"] is None else f"weight {source['weight']:g}"
+        yield f"mixed     {weight}{repeats}"
+    for reason, dropped in source["dropped"].items():
+        first = "; ".join(_escaped(place, keep="") for place in dropped["first"])
+        yield f"left out  {dropped['rows']:,} rows: {reason}" + (f" ({first})" if first else "")
+    for note, count in source["notes"].items():
+        yield f"note      {count:,} {note}"
+    if packed := source["packed"]:
+        line = f"samples   {packed['samples']:,} of up to {sequence_length:,} tokens"
+        if packed.get("density") is not None:
+            line += f", {packed['density']:.1%} of their room is tokens"
+        if packed.get("bins"):
+            line += f"; no packing does with less than {packed['bins'][1]:,}"
+        yield line
+        for what, count in packed.get("dropped", {}).items():
+            if count:
+                yield f"dropped   {count:,} {what}"
+    lengths = source["lengths"]
+    yield (
+        f"lengths   {lengths['min']:,} to {lengths['max']:,} tokens, median "
+        f"{lengths['median']:,.0f}, mean {lengths['mean']:,.1f}"
+    )
+
+
+def _bars(histogram: Sequence[Sequence[int]]) -> list[str]:
+    most = max(count for _, _, count in histogram)
+    rows = []
+    for begin, end, count in histogram:
+        bar = "#" * max(round(_BAR * count / most), 1 if count else 0)
+        rows.append([f"{begin:,}" if begin == end else f"{begin:,} to {end:,}", f"{count:,}", bar])
+    return [f"          {line}" for line in table(rows, right={0, 1})]
+
+
+def _marked(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
+    before, after = (_GREEN, _PLAIN) if colour else ("[[", "]]")
+    shown = []
+    for part in parts[:_SHOWN_PARTS]:
+        text = part["text"]
+        if len(text) > SHOWN_CHARACTERS:
+            half, left = SHOWN_CHARACTERS // 2, len(text) - SHOWN_CHARACTERS
+            text = f"{text[:half]} ... ({left:,} characters) ... {text[-half:]}"
+        text = _escaped(text)
+        shown.append(f"{before}{text}{after}" if part["supervised"] else text)
+    if len(parts) > _SHOWN_PARTS:
+        shown.append(f" ... ({len(parts) - _SHOWN_PARTS} more parts)")
+    return "".join(shown)
+
+
+def _escaped(text: str, keep: str = "\n") -> str:
+    """Return text in which nothing moves the cursor, changes colours or cannot be seen."""
+    return "".join(
+        c
+        if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
+
+
+def _listed(dropped: Mapping[str, int], places: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(
+        f"{rows:,} for {reason}" + (f", such as {places[reason][0]}" if places.get(reason) else "")
+        for reason, rows in dropped.items()
+    )

@@ -1,0 +1,121 @@
+"""The values of a row: text that is text, lists that are lists, JSON text parsed.
+
+Owns the checks of single values, and `BadRow`, which says what came instead. Refuses to know the
+formats that rows have.
+"""
+
+import json
+import reprlib
+from typing import Any, NoReturn
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlist = _short.maxdict = 4
+
+
+class BadRow(Exception):
+    """What is wrong with one row; whoever knows its file and number adds them.
+
+    Args:
+        said: what was expected and what came.
+        reason: a few words that are the same for all rows of this kind, to count them by.
+    """
+
+    def __init__(self, said: str, reason: str = "cannot be used") -> None:
+        super().__init__(said, reason)
+        self.said, self.reason = said, reason
+
+    def __str__(self) -> str:
+        return self.said
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: its type and its beginning, on one line, escaped."""
+    return "null" if value is None else f"{type(value).__name__} {_short.repr(value)}"
+
+
+def named(keys: Any) -> str:
+    """Return the names of columns or keys for a message, at most a dozen."""
+    names = [_short.repr(key) for key in keys]
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return (", ".join(names[:12]) + more) or "none"
+
+
+def wrong(value: Any, where: str, expected: str) -> NoReturn:
+    """Raise a BadRow for a value of the wrong type."""
+    raise BadRow(f"expected {expected} in {where!r}, got {shown(value)}", "wrong type")
+
+
+def listed(value: Any, where: str) -> list[Any]:
+    """Return `value`, which must be a list."""
+    if not isinstance(value, list):
+        wrong(value, where, "a list")
+    return value
+
+
+def string(value: Any, where: str) -> str:
+    """Return `value`, which must be clean text; see `clean`."""
+    if not isinstance(value, str):
+        wrong(value, where, "text")
+    clean(value, where)
+    return value
+
+
+def optional_string(row: dict[str, Any], name: str) -> str:
+    """Return the text of a column; empty where it is missing or null."""
+    return "" if row.get(name) is None else string(row[name], name)
+
+
+def parsed(value: Any, where: str) -> Any:
+    """Return what JSON text stands for, checked by `clean`; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        content = json.loads(value, parse_constant=_refused)
+    except ValueError as error:
+        raise BadRow(
+            f"expected a list, a mapping or JSON text in {where!r}, got {shown(value)} ({error})",
+            "not JSON",
+        ) from error
+    clean(content, where)
+    return content
+
+
+def clean(value: Any, where: str) -> None:
+    """Refuse text, however deep in `value`, that is no Unicode text or holds NUL."""
+    _walk(value, where, nul_too=True)
+
+
+def encodable(value: Any, where: str) -> None:
+    """Refuse text, however deep in `value`, that is no Unicode text."""
+    _walk(value, where, nul_too=False)
+
+
+def _walk(value: Any, where: str, nul_too: bool) -> None:
+    if isinstance(value, str):
+        if nul_too and "\0" in value:
+            raise BadRow(
+                f"expected text in {where!r}, got a NUL character at {value.index(chr(0))}",
+                "NUL character",
+            )
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadRow(
+                f"expected Unicode text in {where!r}, got the lone surrogate "
+                f"{value[error.start]!r} at {error.start}",
+                "lone surrogate",
+            ) from error
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _walk(key, where, nul_too)
+            _walk(inner, f"{where}.{key}", nul_too)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            _walk(inner, f"{where}[{i}]", nul_too)
+    elif isinstance(value, float) and value - value != 0:
+        raise BadRow(f"expected a finite number in {where!r}, got {value}", "not JSON")
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
