@@ -50,7 +50,7 @@ def pretrain(run: Path, fresh: bool) -> int:
     export = run.with_name(run.name + "-hf")
     if not prepare(run, "tiny_llama", fresh, export):
         return 1
-    ran = launch("pretrain", run) or toolkit("consolidate", run, "--output", export)
+    ran = launch("pretrain", run) or run_toolkit("consolidate", run, "--output", export)
     if ran:
         return ran
     model, tokenizer = load(export)
@@ -76,10 +76,10 @@ def finetune(base_run: Path, fresh: bool) -> int:
         return 1
     failed = (
         launch("finetune", run, "--model.name_or_path", base)
-        or toolkit("consolidate", run, "--output", adapter)
-        or toolkit("consolidate", run, "--output", merged, "--merge")
-        or toolkit("verify", run, adapter, "--logits")
-        or toolkit("verify", run, merged)
+        or run_toolkit("consolidate", run, "--output", adapter)
+        or run_toolkit("consolidate", run, "--output", merged, "--merge")
+        or run_toolkit("verify", run, adapter, "--logits")
+        or run_toolkit("verify", run, merged)
     )
     if failed:
         return failed
@@ -116,7 +116,7 @@ def launch(recipe: str, run: Path, *more: object) -> int:
     return call([str(part) for part in command])
 
 
-def toolkit(*arguments: object) -> int:
+def run_toolkit(*arguments: object) -> int:
     return call([str(part) for part in (Path(sys.executable).parent / "toolkit", *arguments)])
 
 

@@ -37,12 +37,21 @@ from toolkit.data.report import render
 from toolkit.data.tokenizer import own_tokenizer
 from toolkit.early_stopping import KEY as STOPPING
 from toolkit.early_stopping import early_stopping
+from toolkit.errors import CheckpointError
+from toolkit.feed_checks import check_feed
 from toolkit.generation import encoded_prompts, generate
-from toolkit.hf_format import assets_of, local_folder, read_weights, weight_files
+from toolkit.hf_format import local_folder, read_weights, weight_files
 from toolkit.live_export import export_step, exported
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
 from toolkit.lora import add_adapters
-from toolkit.metrics import Clock, Metrics, evaluation_metrics, flops_per_token
+from toolkit.metrics import (
+    SAMPLES,
+    Clock,
+    Metrics,
+    evaluation_metrics,
+    keep_until,
+)
+from toolkit.model_flops import training_flops
 from toolkit.neftune import EmbeddingNoise
 from toolkit.optim import build_optimizer, build_scheduler
 from toolkit.packed_linear import count_values
@@ -79,7 +88,8 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     ranks.together(
         lambda: quantise.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
     )
-    ranks.on_main(lambda: publish.check(cfg.hub, run.say))
+    adapted = cfg.model.name_or_path if cfg.lora.r else None
+    ranks.on_main(lambda: publish.check(cfg.hub, run.say, adapted=adapted))
     model_cfg = ranks.together(lambda: own_tokenizer(config.model_settings(cfg)))
     base = ranks.together(lambda: models.build_on_meta(model_cfg))
     ranks.together(lambda: models.check_causal(base))
@@ -90,16 +100,6 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     tokenizer = ranks.together(
         lambda: finetune_data.load_supervised_tokenizer(cfg, model_cfg, base)
     )
-    if tokenizer is not None:  # what cannot be answered is refused now, not at an evaluation
-        ranks.together(
-            lambda: encoded_prompts(
-                base,
-                tokenizer,
-                cfg.train.eval_prompts,
-                max_new_tokens=cfg.train.eval_max_new_tokens,
-                chat=tokenizer.chat_template is not None,
-            )
-        )
     batch_size = cfg.train.per_device_train_batch_size
     packing = ranks.on_main(lambda: choose_packing(cfg.data, base, batch_size, run.device.type))
     vocabulary = models.vocabulary_size(base)
@@ -118,7 +118,17 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         lambda: finetune_data.prepare(cfg, tokenizer, vocabulary, packing.packing, run.world_size)
     )
     feed = prepared.feed
-    ranks.together(lambda: feed.check_enough(run.world_size))
+    check_feed(cfg, feed)
+    if tokenizer is not None:  # what cannot be answered is refused now, not at an evaluation
+        ranks.together(
+            lambda: encoded_prompts(
+                base,
+                tokenizer,
+                cfg.train.eval_prompts,
+                max_new_tokens=cfg.train.eval_max_new_tokens,
+                chat=tokenizer.chat_template is not None,
+            )
+        )
 
     # ---- Where an earlier start left off ---------------------------------------------------------
     ranks.on_main(lambda: run_dir.hold(folder))
@@ -161,12 +171,17 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         if stopping is not None and STOPPING in state.extra:
             stopping.load_state_dict(state.extra[STOPPING])
     ranks.on_main(lambda: run_dir.record(folder, cfg))
+    ranks.on_main(lambda: keep_until(folder / SAMPLES, state.step))
     if cfg.train.neftune_noise_alpha is not None:
         EmbeddingNoise(model, cfg.train.neftune_noise_alpha)
     first_step = state.step
     metrics = Metrics(
         folder,
-        clock=clock(model, cfg, feed, run.world_size),
+        clock=Clock(
+            round(feed.tokens_of_step()),
+            training_flops(model, cfg.data.sequence_length),
+            run.world_size,
+        ),
         is_main=run.is_main,
         device=run.device,
         first_step=first_step,
@@ -176,12 +191,15 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         disable_tqdm=cfg.metrics.disable_tqdm,
     )
     run.say(describe(model, cfg, feed, packing, accumulation, run))
-    if run.is_main and found is None and prepared.encoded:
-        print(render(finetune_data.report(prepared, tokenizer)), flush=True)
+    if found is None and prepared.encoded:
+        ranks.on_main(lambda: print(render(finetune_data.report(prepared, tokenizer)), flush=True))
     stopped = stopping is not None and stopping.stop
     if first_step >= max_steps or stopped:
         why = "it had stopped early" if stopped else f"train.max_steps is {max_steps}"
         run.say(f"nothing to do: {first_step} steps are done, {why}")
+
+    size = cfg.train.per_device_eval_batch_size or batch_size
+    evals = feed.evals(run, per_device_batch_size=size)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
@@ -209,7 +227,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         evaluated = {}
         if feed.eval_sets and (step == max_steps or due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = evaluate(model, feed, cfg, run)
+                evaluated = evaluation_metrics(training.evaluate_sources(model, evals))
                 answer_prompts(model, tokenizer, cfg, folder, step, run)
             if stopping is not None and stopping.update(evaluated):
                 stopped = True
@@ -218,8 +236,8 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
                     f"{stopping.best} in {stopping.waited} evaluation(s)"
                 )
         metrics.step(step, stats, learning_rate, **evaluated)
-        if cfg.lora.r and step == first_step + 1 and (idle := idle_adapters(model)):
-            run.say(
+        if cfg.lora.r and step == first_step + 5 and (idle := idle_adapters(model)):
+            run.say(  # not at the first step, whose learning rate a warm-up makes zero
                 f"WARNING: {len(idle)} adapters get no gradient, such as {idle[0]}: the model "
                 "reads their weights without a forward; name them in lora.exclude_modules"
             )
@@ -234,8 +252,10 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
                 saved_at = step
                 path = checkpoint.save(state, root, cfg.checkpoint)
                 run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+                for line in feed.reading_lines():
+                    run.say(f"read       {line}")
                 if cfg.lora.r:
-                    run.say(adapter_proof.prove(model, path).line())
+                    run.say(proven(model, path))
         if (last and cfg.checkpoint.export_at_end) or due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
@@ -291,15 +311,6 @@ def refuse_misfits(cfg: FinetuneConfig) -> None:
         read_weights(weight_files(where, cfg.model.name_or_path, cfg.model.revision))
 
 
-def evaluate(
-    model: torch.nn.Module, feed: AnyFeed, cfg: FinetuneConfig, run: launch.Run
-) -> dict[str, float]:
-    """Return loss and perplexity over all sources, and of each where there are several."""
-    size = cfg.train.per_device_eval_batch_size or cfg.train.per_device_train_batch_size
-    found = training.evaluate_sources(model, feed.evals(run, per_device_batch_size=size))
-    return evaluation_metrics(found)
-
-
 def answer_prompts(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -319,33 +330,27 @@ def answer_prompts(
         max_new_tokens=cfg.train.eval_max_new_tokens,
         chat=tokenizer.chat_template is not None,
     )
-    if not run.is_main:
-        return
-    with open(folder / "samples.jsonl", "a", encoding="utf-8") as f:
+    ranks.on_main(lambda: keep_answers(folder / SAMPLES, step, prompts, answers))
+
+
+def keep_answers(file: Path, step: int, prompts: list[str], answers: list[str]) -> None:
+    with open(file, "a", encoding="utf-8") as f:
         for prompt, answer in zip(prompts, answers, strict=True):
             print(f"step {step}  {prompt!r}\n    {answer!r}", flush=True)
             f.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}) + "\n")
 
 
+def proven(model: torch.nn.Module, path: str) -> str:
+    """Prove the adapter of a checkpoint; one that does not come back is set aside."""
+    try:
+        return adapter_proof.prove(model, path).line()
+    except CheckpointError as error:
+        checkpoint.give_up(path, str(error))
+        raise
+
+
 def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def clock(model: torch.nn.Module, cfg: FinetuneConfig, feed: AnyFeed, world: int) -> Clock:
-    """Return what a step processes: tokens without padding, on the mean of a pass."""
-    base = base_of(model)
-    width = getattr(base.config.get_text_config(), "hidden_size", 0)
-    looked_up = 0 if assets_of(model).tied else models.vocabulary_size(base) * width
-    frozen = count_values(model) - sum(p.numel() for p in model.parameters() if p.requires_grad)
-    work = flops_per_token(
-        count_values(model),
-        looked_up,
-        len(models.decoder_layers(base)),
-        width,
-        cfg.data.sequence_length,
-        frozen=frozen,
-    )
-    return Clock(round(feed.tokens_of_step()), work, world)
 
 
 def describe(

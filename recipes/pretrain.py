@@ -24,10 +24,12 @@ from toolkit import (
 from toolkit.config import PretrainConfig
 from toolkit.data.order import accumulation_for
 from toolkit.data.tokenizer import prepare_tokenizer
-from toolkit.hf_format import assets_of, local_folder, read_weights, weight_files
+from toolkit.feed_checks import check_feed
+from toolkit.hf_format import local_folder, read_weights, weight_files
 from toolkit.live_export import export_step, exported
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
-from toolkit.metrics import Clock, Metrics, evaluation_metrics, flops_per_token
+from toolkit.metrics import Clock, Metrics, evaluation_metrics
+from toolkit.model_flops import training_flops
 from toolkit.optim import build_optimizer, build_scheduler
 from toolkit.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
 from toolkit.pretrain_data import make_feed
@@ -79,7 +81,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     feed = ranks.main_first(
         lambda: make_feed(model, model_cfg, cfg, packing.packing, run.world_size)
     )
-    ranks.together(lambda: feed.check_enough(run.world_size))
+    check_feed(cfg, feed)
 
     # ---- Where an earlier start left off ---------------------------------------------------------
     ranks.on_main(lambda: run_dir.hold(folder))
@@ -123,7 +125,11 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     first_step = state.step
     metrics = Metrics(
         folder,
-        clock=clock(model, cfg, feed, run.world_size),
+        clock=Clock(
+            round(feed.tokens_of_step()),
+            training_flops(model, cfg.data.sequence_length),
+            run.world_size,
+        ),
         is_main=run.is_main,
         device=run.device,
         first_step=first_step,
@@ -135,6 +141,9 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     run.say(describe(model, cfg, feed, packing, accumulation, run))
     if first_step >= max_steps:
         run.say(f"nothing to do: {first_step} steps are done, train.max_steps is {max_steps}")
+
+    size = cfg.train.per_device_eval_batch_size or batch_size
+    evals = feed.evals(run, per_device_batch_size=size)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
@@ -161,7 +170,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         evaluated = {}
         if feed.eval_sets and (step == max_steps or due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = evaluate(model, feed, cfg, run)
+                evaluated = evaluation_metrics(training.evaluate_sources(model, evals))
         metrics.step(step, stats, learning_rate, **evaluated)
 
         if step == max_steps or due(step, cfg.checkpoint.save_steps):
@@ -171,6 +180,8 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
                 saved_at = step
                 path = checkpoint.save(state, root, cfg.checkpoint)
             run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+            for line in feed.reading_lines():
+                run.say(f"read       {line}")
         at_end = step == max_steps and cfg.checkpoint.export_at_end
         if at_end or due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
@@ -224,31 +235,8 @@ def refuse_misfits(cfg: PretrainConfig) -> None:
         read_weights(weight_files(where, cfg.model.name_or_path, cfg.model.revision))
 
 
-def evaluate(
-    model: models.PreTrainedModel, feed: AnyFeed, cfg: PretrainConfig, run: launch.Run
-) -> dict[str, float]:
-    """Return loss and perplexity over all sources, and of each where there are several."""
-    size = cfg.train.per_device_eval_batch_size or cfg.train.per_device_train_batch_size
-    found = training.evaluate_sources(model, feed.evals(run, per_device_batch_size=size))
-    return evaluation_metrics(found)
-
-
 def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def clock(model: models.PreTrainedModel, cfg: PretrainConfig, feed: AnyFeed, world: int) -> Clock:
-    text = model.config.get_text_config()
-    width = getattr(text, "hidden_size", 0)
-    looked_up = 0 if assets_of(model).tied else models.vocabulary_size(model) * width
-    work = flops_per_token(
-        sum(p.numel() for p in model.parameters()),
-        looked_up,
-        len(models.decoder_layers(model)),
-        width,
-        cfg.data.sequence_length,
-    )
-    return Clock(round(feed.tokens_of_step()), work, world)
 
 
 def describe(
@@ -269,6 +257,7 @@ def describe(
             *unit_table(model, cfg.sharding).splitlines(),
             f"dtypes     {ledger_line(model, cfg.sharding)}",
             *(f"data       {line}" for line in data_lines(feed, packing)),
+            *([f"packing    {packing.packing}: {packing.why}"] * (cfg.data.packing == "auto")),
             f"batch      {feed.position.global_batch} samples = "
             f"{cfg.train.per_device_train_batch_size} a device "
             f"x {accumulation} accumulated x {run.world_size} process(es) on {run.device.type}",

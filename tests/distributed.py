@@ -4,6 +4,7 @@ import atexit
 import importlib
 import os
 import pickle
+import re
 import select
 import signal
 import sys
@@ -19,6 +20,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from warm import Warm
 
 _warm: list[Warm] = []
+_GRACE = 5.0  # seconds that the others have to end by themselves after a lost connection
+_LOST = re.compile(r"[Cc]onnection (closed|reset)|closed by peer|Broken pipe|failed to recv")
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True) -> list[Any]:
@@ -58,18 +61,30 @@ def _end() -> None:
 def _wait(started: list[int], folder: str) -> None:
     """Wait for all ranks, given their process ids; raise where one failed."""
     running = set(range(len(started)))
-    failed: tuple[int, int] | None = None
+    failed: list[tuple[int, int]] = []
+    killed = False
     while running:
-        ready, _, _ = select.select([_warm[rank] for rank in running], [], [])
+        # One that lost its connection lost it to another, which may still be writing why it ended.
+        patience = _GRACE if failed and not killed else None
+        ready, _, _ = select.select([_warm[rank] for rank in running], [], [], patience)
         for rank in [r for r in running if _warm[r] in ready]:
             running.remove(rank)
             code = _warm[rank].ended()
-            if code and failed is None:
-                failed = (rank, code)
-                for other in running:  # they wait for this one
-                    os.kill(started[other], signal.SIGKILL)
-    if failed is not None:
-        _raise(folder, *failed, started[failed[0]])
+            if code and not killed:
+                failed.append((rank, code))
+        cause = any(not _lost_connection(folder, rank) for rank, _ in failed)
+        if failed and not killed and (cause or not ready):
+            killed = True
+            for other in running:  # they wait for those that failed
+                os.kill(started[other], signal.SIGKILL)
+    if failed:
+        rank, code = min(failed, key=lambda one: _lost_connection(folder, one[0]))
+        _raise(folder, rank, code, started[rank])
+
+
+def _lost_connection(folder: str, rank: int) -> bool:
+    said = Path(folder, f"{rank}.error")
+    return said.exists() and _LOST.search(said.read_text()) is not None
 
 
 def _raise(folder: str, rank: int, code: int, pid: int) -> None:

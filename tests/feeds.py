@@ -11,6 +11,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed import Feed
+from toolkit.data.row_values import BadRow
 from toolkit.data.sets import Source
 from toolkit.data.stream import StreamSource
 from toolkit.data.stream_feed import StreamFeed
@@ -45,13 +46,14 @@ class Row:
 
     input_ids: np.ndarray
     spans: list[tuple[int, int]]
+    cut_off: int = 0
 
 
-def encode_row(raw: dict[str, Any], number: int) -> Row | None:
+def encode_row(raw: dict[str, Any], number: int) -> Row | BadRow:
     """Take a row as it is; leave out one that begins with a multiple of 7."""
     ids = np.array(raw["input_ids"], np.int32)
     if len(ids) and ids[0] % 7 == 0:
-        return None
+        return BadRow(f"row {number}: a multiple", "multiple of 7")
     return Row(ids, list(zip(raw["spans"][::2], raw["spans"][1::2], strict=True)))
 
 

@@ -24,13 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import adapter_proof, checkpoint, cli, export_manifest, hub, model_card
 from toolkit.adapted import trained_tensors
+from toolkit.adapter_source import base_digest
 from toolkit.config import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
 from toolkit.consolidate import consolidate
-from toolkit.errors import CheckpointError, ExportError
+from toolkit.errors import CheckpointError, ExportError, HubError
 from toolkit.live_export import export_live, export_step
-from toolkit.loading import load_pretrained
+from toolkit.loading import init_weights, load_pretrained
 from toolkit.lora import add_adapters
-from toolkit.models import build_on_meta
+from toolkit.models import build_on_meta, vocabulary_size
 from toolkit.quantise import quantise_on_meta
 from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.verify import verify_checkpoint, verify_export
@@ -483,12 +484,13 @@ def test_an_adapter_without_effect(trained, copy: Callable[[str], Path]) -> None
     assert Linear.forward is plain
 
 
-def test_another_base_is_refused(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_another_base_is_refused(trained, copy, tmp_path: Path, monkeypatch) -> None:
     run = trained[0] / "llama/run"
     other = copy("llama/source")
     consolidate(run, tmp_path / "elsewhere", merge=True, hf_assets=other)  # the same one, moved
     assert verify_export(run, tmp_path / "elsewhere", hf_assets=other).ok
-    consolidate(run, tmp_path / "named", hf_assets=other)
+    monkeypatch.chdir(other.parent)
+    consolidate(run, tmp_path / "named", hf_assets=other.name)
     assert verify_export(run, tmp_path / "named").ok
     config = json.loads((tmp_path / "named/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(other)
@@ -505,6 +507,137 @@ def test_another_base_is_refused(trained, copy: Callable[[str], Path], tmp_path:
     assert "is not the base" in report.findings[0][2]
     with pytest.raises(ExportError, match="neither a folder here"):
         consolidate(run, tmp_path / "wrong", hf_assets=tmp_path / "nowhere", merge=True)
+
+
+def test_a_name_on_the_hub_needs_no_weights(trained, copy, tmp_path: Path) -> None:
+    cached = copy("llama/source")
+    (cached / "model.safetensors").unlink()
+    run = trained[0] / "llama/run"
+    with mock.patch("toolkit.adapter_export.local_folder", return_value=cached):
+        consolidate(run, tmp_path / "named", hf_assets="org/base")
+        config = json.loads((cached / "config.json").read_text())
+        (cached / "config.json").write_text(json.dumps(config | {"num_attention_heads": 1}))
+        with pytest.raises(ExportError, match=r"is not the base.*has num_attention_heads 1"):
+            consolidate(run, tmp_path / "wrong", hf_assets="org/base")
+    assert verify_export(run, tmp_path / "named").ok
+    config = json.loads((tmp_path / "named/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/base", None)
+
+
+def test_the_weights_of_a_base_on_the_hub_are_fetched(trained, copy) -> None:
+    folder, asked = copy("llama/source"), []
+    (folder / "model.safetensors").rename(folder / "elsewhere")
+
+    def fetch(name: str, file: str, *, revision: str, **_: Any) -> str | None:
+        asked.append((name, revision))
+        if file != "model.safetensors":
+            return None
+        return str((folder / "elsewhere").rename(folder / file))
+
+    with mock.patch("transformers.utils.cached_file", fetch):
+        digest = base_digest(folder, "org/base", "abc")
+    assert digest == base_digest(trained[0] / "llama/source")
+    assert set(asked) == {("org/base", "abc")}
+
+
+STRANGE: dict[str, tuple[dict[str, Any], str]] = {
+    "an import": ({"megatron_config": {"a": 1}, "megatron_core": "json.tool"}, "megatron_config"),
+    "layers": ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication"),
+    "a bias": ({"bias": "lora_only"}, "bias is 'lora_only'"),
+    "a start": ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    "one of tomorrow": ({"use_new": True}, "use_new"),
+    "a name": ({"base_model_name_or_path": 7}, "base_model_name_or_path is 7, a text or null"),
+    "a revision": ({"revision": ["x"]}, "revision is \\['x'\\], a text or null"),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_settings_of_somebody_elses_adapter(copy: Callable[[str], Path], what: str) -> None:
+    changes, said = STRANGE[what]
+    folder = copy("rslora/adapter")
+    name_base(folder, "org/base", **changes)
+    report = verify_export(None, folder, logits=True)
+    assert [f[0] for f in report.findings] == ["adapter_config.json"]
+    assert re.search(said, report.findings[0][2])
+
+
+@pytest.mark.parametrize(
+    "told", [[1], "x", {}, {"base": 3}, {"base": {"digest": 3}}, {"base": {}, "base_config": [1]}]
+)
+def test_a_manifest_of_somebody_else(copy: Callable[[str], Path], told: Any) -> None:
+    folder = copy("rslora/adapter")
+    described = export_manifest.describe(folder)
+    export_manifest.write(folder, described, {"adapter": told})
+    report = verify_export(None, folder)
+    assert [f[0] for f in report.findings] == [export_manifest.FILE]
+    assert "does not say of the adapter" in report.findings[0][2]
+    export_manifest.write(folder, described, [told])  # type: ignore[arg-type]
+    (finding,) = verify_export(None, folder).findings
+    assert "its origin is no object" in finding[2]
+
+
+def test_a_strangers_base_is_not_asked_of_the_hub(copy: Callable[[str], Path]) -> None:
+    folder, asked = copy("rslora/adapter"), []
+
+    def cached(name: str, file: str, **options: Any) -> None:
+        asked.append((name, options["local_files_only"]))
+        raise OSError("not here")
+
+    name_base(folder, "org/base")
+    with mock.patch("transformers.utils.cached_file", cached):
+        report = verify_export(None, folder, logits=True)
+        assert "give the base's folder or Hub id with --hf_assets" in report.findings[0][2]
+        verify_export(None, folder, logits=True, hf_assets="org/mine")
+    assert asked == [("org/base", True), ("org/mine", False)]
+    name_base(folder, "")  # not the current folder
+    report = verify_export(None, folder, logits=True)
+    assert any("names no base; give it with --hf_assets" in f[2] for f in report.findings)
+
+
+def alone(folder: Path, source: Path, model_cfg: ModelConfig, lora: LoraConfig) -> Any:
+    """Save one step of an adapted model in one process, with values of its own."""
+    model: Any = add_adapters(build_on_meta(model_cfg), lora)
+    if model_cfg.init == "random":
+        init_weights(model, "cpu", 3)
+    else:
+        load_pretrained(model, source, "cpu")
+    own_values(model, 0)
+    checkpoint.save(checkpoint.TrainState(model, step=1), folder / "run", CheckpointConfig())
+    consolidate(folder / "run", folder / "adapter")
+    return model
+
+
+def test_an_adapter_with_new_tokens(trained, tmp_path: Path) -> None:
+    source = trained[0] / "llama/source"
+    both = ["embed_tokens", "lm_head"]
+    model = alone(
+        tmp_path,
+        source,
+        ModelConfig(name_or_path=str(source), resize_embeddings=True, pad_to_multiple_of=96),
+        LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=both),
+    )
+    rows = vocabulary_size(model.get_base_model())
+    assert rows % 96 == 0 != json.loads((source / "config.json").read_text())["vocab_size"] % 96
+    assert verify_checkpoint(tmp_path / "run").ok
+    consolidate(tmp_path / "run", tmp_path / "merged", merge=True)
+    for kind in ("adapter", "merged"):
+        report = verify_export(tmp_path / "run", tmp_path / kind, logits=True)
+        assert report.ok, report.findings
+        assert report.logits_difference is not None
+    manifest = export_manifest.read(tmp_path / "adapter")
+    card = model_card.render(manifest, "org/name", "ab" * 32)
+    assert f"base.resize_token_embeddings({rows})" in card
+    assert card.index("resize_token") < card.index("PeftModel.from_pretrained(")
+
+
+def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:
+    source = trained[0] / "llama/source"
+    cfg = ModelConfig(name_or_path=str(source), init="random")
+    alone(tmp_path, source, cfg, LoraConfig(r=2))
+    for run in (None, tmp_path / "run"):
+        report = verify_export(run, tmp_path / "adapter", logits=True)
+        assert report.ok, report.findings
+        assert any("the base was drawn (random, seed 3)" in note for note in report.notes)
 
 
 def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
@@ -572,14 +705,36 @@ def front_matter(card: str) -> dict[str, Any]:
     return yaml.safe_load(card.split("---")[1])
 
 
-def test_the_card_of_an_adapter(trained) -> None:
+def name_base(export: Path, name: object, **settings: Any) -> None:
+    """Let adapter_config.json name another base, and have other settings."""
+    file = export / "adapter_config.json"
+    said = {**json.loads(file.read_text()), "base_model_name_or_path": name, **settings}
+    file.write_text(json.dumps(said))
+    rewrite(export)
+
+
+@pytest.mark.parametrize("name", ["./base", "../base", "/a/base", "runs/base", "a/b/c", ""])
+def test_a_base_that_is_no_hub_id_is_refused_before_a_run(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/base").mkdir(parents=True)
+    with pytest.raises(HubError, match="is a path of this machine"):
+        hub.check_base(name)
+    hub.check_base("org/base")
+    hub.check_base("gpt2")
+
+
+def test_the_card_of_an_adapter(trained, copy: Callable[[str], Path]) -> None:
     folder = trained[0] / "moe"
-    seen = hub.preview(folder / "adapter", "org/name")
-    assert set(seen.send) == {p.name for p in (folder / "adapter").iterdir()} | {"README.md"}
+    with pytest.raises(ExportError, match=r"names its base by a path.*--hf_assets ORG/NAME"):
+        hub.preview(folder / "adapter", "org/name")  # a path of this machine
+    adapter = copy("moe/adapter")
+    name_base(adapter, "org/base")
+    seen = hub.preview(adapter, "org/name")
+    assert set(seen.send) == {p.name for p in adapter.iterdir()} | {"README.md"}
     front = front_matter(seen.card)
     assert front["library_name"] == "peft"
-    assert "base_model" not in front  # of this machine: the Hub would refuse the card
-    assert any("names its base by a path of this machine" in note for note in seen.notes)
+    assert "base_model" not in front  # of a machine in the manifest: the Hub would refuse the card
+    assert "resize_token_embeddings" not in seen.card
     assert str(trained[0]) not in seen.card
     for text in (
         "| r | 4 |",

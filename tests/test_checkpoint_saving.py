@@ -220,6 +220,19 @@ def go_on_behind(rank: int, world: int, folder: str, root: str) -> dict:
             found[how] = str(error)
         torch.distributed.barrier()
         found[f"left {how}"] = sorted(p.name for p in Path(f"{root}/full-{how}").rglob("step*"))
+
+    # One rank fails where its small files are written: the others say so in the same class, once.
+    def full(*args) -> dict:
+        if rank == world - 1:
+            raise OSError(28, "No space left on device", "small")
+        return small(*args)
+
+    small = checkpoint._write_small
+    with mock.patch.object(checkpoint, "_write_small", full):
+        try:
+            checkpoint.save(run.state, f"{root}/full-small", SYNC)
+        except Exception as error:
+            found["small"] = (type(error), str(error), getattr(error, "already_said", False))
     checkpoint.save(run.state, f"{root}/full-save", SYNC)
     found["recovered"] = sorted(commit.committed_steps(f"{root}/full-save"))
     return found
@@ -267,6 +280,13 @@ def test_a_failure_behind_the_loop_is_raised_on_every_rank(behind, how):
         assert "free some space" in rank[how]
         assert rank[f"left {how}"] == []
         assert rank["recovered"] == [2]
+
+
+def test_a_full_disk_of_one_rank_is_told_once(behind):
+    kinds, texts, silent = zip(*(rank["small"] for rank in behind[0]), strict=True)
+    assert set(kinds) == {CheckpointError}
+    assert all("checkpoint of step" in t and "No space left on device (small)" in t for t in texts)
+    assert silent == (True, False)
 
 
 # ---- The end of a run ----------------------------------------------------------------------------

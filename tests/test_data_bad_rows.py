@@ -308,7 +308,7 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
                 with pytest.raises(DataError) as caught:
                     stops(stored, at)
                 assert str(caught.value).startswith(f"{path} line {at + 1}: {bad}. ")
-                assert skips(stored, at) is None
+                assert str(skips(stored, at)).endswith(str(bad))
             else:
                 assert len(stops(stored, at).input_ids) == len(skips(stored, at).input_ids) > 0
     finally:
@@ -341,12 +341,16 @@ def encode_on(rank: int, world: int, folder: str, cache: str) -> list:
             made.append((asdict(done.counts), done.tokens["row"][:]))
         except DataError as error:
             made.append(str(error).removesuffix(" (on rank 0)"))
-    return made
+    # What all are about to say one of them says, what one alone has to say it says itself.
+    said = ranks.gather((ranks.first_to_say("the same"), ranks.first_to_say(f"of {rank}")))
+    return [*made, said]
 
 
 def test_ranks_that_start_together_leave_out_the_same(folder, tmp_path):
     first, second = run_ranks(encode_on, 2, str(folder), str(tmp_path / "cache"))
     assert first == second
+    assert sorted(same for same, _ in first[3]) == [False, True]
+    assert [own for _, own in first[3]] == [True, True]
     for base, (counts, rows) in zip(("messages", "tokens"), first[:2], strict=True):
         bad = len(BAD[base])
         assert rows == list(range(0, 2 * bad + 1, 2))  # the good ones

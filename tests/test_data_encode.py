@@ -19,6 +19,8 @@ from toolkit.data.encoder import ACROSS, Encoder, LeftOut, TooLong
 from toolkit.data.examples import Conversation, PromptCompletion, Text, Tokens
 from toolkit.data.row_values import BadRow
 from toolkit.data.rows import load_sources
+from toolkit.data.sets import Shape, samples_of
+from toolkit.data.stream import SourceStream, StreamSource, sample_of
 from toolkit.data.template_worker import OUT_OF_BOUNDS
 from toolkit.data.token_spans import SpanTokenizer
 from toolkit.errors import DataError
@@ -140,7 +142,7 @@ def test_tokens_are_taken_with_their_labels(tokenizer):
 def test_too_long(tokenizer):
     example = PromptCompletion("0123456789", "abcdefghij")
     cut = Encoder(tokenizer, config(sequence_length=15), 300)(example)
-    assert cut.truncated
+    assert cut.cut_off == 6
     assert tokenizer.decode(cut.input_ids) == "0123456789abcde"
     assert learned(tokenizer, cut.input_ids, cut.spans) == ["abcde"]
     with pytest.raises(LeftOut, match="none of its first 10 tokens") as caught:
@@ -153,7 +155,48 @@ def test_too_long(tokenizer):
     for fits in ({"sequence_length": 21}, {"sequence_length": 5, "packing": "wrapped"}):
         whole = Encoder(tokenizer, config(too_long="error", **fits), 300)(example)
         assert len(whole.input_ids) == 21
-        assert not whole.truncated
+        assert not whole.cut_off
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "drop", "error"])
+def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
+    file = tmp_path / "book.txt"
+    file.write_text("".join(f"Line {i} of it.\n" for i in range(40)))
+    said = file.read_text()
+    rows = written(tmp_path, [{"text": said}, {"text": "short"}])
+    for files, texts in ((str(file), [said]), (rows, [said, "short"])):
+        cfg = config(train_files=[files], too_long=too_long, sequence_length=32)
+        (source,) = load_sources(cfg)
+        made = encode(source, tokenizer, cfg, 300)
+        whole = [[*tokenizer(t)["input_ids"], EOS] for t in texts]
+        assert made.tokens["input_ids"][:] == whole
+        assert (made.counts.truncated, made.counts.cut_off, made.counts.dropped) == (0, 0, {})
+        assert made.counts.supervised == sum(len(ids) - -(-len(ids) // 32) for ids in whole)
+        # What is trained on: each token once, and all but the first of each piece learned.
+        for packing in ("bfd", "none"):
+            shape = Shape(packing, 32)
+            stream = StreamSource(
+                "s", source.rows.to_iterable_dataset(), RowEncoder(source, tokenizer, cfg, 300)
+            )
+            streamed = SourceStream(stream, 0, shape, seed=0)
+            read = [streamed.next()]
+            read += [streamed.next() for _ in streamed._items[1:]]
+            prepared = samples_of(made, shape)
+            for samples in ([sample_of(i, shape) for i in read], list(prepared)):
+                kept, learned = [], 0
+                for sample in samples:
+                    labels = sample["labels"].tolist()
+                    learned += sum(label != -100 for label in labels)
+                    kept += [t for t in sample["input_ids"].tolist() if t]
+                assert sorted(kept) == sorted(t for ids in whole for t in ids if t)
+                assert learned == sum(len(ids) - -(-len(ids) // 32) for ids in whole)
+
+
+def test_a_part_of_a_document_may_be_one_token(tokenizer):
+    encoder = Encoder(tokenizer, config(), 300)
+    assert encoder(Text("a", start=False, end=False)).supervised == 0
+    with pytest.raises(BadRow, match="expected a token to learn"):
+        Encoder(tokenizer, config(append_eos=False), 300)(Text("a"))
 
 
 @pytest.mark.parametrize("supervise", ["completion", "assistant", "last_assistant"])
@@ -325,14 +368,17 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path)
     reasons = ["no assistant turn", "not JSON", "no supervised token within sequence_length"]
     assert set(one.counts.dropped) == set(reasons), one.counts.dropped
     assert one.counts.truncated == 1
+    frame = sum(map(len, ("user\n", "cut", "\n", "assistant\n", "x" * 90, "\n"))) + 4
+    assert one.counts.cut_off == frame - cfg.sequence_length
     (place,) = one.counts.places["not JSON"]
     assert "rows.jsonl line 3" in place
     # Row by row, as streams are read.
     streamed = RowEncoder(source, tokenizer, cfg, 300)
     examples = [streamed(raw, i) for i, raw in enumerate(source.rows)]
     streamed.close()
-    assert [i for i, e in enumerate(examples) if e is not None] == one.tokens["row"][:]
-    assert [e.input_ids.tolist() for e in examples if e] == one.tokens["input_ids"][:]
+    assert [i for i, e in enumerate(examples) if not isinstance(e, BadRow)] == one.tokens["row"][:]
+    kept = [e.input_ids.tolist() for e in examples if not isinstance(e, BadRow)]
+    assert kept == one.tokens["input_ids"][:]
     assert streamed.counts == one.counts
 
 
@@ -367,6 +413,19 @@ def test_a_template_that_runs_away_on_every_row_ends_the_run(tokenizer, tmp_path
     cfg = config(on_bad_row="skip")
     with pytest.raises(DataError, match=r"line 10: it took too long. That is the 10th such row"):
         encode(source_of(tmp_path, [chat("a", "b")] * 20, cfg), tokenizer, cfg, 300)
+
+
+def test_one_such_row_ends_a_stream_since_other_ranks_may_not_meet_it(
+    tokenizer, tmp_path, monkeypatch
+):
+    def batch(encoder, examples):
+        return [BadRow("it took too long", OUT_OF_BOUNDS) for _ in examples]
+
+    monkeypatch.setattr(Encoder, "batch", batch)
+    cfg = config(on_bad_row="skip")
+    source = source_of(tmp_path, [chat("a", "b")], cfg)
+    with pytest.raises(DataError, match=r"line 1: it took too long\. Such a row of a stream ends"):
+        RowEncoder(source, tokenizer, cfg, 300)(source.rows[0], 0)
 
 
 def test_no_chat_template(tokenizer, tmp_path):

@@ -12,6 +12,7 @@ from feeds import APART, Rank, Row, encode_row, lockstep, rows, source, stream, 
 from toolkit.data.feed import Feed
 from toolkit.data.mixture import Mixture
 from toolkit.data.order import GlobalBatches, Position, SampleOrder
+from toolkit.data.row_values import BadRow
 from toolkit.data.samples import Samples
 from toolkit.data.sets import Shape, Source
 from toolkit.data.stream import StreamSource
@@ -330,7 +331,7 @@ def test_a_stream_that_ends_says_so():
     with pytest.raises(DataError, match="expected a step that was read"):
         make().position.advance()
     empty = StreamFeed(
-        [StreamSource("nothing", stream(LENGTHS).rows, lambda raw, number: None)],
+        [StreamSource("nothing", stream(LENGTHS).rows, lambda raw, number: BadRow("x"))],
         Shape("bfd", 16), seed=0, global_batch=1,
     )  # fmt: skip
     with pytest.raises(DataError, match="a whole pass of 16 rows gave none: 16 were left out"):
@@ -363,6 +364,56 @@ def test_the_first_rows_of_a_stream_say_what_a_step_holds():
             make(spans).check_enough(1)
 
 
+def test_a_stream_says_what_it_left_out_and_cut_off():
+    def encode(raw, number):
+        if number == 3:
+            return Row(np.zeros(0, np.int32), [])
+        if number % 5 == 4:
+            return BadRow(f"row {number}: no fifths", "a fifth")
+        row = encode_row(raw, number)
+        return Row(row.input_ids, row.spans, number % 2)
+
+    def make():
+        one = StreamSource("one", stream(LENGTHS).rows, encode, weight=1)
+        shape = Shape("none", 16)
+        other = stream(LENGTHS, 1, weight=1)
+        return StreamFeed([one, other], shape, seed=0, global_batch=4, window=5, group=2)
+
+    of = make()
+    of.check_enough(1)  # looks at a window of each, which is not counted
+    assert of.reading_lines() == []
+    states = [json.loads(state) for _, state in lockstep(make, None, 1, 4, 12)]
+    results = [encode(raw, i) for _ in range(9) for i, raw in enumerate(stream(LENGTHS).rows)]
+    seen = set()
+    for at, state in enumerate(states):
+        of = make()
+        of.position.load_state_dict(state)
+        read = of.position.read["one"]
+        part = results[: read["rows_read"]]
+        bad = [r for r in part if isinstance(r, BadRow)]
+        empty = [r for r in part if isinstance(r, Row) and not len(r.input_ids)]
+        reasons = {"a fifth": len(bad), "no token": len(empty)}
+        assert read["reasons"] == {reason: n for reason, n in reasons.items() if n}
+        assert read["left_out"] == len(bad) + len(empty)
+        cut = [r.cut_off for r in part if isinstance(r, Row) and len(r.input_ids)]
+        assert (read["truncated"], read["cut_off"]) == (sum(map(bool, cut)), sum(cut))
+        assert read["rows_read"] >= of.position.rows_read["one"]
+        seen.add(read["rows_read"])
+        if at in (1, 4, 7):  # continued there, the counts go on as if nothing had happened
+            again = [json.loads(s) for _, s in lockstep(make, state, 1, 4, 3)]
+            assert again == states[at + 1 : at + 4]
+    assert len(seen) > 3
+    assert read["passes"] >= 1
+    said = of.reading_lines()
+    assert said[0] == (
+        f"one: {read['rows_read']} rows read ({read['passes']} "
+        f"{'pass' if read['passes'] == 1 else 'passes'} done), {read['left_out']} left out, "
+        f"{read['truncated']} truncated ({read['cut_off']} tokens cut off)"
+    )
+    assert f"  left out {len(bad)}: a fifth (the first: row 4: no fifths)" in said
+    assert feed(source(LENGTHS)).reading_lines() == []
+
+
 def test_a_bad_row_of_a_stream_ends_the_run_with_its_own_message():
     def encode(raw, number):
         if number == 7:
@@ -374,7 +425,7 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_its_own_message():
         of = StreamFeed([bad], Shape("none", 16), seed=0, global_batch=2, window=4, group=1)
         with pytest.raises(DataError, match=r"^file.jsonl line 8: expected messages") as caught:
             list(of.steps(Rank(rank, 2), 9, per_device_batch_size=1, workers=workers))
-        assert caught.value.already_said == (rank == 1)  # all ranks meet it, one says it
+        assert not caught.value.already_said  # nobody else has: a rank may be alone with it
 
 
 def test_a_stream_refuses_other_data():

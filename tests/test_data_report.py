@@ -8,7 +8,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.config import FinetuneDataConfig
+from toolkit import finetune_data
+from toolkit.config import (
+    FinetuneConfig,
+    FinetuneDataConfig,
+    FinetuneModelConfig,
+    SourceConfig,
+)
 from toolkit.data.encode import Counts, Encoded, encode
 from toolkit.data.feed import Feed
 from toolkit.data.report import check_supervised, render, supervision_report
@@ -208,3 +214,64 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
         "\nTwo and two? [[Four.</s>]]",
     ):
         assert line in said, said
+
+
+def test_what_is_evaluated_on_stands_apart(tokenizer):
+    train = encoded(tokenizer, ASKED, name="a", rows=3, dropped={"x": 2}, truncated=1, cut_off=99)
+    other = encoded(tokenizer, ASKED, name="b")
+    held = encoded(tokenizer, ASKED, ASKED, name="a")
+    part = {"name": "a", "samples": 7, "density": 0.5, "dropped": {}}
+    made = report(
+        tokenizer,
+        *(train, other),
+        evaluated=[held],
+        formats={"a": "to train"},
+        eval_formats={"a": "to look at"},
+        parts=[part],
+    )
+    assert [(s["name"], s["use"], s["format"]) for s in made["sources"]] == [
+        ("a", "train", "to train"),
+        ("b", "train", None),
+        ("a", "eval", "to look at"),
+    ]
+    assert [s["packed"] and s["packed"]["samples"] for s in made["sources"]] == [7, None, None]
+    assert made["total"]["rows"] == 4
+    assert made["total"]["cut_off"] == 99
+    assert made["total"]["tokens"] == train.counts.tokens + other.counts.tokens
+    said = render(made, colour=False)
+    assert "cut off   99 tokens of 1 examples, which nothing learns" in said
+    assert [line.split("  ")[0] for line in said.splitlines()[1:5]] == [
+        "a", "b", "all", "a (to evaluate on)"
+    ]  # fmt: skip
+    assert "\na (to evaluate on): to look at\n" in said
+
+
+def test_inspecting_a_stream_makes_its_checks_and_splits_nothing_off(
+    tmp_path, tiny_llama, monkeypatch
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "e").mkdir()
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "e/a.jsonl"]
+    for file, count in zip(files, (20, 30, 10), strict=True):
+        rows = [{"prompt": f"{i} and ", "completion": f"{i} are"} for i in range(count)]
+        file.write_text("\n".join(map(json.dumps, rows)))
+
+    def inspect(weight: float | None, **settings) -> dict:
+        sources = [SourceConfig(files=str(file), weight=weight) for file in files[:2]]
+        data = FinetuneDataConfig(
+            sources=sources, streaming=True, sequence_length=MAX, eval_split=0.5, **settings
+        )
+        model = FinetuneModelConfig(name_or_path=str(tiny_llama))
+        cfg = FinetuneConfig(output_dir=str(tmp_path / "run"), model=model, data=data)
+        return finetune_data.inspect_data(cfg)
+
+    with pytest.raises(DataError, match="expected a weight for each source"):
+        inspect(None)
+    made = inspect(1.0)
+    assert [s["packed"]["held_out"] for s in made["sources"]] == [0, 0]
+    assert made["total"]["examples"] == 50
+    made = inspect(1.0, eval_files=str(files[2]))
+    assert [(s["name"], s["use"], s["examples"]) for s in made["sources"]] == [
+        ("a", "train", 20), ("b", "train", 30), ("a", "eval", 10)
+    ]  # fmt: skip
+    assert made["total"]["examples"] == 50

@@ -464,3 +464,25 @@ def test_a_function_asks_for_its_body_and_for_its_docstring(tmp_path):
     assert body == "    # Squared.\n    return self.side ** 2"
     assert shown.endswith(f"\n\ndef area(self, unit='m'):\n{body}")
     assert summary == "Return the area."
+
+
+def test_text_files_name_the_file_and_others_the_row(tmp_path):
+    for name, text in (("a", "fine"), ("b", "also fine"), ("c", "bro\0ken")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    files = [str(tmp_path / f"{name}.txt") for name in "abc"]
+    for streaming in (False, True):
+        (source,) = load_sources(DataConfig(train_files=files, streaming=streaming))
+        found = list(examples(source))
+        assert [e.text for _, _, e in found[:2]] == ["fine", "also fine"]
+        index, stored, bad = found[2]
+        assert isinstance(bad, BadRow)
+        for at in (stored, (stored, index), *([] if streaming else [index])):
+            assert source.place(at) == f"{files[2]} piece 0 (counted from 0)"
+        assert str(source.refusal(stored, bad)).startswith(f"{files[2]} piece 0 ")
+    assert source.rows.num_shards == 3
+    # Rows that say nothing of where they come from are numbered.
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    (source,) = load_sources(DataConfig(dataset_name=str(tmp_path / "saved"), streaming=True))
+    stored = list(source.rows)[1]
+    where = f"data.dataset_name {tmp_path / 'saved'}"
+    assert source.place((stored, 1)) == f"{where} row 1 of a pass (counted from 0)"

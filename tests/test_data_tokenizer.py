@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedTo
 
 from toolkit.config import DataConfig, ModelConfig
 from toolkit.data import tokenise as tokenising
+from toolkit.data import tokenizer as tokenizers_of_runs
 from toolkit.data.samples import Samples
 from toolkit.data.text import load_documents
 from toolkit.data.tokenise import tokenise
@@ -366,3 +367,33 @@ def test_other_text_trains_another_tokenizer_unless_a_run_has_used_it(tmp_path: 
     data = DataConfig(train_files=str(tmp_path / "one.txt"))
     prepare_tokenizer(model, data, tmp_path / "tokenizer", keep=True)
     assert (tmp_path / "tokenizer/tokenizer.json").read_bytes() == found["two"]
+
+
+def test_of_a_stream_the_first_rows_are_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers_of_runs, "load_documents", None)  # reads everything
+    monkeypatch.setattr(tokenizers_of_runs, "TRAINING_BYTES", 4000)
+    model = ModelConfig(model_folder(tmp_path / "model", 300), init="random", train_tokenizer=True)
+    folder, file = tmp_path / "tokenizer", tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": f"aaaa bbbb {i} " * 20}) for i in range(40)]
+
+    def prepare(rows: list[str], **settings) -> ModelConfig:
+        file.write_text("\n".join(rows))
+        data = DataConfig(train_files=str(file), streaming=True, **settings)
+        return prepare_tokenizer(model, data, folder)
+
+    prepare([*lines, "{no JSON, which nobody reads"])
+    made = (folder / "tokenizer.json").read_bytes()
+    before = (folder / "tokenizer.json").stat().st_mtime_ns
+    prepare([*lines, "{other rows after the first"])
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == before  # the first are as they were
+    prepare([line.replace("aaaa", "cccc") for line in lines])
+    assert (folder / "tokenizer.json").read_bytes() != made
+    with pytest.raises(DataError, match=r"rows\.jsonl line 1: expected JSON"):
+        prepare(["{broken", *lines])
+    prepare(["{broken", *lines], on_bad_row="skip")
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text(json.dumps({"input_ids": [1, 2]}))
+    data = DataConfig(train_files=str(ids), streaming=True)
+    assert prepare_tokenizer(model, data, tmp_path / "none") == model
+    with pytest.raises(DataError, match=r"expected text .* the rows hold none"):
+        prepare([json.dumps({"text": ""})] * 3)

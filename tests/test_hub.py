@@ -110,9 +110,9 @@ def _fresh(hub):
     hub.taken.clear()
 
 
-def write_manifest(folder: Path, facts: dict | None = None) -> Path:
+def write_manifest(folder: Path, facts: dict | None = None, **more: object) -> Path:
     (folder / export_manifest.FILE).unlink(missing_ok=True)
-    origin = {"checkpoint": "ab" * 32, "step": 3, "dtype": "auto", "run": facts or FACTS}
+    origin = {"checkpoint": "ab" * 32, "step": 3, "dtype": "auto", "run": facts or FACTS, **more}
     export_manifest.write(folder, export_manifest.describe(folder), origin)
     return folder
 
@@ -208,12 +208,23 @@ def test_an_adapter(hub, push, export, tmp_path):
     get_peft_model(base, config).save_pretrained(folder)
     (folder / "README.md").unlink()  # PEFT's own
     done = push("push", write_manifest(folder), NAME)
+    assert "names its base by a path" in done["error"][1]
+    assert NAME not in hub.repos
+    file = folder / "adapter_config.json"
+    said = json.loads(file.read_text()) | {"base_model_name_or_path": "me/base"}
+    file.write_text(json.dumps(said))
+    adapter = {
+        "base": {"name": "me/base", "hub_id": "me/base"},
+        "base_config": json.loads((export / "config.json").read_text()),
+        "settings": {"r": 2},
+    }
+    done = push("push", write_manifest(folder, adapter=adapter), NAME)
     assert done["error"] is None, done["trace"]
     assert holds(hub.repos[NAME], folder)
     weights = folder / "adapter_model.safetensors"
     save_file({f"x.{k}": t for k, t in load_file(weights).items()}, weights)
     (folder / export_manifest.FILE).unlink()
-    done = push("push", write_manifest(folder), NAME)
+    done = push("push", write_manifest(folder, adapter=adapter), NAME)
     assert "does not verify" in done["error"][1]
     assert "PEFT" in done["error"][1]
 
@@ -666,6 +677,40 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     bare = model_card.render(manifest | {"origin": {}}, NAME, "ab" * 32)
     assert "## Training" not in bare
     assert "toolkit verify tiny" in bare
+
+
+def test_facts_of_a_fine_tuning(tmp_path):
+    private = f"{tmp_path}/private"
+    settings = {
+        "model": {"name_or_path": "org/base"},
+        "data": {
+            "sources": [
+                {"files": [f"{private}/a.jsonl", "b.jsonl"], "weight": 0.7},
+                {"files": f"{private}/c.jsonl"},
+                {"dataset_name": "org/chats", "dataset_split": "train", "weight": 0.3},
+            ],
+            "chat_template": f"{private}/template.jinja",
+        },
+        "train": {"eval_prompts": [f"what is in {private}?"], "max_steps": 3},
+        "lora": {"r": 4},
+    }
+
+    def facts() -> dict:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+        return model_card.run_facts(tmp_path)
+
+    found = facts()
+    assert "private" not in json.dumps(found)
+    assert found["hyperparameters"]["train.max_steps"] == 3
+    manifest = {"toolkit": "0", "origin": {"run": found}, "tensors": {}, "files": {}}
+    card = model_card.render(manifest, NAME, "ab" * 32)
+    line = "Data: `a.jsonl`, `b.jsonl` (weight 0.7); `c.jsonl`; `org/chats`, `train` (weight 0.3)."
+    assert line in card
+    assert yaml.safe_load(card.split("---")[1])["datasets"] == ["org/chats"]
+    settings["data"] = {}
+    assert facts()["data"]["built_in"].startswith("instructions and answers made of Python's")
+    del settings["lora"]
+    assert facts()["data"]["built_in"] == "the source of Python's standard library"
 
 
 def test_the_curve_is_drawn():

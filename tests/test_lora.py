@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import checkpoint, disk
-from toolkit.adapted import adapted_modules, bare, base_of, saved_modules, trained_tensors
+from toolkit import checkpoint, disk, units
+from toolkit.adapted import (
+    adapted_modules,
+    bare,
+    base_of,
+    copies,
+    saved_modules,
+    trained_tensors,
+)
 from toolkit.adapter_coverage import coverage, coverage_lines, covered_share, idle_adapters
-from toolkit.adapter_source import base_digest
+from toolkit.adapter_source import adapter_entry, base_digest
+from toolkit.adapter_switch import has_moved
 from toolkit.config import (
     CheckpointConfig,
     FinetuneConfig,
@@ -136,6 +145,7 @@ def serve(rank: int, world: int, folders: dict[str, str], runs: str) -> dict[str
         "random": random_start(world, folders["llama"]),
         "resumed": resumed(rank, world, folders["gemma3_text"], runs),
         "shards": rank_specific(rank, world, folders, runs),
+        "apart": copy_beside_a_whole_original(world, folders["llama"]),
     }
 
 
@@ -544,6 +554,31 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
         checkpoint.check_same_model(adapt(folders[kind], DROPPING), whole_model)
 
 
+def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
+    here, lora = folders["llama"], LoraConfig(r=4, target_modules=Q)
+    other = str(tiny.save(tiny.tiny_model("llama", seed=5), tmp_path / "other", "llama"))
+    digest, state = base_digest(Path(other)), checkpoint.TrainState(adapt(here, lora), step=1)
+    with pytest.raises(CheckpointError, match="is not known: nothing was loaded into it"):
+        adapter_entry(state.model)
+    load_pretrained(state.model, other, "cpu")
+    shutil.rmtree(other)  # a save does not need it any more
+    checkpoint.save(state, tmp_path / "run", SAVING)
+    path = checkpoint.newest(tmp_path / "run")
+    assert path is not None
+    entry = checkpoint.read_state(path)["adapter"]
+    assert (entry["digest"], entry["name_or_path"]) == (digest, other)
+    assert entry["config"]["base_model_name_or_path"] == other
+    assert digest != base_digest(Path(here))
+    # A folder whose weights come after the model was built.
+    late = Path(shutil.copytree(here, tmp_path / "late"))
+    (late / "model.safetensors").rename(tmp_path / "later")
+    model = adapt(str(late), lora)
+    (tmp_path / "later").rename(late / "model.safetensors")
+    load_pretrained(model, late, "cpu")
+    entry = adapter_entry(model)
+    assert (entry["digest"], entry["name_or_path"]) == (base_digest(Path(here)), str(late))
+
+
 def test_a_random_base_is_known_by_its_seed(folders, tmp_path):
     def drawn(seed: int) -> Any:
         model = adapt(folders["llama"], LoraConfig(r=4, target_modules=Q))
@@ -626,6 +661,12 @@ def test_what_peft_cannot_adapt_is_refused_with_the_remedy(kind):
     names = REFUSED[kind].partition("[")[2].rstrip("]").split(", ")
     model = add_adapters(on_meta(kind), LoraConfig(r=4, exclude_modules=names))
     assert covered_share(coverage(model)) > 0.1
+
+
+def test_what_no_export_could_hold_is_refused():
+    lora = LoraConfig(r=4, target_modules=["in_proj", "conv1d"])
+    with pytest.raises(ModelError, match=r"conv1d is Conv1d, of.*exclude_modules: \[conv1d\]"):
+        add_adapters(on_meta("mamba"), lora)
 
 
 def test_settings_that_cannot_hold_together_are_refused(folders):
@@ -742,6 +783,44 @@ def test_adapters_that_nothing_reaches_are_named(tmp_path):
     train_step(model, optimizer, [tiny.rows(2)])
     layers = range(model.config.num_hidden_layers)
     assert idle_adapters(model) == [f"backbone.layers.{i}.mixer.dt_proj" for i in layers]
+
+
+def test_experts_without_tokens_are_not_idle(folders):
+    lora = LoraConfig(r=4, target_modules=Q, target_parameters=EXPERTS)
+    model = adapt(folders["qwen3_moe"], lora)
+    load_pretrained(model, folders["qwen3_moe"], "cpu")
+    trained = {n: p for n, p in model.named_parameters() if "lora_B" in n}
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.fill_(0.0 if "experts" in name else 1.0)
+        assert idle_adapters(model) == []
+        next(p for n, p in trained.items() if "layers.1" in n and "q_proj" in n).zero_()
+    assert idle_adapters(model) == ["model.layers.1.self_attn.q_proj"]
+
+
+def copy_beside_a_whole_original(world: int, folder: str) -> tuple[bool, bool]:
+    model = build(folder, world, LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"]))
+    wrapped = next(m for m in model.modules() if hasattr(m, "original_module"))
+    original = wrapped.original_module
+    original.weight = nn.Parameter(whole(original.weight), requires_grad=False)
+    before = has_moved(model)
+    with torch.no_grad():
+        original.weight[-1] += 1  # of the last rank's part alone
+    return before, has_moved(model)
+
+
+def test_a_sharded_copy_is_compared_with_its_part_of_the_original(served):
+    assert [rank["apart"] for rank in served] == [(False, False), (False, True)]
+
+
+def test_copies_lie_as_their_originals_do(folders):
+    """In fp32, too: what is replicated on purpose stays so where a copy of it is trained."""
+    model = adapt(folders["llama"], LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"]))
+    ((original, copy),) = copies(model)
+    (name,) = [n for n, p in model.named_parameters() if p is original]
+    cfg = dataclasses.replace(FP32, ignored_parameters=[name])
+    assert {id(original), id(copy)} <= units._replicated(model, cfg)
+    assert units._replicated(model, FP32).isdisjoint({id(original), id(copy)})
 
 
 def test_frozen_parameters_beside_adapters_are_refused(tmp_path):

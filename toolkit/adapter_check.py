@@ -32,14 +32,14 @@ from toolkit.adapter_switch import amplified, has_moved, without_adapters
 from toolkit.config import ModelConfig
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.export_check import ExportCheck, digests_of, noise
-from toolkit.export_proof import difference, load_export, logits_of
+from toolkit.export_proof import difference, logits_of
 from toolkit.findings import Judge
 from toolkit.hf_format import (
     asset_files,
     local_folder,
     read_header,
 )
-from toolkit.merged_check import model_of, with_adapter
+from toolkit.merged_check import load_base, model_of, with_adapter
 from toolkit.models import build_on_meta
 from toolkit.sources import Source, check_whole, parameter_names
 from toolkit.tensor_stream import in_file, whole
@@ -57,6 +57,8 @@ class AdapterCheck(ExportCheck):
         self.elsewhere = base
         self.config: dict[str, Any] = {}
         self.twin: Twin | None = None
+        self.told: dict[str, Any] = {}
+        """What the manifest says of adapter and base, of the expected types; often empty."""
 
     def _read_weights(self) -> None:
         for name in sorted(os.listdir(self.folder)):
@@ -73,6 +75,7 @@ class AdapterCheck(ExportCheck):
         self.judge.report.tensors += len(self.entries)
 
     def _check_config(self) -> None:
+        self._read_origin()
         try:
             self.config = read_config(self.folder)
         except ExportError as error:
@@ -94,23 +97,50 @@ class AdapterCheck(ExportCheck):
             return
         self.model = base
 
+    def _read_origin(self) -> None:
+        """Take what the manifest tells of the adapter; anybody may have written it."""
+        said = ((self.manifest or {}).get("origin") or {}).get("adapter")
+        if said is None:
+            return
+        base = said.get("base") if isinstance(said, dict) else None
+        if (
+            not isinstance(base, dict)
+            or not isinstance(base.get("digest"), str | None)
+            or not isinstance(said.get("base_config"), dict | None)
+            or not isinstance(said.get("settings"), dict | None)
+        ):
+            self.say(
+                export_manifest.FILE, None, "does not say of the adapter what one of ours says"
+            )
+            return
+        self.told = said
+
     def _base_on_meta(self) -> PreTrainedModel:
         """Return the base without weights: of the config that the manifest keeps, else of the
         base's folder.
         """
-        said = ((self.manifest or {}).get("origin") or {}).get("adapter")
-        content = said.get("base_config") if isinstance(said, dict) else None
-        if not isinstance(content, dict):
+        content = self.told.get("base_config")
+        if content is None:
             return build_on_meta(ModelConfig(name_or_path=str(self._base_folder()), init="random"))
         with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
             Path(folder, "config.json").write_text(json.dumps(content), "utf-8")
             return build_on_meta(ModelConfig(name_or_path=folder, init="random"))
 
     def _base_folder(self) -> Path:
+        """Return where the base is. What somebody else's config names is looked for on this machine
+        only: the Hub is asked for what the user named.
+        """
         if self.elsewhere is not None:
             return local_folder(str(self.elsewhere))
-        revision = self.config.get("revision")
-        return local_folder(str(self.config.get("base_model_name_or_path") or ""), revision)
+        name = self.config.get("base_model_name_or_path")
+        if not name:
+            raise ExportError(f"{CONFIG_FILE} names no base; give it with --hf_assets")
+        try:
+            return local_folder(name, self.config.get("revision"), ask=False)
+        except ModelError as error:
+            raise ExportError(
+                f"{error}; give the base's folder or Hub id with --hf_assets"
+            ) from error
 
     def _check_model(self, model: PreTrainedModel) -> None:
         """Compare keys and shapes with what PEFT makes of the config, then let PEFT load it."""
@@ -178,8 +208,7 @@ class AdapterCheck(ExportCheck):
             self.say("", None, f"cannot be compared: {error}")
             return
         entry = base_entry(source)
-        said = ((self.manifest or {}).get("origin") or {}).get("adapter") or {}
-        if (digest := (said.get("base") or {}).get("digest")) != entry.get("digest"):
+        if (digest := self._known_digest()) != entry.get("digest"):
             what = f"says that the base has the digest {digest}, with the checkpoint it is "
             self.say(export_manifest.FILE, None, f"{what}{entry.get('digest')}")
         # The same base may be named by another place.
@@ -222,10 +251,17 @@ class AdapterCheck(ExportCheck):
         """
         if self.twin is None or not self.entries:
             return
+        notes = self.judge.report.notes
+        known = self._known_digest() if source is None else base_entry(source).get("digest")
+        if str(known).startswith("random"):
+            notes.append(
+                f"no logits were computed: the base was drawn ({known}), and is in no folder"
+            )
+            return
         try:
             folder = self._base_folder() if source is None else find_base(source, self.elsewhere)
             self._check_base(folder)
-            base, _ = load_export(folder, self.twin.base)
+            base = load_base(folder, self.twin.base)
             model, said = read_as_peft(base, self.folder)
         except (ToolkitError, ModelError) as error:
             self.say("", None, f"cannot be computed with: {error}")
@@ -236,7 +272,6 @@ class AdapterCheck(ExportCheck):
         for text in said:
             self.say(WEIGHTS_FILE, None, text)
         ours = logits_of(model)
-        notes = self.judge.report.notes
         if not bool(ours.isfinite().all()):
             self.say("", None, "computes logits that are not finite")
             return
@@ -254,15 +289,18 @@ class AdapterCheck(ExportCheck):
 
     def _check_base(self, folder: Path) -> None:
         """Refuse another base than the manifest says the adapter was trained on."""
-        said = ((self.manifest or {}).get("origin") or {}).get("adapter") or {}
-        known = (said.get("base") or {}).get("digest")
-        if known is not None and base_digest(folder) != known:
+        known = self._known_digest()
+        named = None if self.elsewhere is None else str(self.elsewhere)
+        if known is not None and base_digest(folder, named) != known:
             raise ExportError(f"{folder} is not the base that it was trained on (another digest)")
+
+    def _known_digest(self) -> str | None:
+        return (self.told.get("base") or {}).get("digest")
 
     def _compare_with(self, source: Source, folder: Path, ours: torch.Tensor) -> None:
         """Compare logits with those of the checkpoint's tensors, put in without PEFT's loading."""
         assert self.twin is not None
-        base, _ = load_export(folder, self.twin.base)
+        base = load_base(folder, self.twin.base)
         twin = with_adapter(base, source)
         theirs = logits_of(twin)
         largest = float((ours - theirs).abs().max())

@@ -131,13 +131,16 @@ def idle_adapters(model: nn.Module) -> list[str]:
 
     Some architectures read a weight without calling its module (mamba's `dt_proj`): an adapter on
     it gets no gradient, and nothing says so. None are named while all of them add nothing: the
-    learning rate was still zero. Collective; counts this rank's shards of B.
+    learning rate was still zero. Routed experts are not named: no token may have come to them yet.
+    Collective; counts this rank's shards of B.
     """
     layers = adapted_parameters(model)
-    names = [n.rpartition(".")[0] if n.endswith(".weight") else n for n in layers]
+    experts = {row.name for row in coverage(model) if row.part == "experts"}
     moved = ranks.gather([_adds(layer) for layer in layers.values()])
-    idle = [n for n, *said in zip(names, *moved, strict=True) if not any(said)]
-    return idle if len(idle) < len(names) else []
+    idle = [n for n, *said in zip(layers, *moved, strict=True) if not any(said)]
+    if len(idle) == len(layers):
+        return []
+    return [n.removesuffix(".weight") for n in idle if n not in experts]
 
 
 def _adds(layer: nn.Module) -> bool:

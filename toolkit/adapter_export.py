@@ -10,6 +10,7 @@ are those of every export. Does not know where the bytes come from.
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from toolkit.adapter_source import base_digest
 from toolkit.commit import find_checkpoint, read_manifest
 from toolkit.errors import CheckpointError, ExportError, ModelError
 from toolkit.export_plan import Plan, lay_out, model_of_assets
-from toolkit.hf_format import ExportGroup, local_folder
+from toolkit.hf_format import ExportGroup, local_folder, source_dtypes
 from toolkit.hf_format import read_config as read_base_config
 from toolkit.sources import Source, find_source
 from toolkit.strided import View
@@ -39,6 +40,7 @@ _SETTINGS = (
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("target_modules", "target_parameters", "modules_to_save"),
 )
+_OF_A_SAVE = {"vocab_size", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
 
 
 def find_adapter(checkpoint: str | Path) -> Source | None:
@@ -91,14 +93,15 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
             "folder: there is nothing that the adapter could be put on again"
         )
     given = str(elsewhere) if elsewhere is not None else entry["name_or_path"]
+    revision = None if elsewhere is not None else entry.get("revision")
     try:
-        folder = local_folder(given, None if elsewhere is not None else entry.get("revision"))
+        folder = local_folder(given, revision)
     except ModelError as error:
         raise ExportError(
             f"the base of this adapter is not found: {error}; give its folder or Hub id with "
             "--hf_assets"
         ) from error
-    if (digest := base_digest(folder)) != entry.get("digest"):
+    if (digest := base_digest(folder, given, revision)) != entry.get("digest"):
         raise ExportError(
             f"{folder} is not the base that the adapter of {source.checkpoint} was trained on: its "
             f"weights have the digest {digest}, the checkpoint says {entry.get('digest')}. Give "
@@ -110,14 +113,37 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
 def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str, Any]:
     """Return the base as an exported adapter names it: as the run did, or `elsewhere`.
 
+    A folder's weights are read and compared. Of a Hub id whose weights are not here only the config
+    is: a name is no reason to download them. `toolkit verify --logits` reads them.
+
     Raises:
         ExportError: `elsewhere` is not found here, or is another base.
     """
     entry = base_entry(source)
     if elsewhere is None:
         return entry
-    find_base(source, elsewhere)
-    return {**entry, "name_or_path": str(elsewhere), "revision": None}
+    given = str(elsewhere)
+    try:
+        folder = local_folder(given)
+    except ModelError as error:
+        raise ExportError(f"the base of this adapter is not found: {error}") from error
+    if is_here := os.path.isdir(os.path.expanduser(given)):
+        given = os.path.abspath(folder)
+    if is_here or source_dtypes(folder) is not None:
+        find_base(source, folder)
+    else:
+        _compare_configs(read_base_config(source.hf), read_base_config(folder), given)
+    return {**entry, "name_or_path": given, "revision": None}
+
+
+def _compare_configs(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
+    """Refuse a base whose config describes another model, but for what a save changes of it."""
+    for key in sorted((ours.keys() & theirs.keys()) - _OF_A_SAVE):
+        if ours[key] != theirs[key]:
+            raise ExportError(
+                f"{name} is not the base that the adapter was trained on: its config has {key} "
+                f"{theirs[key]!r}, the checkpoint's {ours[key]!r}"
+            )
 
 
 def adapter_origin(hf: Path, entry: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +153,11 @@ def adapter_origin(hf: Path, entry: dict[str, Any]) -> dict[str, Any]:
     """
     config = read_config(hf)
     return {
-        "base": {**model_card.base_model(entry, Path()), "digest": entry.get("digest")},
+        "base": {
+            **model_card.base_model(entry, Path()),
+            "digest": entry.get("digest"),
+            **({"rows": entry["rows"]} if entry.get("rows") else {}),  # resized to
+        },
         "base_config": read_base_config(hf),
         "settings": {name: config[name] for name in _SETTINGS if config.get(name)},
     }

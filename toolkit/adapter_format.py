@@ -68,6 +68,20 @@ class Twin:
     """Parameter of the base -> what adapts it; of tied parameters under the first name."""
 
 
+# Settings of PEFT's that the export follows, and those that say nothing alone. Any other one that
+# is switched on is refused: what it does to the layers, or imports, is not known here.
+_KNOWN = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+    *("base_model_name_or_path", "revision", "runtime_config", "megatron_core"),
+    *("r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "use_dora"),
+    *("target_modules", "target_parameters", "exclude_modules", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
+    *("init_lora_weights", "qalora_group_size", "ensure_weight_tying"),
+}
+# Ways to begin that leave the base as it is; others subtract what they begin with from it.
+_STARTS = (True, False, None, "gaussian", "orthogonal")
+
+
 def is_adapter_folder(folder: Path) -> bool:
     """Whether a folder is a PEFT folder, or was one."""
     return (folder / CONFIG_FILE).is_file() or (folder / WEIGHTS_FILE).is_file()
@@ -76,8 +90,11 @@ def is_adapter_folder(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
+    It may come from anybody: nothing of it is imported or asked for here.
+
     Raises:
-        ExportError: there is none, or it is not that of a LoRA adapter.
+        ExportError: there is none, it is not that of a LoRA adapter, or it has a setting that the
+            export does not support (names it).
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -89,6 +106,23 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{file} is no config of an adapter: {error!r}") from error
     if kind != "LORA" or type(rank) is not int or rank < 1:
         raise ExportError(f"{file} is of peft_type {kind!r} and r {rank!r}, LORA is expected")
+    for name in ("base_model_name_or_path", "revision"):
+        if not isinstance(content.get(name), str | None):
+            raise ExportError(f"{file}: {name} is {content[name]!r}, a text or null is expected")
+    odd = {name: value for name, value in content.items() if value and name not in _KNOWN}
+    if content.get("bias") not in (None, "none"):
+        odd["bias"] = content["bias"]
+    if not any(content.get("init_lora_weights") is start for start in _STARTS[:3]) and (
+        content.get("init_lora_weights") not in _STARTS[3:]
+    ):
+        odd["init_lora_weights"] = content["init_lora_weights"]
+    if odd:
+        shown = "; ".join(f"{name} is {str(value)[:60]!r}" for name, value in odd.items())
+        raise ExportError(
+            f"{file} has settings that are not supported here ({shown}): known are LoRA, DoRA and "
+            "rsLoRA of linear layers, embeddings and fused experts, and whole modules "
+            "(modules_to_save)"
+        )
     return content
 
 

@@ -86,7 +86,8 @@ def prove(
     values, modes, gradients, random state.
 
     Costs three forwards of `batch`, a fourth where the effect is below rounding; rank 0 reads and
-    writes the adapter once and holds it twice, every rank holds a second copy of its rows.
+    writes the adapter once and holds it twice, every rank holds two more copies of its rows: what
+    was loaded, and what is put back.
 
     Args:
         model: adapted, sharded or not, with the values that were saved.

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.adapted import ADAPTER
 from toolkit.errors import ExportError
+from toolkit.layout import local_slices
 
 
 @contextlib.contextmanager
@@ -92,8 +93,10 @@ def _moving(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | Non
             for name, parameter in module.modules_to_save[ADAPTER].named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    tensor = _local(parameter)
-                    yield tensor, _local(begun[name]).to(tensor.dtype)
+                    tensor, start = _local(parameter), begun[name].detach()
+                    if isinstance(parameter, DTensor) and not isinstance(start, DTensor):
+                        start = start[local_slices(parameter)]  # the whole of it is on each rank
+                    yield tensor, _local(start).to(tensor.dtype)
         elif isinstance(module, LoraLayer):
             if ADAPTER in module.lora_B:
                 yield _local(module.lora_B[ADAPTER].weight), None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -43,6 +43,8 @@ from toolkit.errors import CheckpointError
 from toolkit.hf_format import read_config
 from toolkit.staging import HostStager
 from toolkit.store import Place, is_url, where
+
+T = TypeVar("T")
 
 __all__ = ["TrainState", "newest", "restore", "resume", "rows_digest", "save", "tensor_digests"]
 
@@ -188,7 +190,7 @@ def newest(run_dir: str | Path | Place) -> Path | Place | None:
         lambda: [(str(path), what) for path, what in protocol.broken_steps(run).values()]
     )
     for name, what in broken:
-        _give_up(where(name), what)
+        give_up(where(name), what)
     while True:
         found = ranks.on_main(
             lambda: str(max(protocol.committed_steps(run).items(), default=(0, ""))[1])
@@ -199,7 +201,7 @@ def newest(run_dir: str | Path | Place) -> Path | Place | None:
         damage = _verify(path)
         if not damage:
             return path
-        _give_up(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
+        give_up(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
 
 
 def refuse_lost(run_dir: str | Path | Place) -> None:
@@ -259,7 +261,9 @@ def _strangers(checkpoint: Path | Place, known: dict[str, int]) -> list[tuple[st
     return [(name, "is not in the manifest") for name in sorted(there)]
 
 
-def _give_up(checkpoint: Path | Place, what: str) -> None:
+def give_up(checkpoint: str | Path | Place, what: str) -> None:
+    """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
+    checkpoint = where(checkpoint)
     aside = ranks.on_main(lambda: str(_protocol(checkpoint).set_aside(checkpoint)))
     done = "moved to" if isinstance(checkpoint, Path) else "marked by"
     if ranks.rank() == 0:
@@ -638,22 +642,36 @@ def _finish(job: _Job, writer: HashingWriter, upload: Callable[[], object]) -> s
     try:
         with ThreadPoolExecutor(1, "digests") as pool:
             digests = pool.submit(part_digests, job.model, job.gathered)
-            upload()
-            parts = ranks.each(lambda: (_write_small(job, writer), digests.result()))
-        path = ranks.on_main(lambda: str(_commit(job, parts)))
+            _named(failed, upload)
+            parts = ranks.each(
+                lambda: _named(failed, lambda: (_write_small(job, writer), digests.result()))
+            )
+        path = ranks.on_main(lambda: _named(failed, lambda: str(_commit(job, parts))))
     except CheckpointException as error:
-        first = next(iter(error.failures.values()), error)
+        rank, first = next(iter(error.failures.items()), (0, error))
         cause = first[0] if isinstance(first, tuple) else first
         if isinstance(cause, CheckpointError):
-            raise CheckpointError(f"{failed}: {cause}") from error
-        raise commit.disk_error(failed, cause) from error
-    except OSError as error:
-        raise commit.disk_error(failed, error) from error
+            named = CheckpointError(f"{failed}: {cause}")
+        else:
+            named = commit.disk_error(failed, cause)
+        # Every rank has it; the first that failed prints it.
+        named.already_said = ranks.rank() != rank  # type: ignore[attr-defined]
+        raise named from error
     finally:
         _remove(job.folder, job.place)  # still under its temporary name: it failed
     policy = commit.retention(job.cfg)
     ranks.on_main(lambda: [str(p) for p in _protocol(job.run).prune(job.run, policy)])
     return path
+
+
+def _named(failed: str, fn: Callable[[], T]) -> T:
+    """Run `fn` with the disk's errors as ours: so that `ranks` tells them to the other ranks, which
+    did not fail, in the same class and words.
+    """
+    try:
+        return fn()
+    except OSError as error:
+        raise commit.disk_error(failed, error) from error
 
 
 def _write_small(job: _Job, writer: HashingWriter) -> dict[str, dict[str, Any]]:

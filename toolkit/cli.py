@@ -120,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--data",
         metavar="CONFIG",
-        help="config of a recipe (YAML): samples and tokens of each source, what is learned, what "
-        "is left out and why, and the first samples with the learned text marked",
+        help="config of recipes/finetune.py (YAML): samples and tokens of each source, what is "
+        "learned, what is left out and why, and the first samples with the learned text marked",
     )
     sub.add_argument(
         "--world_size",

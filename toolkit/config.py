@@ -235,7 +235,8 @@ class FinetuneDataConfig(DataConfig):
     """Jinja template of conversations, or a file that holds one; empty: the tokenizer's own."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to an example of more than sequence_length tokens: its end is cut off, it is
-    left out, or the run ends. Both are counted."""
+    left out, or the run ends. Both are counted. Plain text is cut into samples instead, and none of
+    it is lost."""
     dataset_num_proc: int | None = None
     """Processes that render conversations before the run; empty: as many as there are cores. (The
     tokenizer has threads of its own.)"""
@@ -658,6 +659,22 @@ def _check_finetune(cfg: "FinetuneConfig") -> None:
         raise ConfigError(
             "model.frozen_parameters with lora.r does nothing: adapters freeze the whole base; "
             "leave it out, and say with lora.target_modules and lora.modules_to_save what learns"
+        )
+    if lora.r and cfg.model.trust_remote_code:
+        raise ConfigError(
+            "lora.r with model.trust_remote_code: adapters are proven and exported on a base that "
+            "is built again, without code from outside. Train all parameters (lora.r: 0), or a "
+            "model that transformers knows"
+        )
+    if lora.r and cfg.checkpoint.async_save:
+        raise ConfigError(
+            "checkpoint.async_save with lora.r gains nothing: each save of an adapter is proven by "
+            "loading it back before the run goes on, and adapters are small. Leave async_save out"
+        )
+    if cfg.model.train_tokenizer:
+        raise ConfigError(
+            "model.train_tokenizer is for pretraining; fine-tuning needs the tokenizer of the "
+            "model, or model.tokenizer_name_or_path"
         )
     if not 0 <= lora.lora_dropout < 1:
         raise ConfigError(f"lora.lora_dropout must be from 0 to below 1, got {lora.lora_dropout}")

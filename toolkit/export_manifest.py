@@ -201,6 +201,8 @@ def _check(file: Path, manifest: Any) -> None:
                 f"{file} has version {manifest['version']!r}; this toolkit ({__version__}) reads "
                 "version 1: install a newer one"
             )
+        if not isinstance(manifest["origin"], dict):
+            raise TypeError("its origin is no object")
         for name, entry in manifest["files"].items():
             if not is_plain_name(name) or name in (FILE, CARD):
                 raise ExportError(f"{file} names {name!r}, which is no file of its folder")

@@ -55,10 +55,19 @@ class Prepared:
     """What a run reads from, and what it was made of."""
 
     feed: AnyFeed
-    encoded: list[Encoded]
-    """The sources that were encoded before the run: all but streams."""
+    trained: list[Encoded]
+    """The sources to train on, where they were encoded before the run: none of streams."""
+    evaluated: list[Encoded]
+    """The sources to evaluate on; they may have the names of others to train on."""
     formats: dict[str, str]
-    """Source -> its format in words."""
+    """Source to train on -> its format in words."""
+    eval_formats: dict[str, str]
+    """Source to evaluate on -> its format in words."""
+
+    @property
+    def encoded(self) -> list[Encoded]:
+        """All that was encoded before the run."""
+        return [*self.trained, *self.evaluated]
 
 
 def prepare(
@@ -80,7 +89,9 @@ def prepare(
     sources = load_sources(data, what="train", builtin="instructions")
     # Read before the training data is encoded, which may take an hour.
     others = load_sources(data, what="eval")
-    formats = {source.name: str(source.layout) for source in (*others, *sources)}
+    formats, eval_formats = (
+        {source.name: str(source.layout) for source in some} for some in (sources, others)
+    )
     held_out = [_encoded(source, cfg, tokenizer, vocabulary) for source in others]
     settings: dict[str, Any] = {
         "seed": cfg.seed,
@@ -102,10 +113,11 @@ def prepare(
             )
             for source in sources
         ]
-        return Prepared(StreamFeed(streams, shape, **settings), held_out, formats)
+        streamed = StreamFeed(streams, shape, **settings)
+        return Prepared(streamed, [], held_out, formats, eval_formats)
     encoded = [_encoded(source, cfg, tokenizer, vocabulary) for source in sources]
     feed = Feed(encoded, shape, eval_split=data.eval_split, **settings)
-    return Prepared(feed, encoded + held_out, formats)
+    return Prepared(feed, encoded, held_out, formats, eval_formats)
 
 
 def _encoded(
@@ -127,10 +139,12 @@ def report(
     """Return the supervision report of what was encoded; see `data.report.supervision_report`."""
     feed = prepared.feed
     return supervision_report(
-        prepared.encoded,
+        prepared.trained,
         tokenizer,
         sequence_length=feed.sequence_length,
         formats=prepared.formats,
+        evaluated=prepared.evaluated,
+        eval_formats=prepared.eval_formats,
         parts=[] if isinstance(feed, StreamFeed) else [asdict(part) for part in feed.parts],
         samples=samples,
     )
@@ -138,7 +152,8 @@ def report(
 
 def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     """Return the supervision report of a config, as a run of it would read the data; `packing` and
-    `why` say how examples become samples. One process, no weights. Streams are read whole.
+    `why` say how examples become samples. One process, no weights. Streams are read whole, after
+    the checks that a run makes of them; nothing is split off them to evaluate on.
 
     Raises:
         ModelError, DataError: as the run itself would.
@@ -147,6 +162,9 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     model = models.build_on_meta(model_cfg)
     tokenizer = load_supervised_tokenizer(cfg, model_cfg, model)
     chosen = choose_packing(cfg.data, model, cfg.train.per_device_train_batch_size)
-    whole = replace(cfg, data=replace(cfg.data, streaming=False))
-    prepared = prepare(whole, tokenizer, models.vocabulary_size(model), chosen.packing, 1)
+    vocabulary = models.vocabulary_size(model)
+    prepared = prepare(cfg, tokenizer, vocabulary, chosen.packing, 1)
+    if cfg.data.streaming:  # made, it is known that it can be; now what is in it
+        whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
+        prepared = prepare(whole, tokenizer, vocabulary, chosen.packing, 1)
     return report(prepared, tokenizer, samples) | asdict(chosen)

@@ -107,7 +107,14 @@ def _encoded(
                 "the tokenizer has no chat template to put eval_prompts in; set data.chat_template"
             )
         turns = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template raises whatever it likes
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise TrainingError(
+                f"the chat template refuses the prompt {prompt[:60]!r} as the only turn ({said}); "
+                "leave train.eval_prompts out, or set data.chat_template"
+            ) from error
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
     else:
         ids = tokenizer(prompt)["input_ids"]

@@ -167,8 +167,11 @@ def assets_of(model: torch.nn.Module) -> HFAssets:
 # --------------------------------------------------------------------------------------------------
 
 
-def local_folder(name_or_path: str, revision: str | None = None) -> Path:
+def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = True) -> Path:
     """Return the folder of a checkpoint: itself, or the cached snapshot of a Hub id (downloaded).
+
+    Args:
+        ask: the Hub, where the cache has no such model.
 
     Raises:
         ModelError: neither a folder nor a repository that can be reached.
@@ -183,7 +186,9 @@ def local_folder(name_or_path: str, revision: str | None = None) -> Path:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(name_or_path, "config.json", revision=revision)
+        found = cached_file(
+            name_or_path, "config.json", revision=revision, local_files_only=not ask
+        )
     except OSError as error:
         raise ModelError(
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "

@@ -131,14 +131,13 @@ def push(
     Raises:
         HubError: no token, no such name, no permission, or the Hub could not be reached. The
             repository is unchanged, or complete where the error says so.
-        ExportError: the folder is no export, or it has a finding.
+        ExportError: the folder is no export, it has a finding, or it is an adapter that names its
+            base by a path.
     """
     _check_id(repo_id, revision)
     api, token = _api()
     with _redacted_logs(token):
         local = _read_export(Path(folder), repo_id, token)
-        for note in local.notes:
-            say(f"NOTE: {note}")
         client = _Client(api, repo_id, revision, retry, say)
         state = client.open(private)
         return _publish(client, local, state)
@@ -157,7 +156,8 @@ def preview(
 
     Raises:
         HubError: the repository id is not one, or the repository is public and `private` was asked.
-        ExportError: the folder is no export, or it has a finding.
+        ExportError: the folder is no export, it has a finding, or it is an adapter that names its
+            base by a path.
     """
     _check_id(repo_id, revision)
     token = get_token()
@@ -165,7 +165,6 @@ def preview(
     state = None
     with _redacted_logs(token):
         local = _read_export(Path(folder), repo_id, token)
-        notes += local.notes
         if token is None:
             notes.append(f"the repository was not read: {_NO_TOKEN}")
         else:
@@ -241,8 +240,6 @@ class _Export:
     """Whether the card is the folder's own README.md."""
     digest: str
     """sha256 of the export's manifest file."""
-    notes: tuple[str, ...] = ()
-    """What the publisher should know."""
 
 
 def _read_export(folder: Path, repo_id: str, token: str | None) -> _Export:
@@ -257,6 +254,7 @@ def _read_export(folder: Path, repo_id: str, token: str | None) -> _Export:
             f"{folder} is not published, it does not verify: {name}: {what}{more}; see `toolkit "
             f"verify {folder}`, or consolidate again"
         )
+    _check_adapter(folder)
     manifest = export_manifest.read(folder)
     files = {name: _read_file(folder / name, entry) for name, entry in manifest["files"].items()}
     raw = (folder / export_manifest.FILE).read_bytes()
@@ -275,19 +273,38 @@ def _read_export(folder: Path, repo_id: str, token: str | None) -> _Export:
             raise ExportError(
                 f"{folder / name} holds your Hugging Face token; remove it before it is public"
             )
-    return _Export(files, card, own.is_file(), digest, tuple(_adapter_notes(folder)))
+    return _Export(files, card, own.is_file(), digest)
 
 
-def _adapter_notes(folder: Path) -> Iterator[str]:
-    """Say where readers of an adapter would look for a base that only this machine has."""
+def check_base(name_or_path: str) -> None:
+    """Refuse a base that readers of a published adapter could not find: it is no Hub id.
+
+    Nothing is asked of the Hub.
+
+    Raises:
+        HubError: it is a path, of this machine or relative.
+    """
+    if model_card.is_path(name_or_path):
+        raise HubError(
+            f"the base {name_or_path!r} is a path of this machine, and a published adapter names "
+            "its base: no reader would find it there, and the path would be told to all. Give the "
+            "base's Hub id as model.name_or_path, or leave hub.push_to_hub out and export with "
+            "`toolkit consolidate RUN --output FOLDER --hf_assets ORG/NAME` (or --merge) before "
+            "`toolkit push`"
+        )
+
+
+def _check_adapter(folder: Path) -> None:
+    """Refuse an adapter whose config names its base by a path, which nobody should read."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return
-    base = str(json.loads(file.read_text("utf-8")).get("base_model_name_or_path"))
-    if Path(base).is_absolute():
-        yield (
-            f"{file.name} names its base by a path of this machine, {base}: no reader finds it "
-            "there. Where the base is on the Hub, export again with --hf_assets ORG/NAME"
+    base = json.loads(file.read_text("utf-8")).get("base_model_name_or_path")
+    if model_card.is_path(str(base or ""), folder):
+        raise ExportError(
+            f"{folder} is not published: {file.name} names its base by a path, {base!r}, where no "
+            "reader finds it, and which would be told to all. Export again with --hf_assets "
+            "ORG/NAME, the base's id on the Hub, or with --merge"
         )
 
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.adapted import bare, is_adapted
 from toolkit.adapter_init import copied_buffers, first_values
+from toolkit.adapter_source import base_digest, record_base
 from toolkit.errors import LoadingError
 from toolkit.hf_format import (
     TensorEntry,
@@ -63,7 +64,7 @@ def load_pretrained(
     beyond the shards stays below the largest tensor. Nothing keeps pointing into the files.
 
     The checkpoint is that of the base where `model` has adapters, which begin as
-    `adapter_init.first_values` says.
+    `adapter_init.first_values` says; which base it was is noted for the checkpoints to come.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.
@@ -79,6 +80,9 @@ def load_pretrained(
     with bare(model) as base:
         stream = ranks.together(lambda: _stream(base, path, torch.device(device)))
         ranks.together(lambda: _settle(base, torch.device(device), stream))
+    if is_adapted(model):
+        digest = ranks.on_main(lambda: base_digest(stream.folder, str(path)))
+        record_base(model, str(path), stream.folder, digest)
     _begin_adapters(model, torch.device(device), seed)
     return LoadReport(
         stream.tensors, stream.file_bytes, stream.requested, time.perf_counter() - begun

@@ -21,7 +21,8 @@ from toolkit.models import plain_name
 from toolkit.patterns import no_match, numbered
 
 ALL_LINEAR = "all-linear"
-_ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
+# What the export knows; PEFT adapts convolutions, too, which no merge or proof of ours can follow.
+_ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Targets:
     tied: frozenset[str]
     """The modules that are one matrix with the input embedding, itself among them; often empty."""
     unfit: frozenset[str]
-    """Of `modules`, what PEFT has no adapter for."""
+    """Of `modules`, what PEFT has no adapter for, or the export no way to write it."""
 
     @property
     def ties(self) -> bool:
@@ -256,7 +257,10 @@ def refusal(
     else:
         remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if not said:
-        said = f"{min(targets.unfit)} does not answer as a linear layer does"
+        first = min(targets.unfit)
+        said = f"{first} does not answer as a linear layer does"
+        if not isinstance(kind := model.get_submodule(first), _ADAPTABLE):
+            said = f"{first} is {type(kind).__name__}, of which no adapter could be exported"
     return f"PEFT cannot adapt {plain_name(model)} as asked ({said}); {remedy}"
 
 

@@ -18,7 +18,7 @@ from toolkit.export_check import ExportCheck, digests_of, noise
 from toolkit.export_proof import load_export, logits_of, stored_in
 from toolkit.hf_format import read_weights, weight_files
 from toolkit.merge_proof import MergeProof
-from toolkit.models import build_on_meta
+from toolkit.models import build_on_meta, vocabulary_size
 from toolkit.sources import Source, parameter_names
 from toolkit.tensor_stream import whole
 
@@ -62,7 +62,7 @@ class MergedCheck(ExportCheck):
         """
         if self.model is None or not self.entries:
             return
-        base, _ = load_export(folder, self.model)
+        base = load_base(folder, self.model)
         model = with_adapter(base, source)
         theirs = logits_of(model)
         with without_adapters(model):
@@ -83,6 +83,17 @@ class MergedCheck(ExportCheck):
         self.judge.report.notes.append(
             f"logits of merged and adapted model: largest difference {said}"
         )
+
+
+def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
+    """Return the base in `folder` as a reader loads it, with as many rows as `like` has: adapters
+    that were trained with new tokens hold the whole of embedding and head.
+    """
+    base, _ = load_export(folder, like)
+    rows = vocabulary_size(like)
+    if vocabulary_size(base) != rows:
+        base.resize_token_embeddings(rows, mean_resizing=False)
+    return base
 
 
 def with_adapter(base: PreTrainedModel, source: Source) -> Any:

@@ -25,6 +25,8 @@ from tqdm import tqdm
 from toolkit.errors import TrainingError
 
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+"""Answers to `train.eval_prompts`, a line each."""
 
 # Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
 _PEAKS = {
@@ -104,7 +106,7 @@ class Metrics:
         self._began, self._first_loss, self._last_line = time.perf_counter(), None, {}  # type: ignore[var-annotated]
         self._bar = None
         if is_main:
-            _keep_until(self._file, first_step)
+            keep_until(self._file, first_step)
             if not disable_tqdm and sys.stderr.isatty():
                 self._bar = tqdm(
                     total=max_steps, initial=first_step, unit="step", dynamic_ncols=True
@@ -261,7 +263,20 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
-    file = Path(run_dir) / METRICS
+    return _read_lines(Path(run_dir) / METRICS)
+
+
+def keep_until(file: Path, step: int) -> None:
+    """Drop the lines after `step` of a file of JSON lines: the resumed run writes them again."""
+    if not file.is_file():
+        return
+    kept = [line for line in _read_lines(file) if line["step"] <= step]
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+    os.replace(temporary, file)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
     lines = []
     for text in file.read_text("utf-8").splitlines() if file.is_file() else []:
         try:
@@ -269,16 +284,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return lines
-
-
-def _keep_until(file: Path, step: int) -> None:
-    """Drop the lines after `step`: the resumed run writes them again."""
-    if not file.is_file():
-        return
-    kept = [line for line in read_metrics(file.parent) if line["step"] <= step]
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
-    os.replace(temporary, file)
 
 
 def _duration(seconds: float) -> str:

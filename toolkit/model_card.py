@@ -27,7 +27,11 @@ from toolkit.run_dir import CONFIG
 CURVE_POINTS = 200
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 _SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "seed")
-_PATHS = ("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name")
+# Settings that may hold a path, or words of the user's own: told elsewhere, or not at all.
+_PATHS = (
+    *("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name"),
+    *("sources", "chat_template", "eval_prompts"),
+)
 _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
 # Of the run's settings, those that stand in the card's table; the others are folded away below it.
 _MAIN = (
@@ -79,7 +83,7 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
         final |= line
     facts = {
         "base_model": base_model(config.get("model") or {}, run),
-        "data": _data(config.get("data") or {}),
+        "data": _data(config.get("data") or {}, finetuned="lora" in config),
         "hyperparameters": _settings(config),
         "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
         "curve": {
@@ -124,7 +128,7 @@ def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
     parts = [
         f"# {name}",
         _opening(facts, manifest),
-        _loading_adapter(repo_id, facts) if apart else _loading(repo_id),
+        _loading_adapter(repo_id, facts, adapter) if apart else _loading(repo_id),
         _adapter(adapter, apart),
         _training(facts),
         _results(facts),
@@ -168,7 +172,7 @@ def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
         run: the run directory, beside which a relative path may lie.
     """
     given = str(model.get("name_or_path") or "")
-    local = _is_local(given, run)
+    local = is_path(given, run)
     return {
         "name": _last_part(given) if local else given,
         "hub_id": None if local else given,
@@ -178,7 +182,7 @@ def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
     }
 
 
-def _is_local(given: str, run: Path) -> bool:
+def is_path(given: str, run: Path = Path()) -> bool:
     """Whether a model's name is a path: a Hub id is `name` or `org/name`, and no folder here or
     beside the run.
     """
@@ -207,25 +211,42 @@ def front_matter(card: Path) -> dict[str, Any]:
     return front if isinstance(front, dict) else {}
 
 
-def _data(data: dict[str, Any]) -> dict[str, Any]:
-    files = data.get("train_files") or []
-    files = [files] if isinstance(files, str) else list(files)
-    held_out = data.get("eval_files") or []
-    held_out = [held_out] if isinstance(held_out, str) else list(held_out)
-    found: dict[str, Any] = {
-        "train_files": [_last_part(f) for f in files],
-        "eval_files": [_last_part(f) for f in held_out],
-    }
-    if name := data.get("dataset_name"):
-        hub = bool(_HUB_ID.fullmatch(str(name))) and not Path(str(name)).exists()
-        found["dataset_name"] = str(name) if hub else _last_part(str(name))
-        found["dataset_is_on_the_hub"] = hub
-        found["dataset_config_name"] = data.get("dataset_config_name")
-        found["dataset_split"] = data.get("dataset_split")
-    elif not files:
-        found["built_in"] = "the source of Python's standard library"
+def _data(data: dict[str, Any], *, finetuned: bool) -> dict[str, Any]:
+    """Return what is told of the data; `finetuned`: by the recipe whose own data are instructions.
+
+    Of the files of a source only the last part of their paths is told.
+    """
+    found = {"train_files": _names(data.get("train_files")), **_dataset(data)}
+    found["eval_files"] = _names(data.get("eval_files"))
+    if sources := data.get("sources"):
+        found["sources"] = [
+            {"files": _names(s.get("files")), **_dataset(s), "weight": s.get("weight")}
+            for s in (sources if isinstance(sources, list) else [])
+            if isinstance(s, dict)
+        ]
+    elif not found["train_files"] and "dataset_name" not in found:
+        what = "instructions and answers made of" if finetuned else "the source of"
+        found["built_in"] = f"{what} Python's standard library"
     found["sequence_length"] = data.get("sequence_length")
     return found
+
+
+def _names(files: Any) -> list[str]:
+    listed = [files] if isinstance(files, str) else list(files or [])
+    return [_last_part(str(file)) for file in listed]
+
+
+def _dataset(data: dict[str, Any]) -> dict[str, Any]:
+    name = data.get("dataset_name")
+    if not name:
+        return {}
+    hub = bool(_HUB_ID.fullmatch(str(name))) and not Path(str(name)).exists()
+    return {
+        "dataset_name": str(name) if hub else _last_part(str(name)),
+        "dataset_is_on_the_hub": hub,
+        "dataset_config_name": data.get("dataset_config_name"),
+        "dataset_split": data.get("dataset_split"),
+    }
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -291,8 +312,9 @@ def _front(facts: dict[str, Any], adapted: bool, apart: bool) -> dict[str, Any]:
         front["base_model"] = base["hub_id"]
         if adapted:
             front["base_model_relation"] = "adapter" if apart else "finetune"
-    if data.get("dataset_is_on_the_hub"):
-        front["datasets"] = [data["dataset_name"]]
+    on_the_hub = [d for d in (data, *data.get("sources", [])) if d.get("dataset_is_on_the_hub")]
+    if on_the_hub:
+        front["datasets"] = list(dict.fromkeys(d["dataset_name"] for d in on_the_hub))
     front["tags"] = ["fsdp2", "fsdp2-toolkit", *(["lora"] if adapted else [])]
     return front
 
@@ -329,9 +351,11 @@ tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 ```"""
 
 
-def _loading_adapter(repo_id: str, facts: dict[str, Any]) -> str:
+def _loading_adapter(repo_id: str, facts: dict[str, Any], adapter: dict[str, Any]) -> str:
     base = (facts.get("base_model") or {}).get("hub_id")
     known = "" if base else "  # where you have it"
+    rows = adapter["base"].get("rows")
+    resized = f"base.resize_token_embeddings({rows})  # new tokens\n" if rows else ""
     return f"""## Load it
 
 ```python
@@ -339,7 +363,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}", dtype="auto"){known}
-model = PeftModel.from_pretrained(base, "{repo_id}")
+{resized}model = PeftModel.from_pretrained(base, "{repo_id}")
 tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 ```"""
 
@@ -377,12 +401,15 @@ def _training(facts: dict[str, Any]) -> str:
 
 
 def _data_line(data: dict[str, Any]) -> str:
+    if sources := data.get("sources"):
+        weighed = [(_data_line(s), s.get("weight")) for s in sources]
+        return "; ".join(f"{text} (weight {w})" if w is not None else text for text, w in weighed)
     if name := data.get("dataset_name"):
         which = [data.get("dataset_config_name"), data.get("dataset_split")]
         return ", ".join([f"`{name}`", *(f"`{w}`" for w in which if w)])
     if data.get("built_in"):
         return str(data["built_in"])
-    files = data.get("train_files") or []
+    files = data.get("train_files") or data.get("files") or []
     more = f" and {len(files) - 10} more" if len(files) > 10 else ""
     return (", ".join(f"`{_cell(f)}`" for f in files[:10]) + more) or "not told"
 

@@ -8,8 +8,8 @@ import dataclasses
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models
-from toolkit.config import DataConfig, FinetuneDataConfig, ModelConfig, PretrainConfig
-from toolkit.data.encode import RowEncoder
+from toolkit.config import DataConfig, ModelConfig, PretrainConfig
+from toolkit.data.documents import DocumentEncoder
 from toolkit.data.feed import Feed
 from toolkit.data.files import configured
 from toolkit.data.rows import load_sources
@@ -20,9 +20,6 @@ from toolkit.data.text import load_documents, load_source
 from toolkit.data.tokenise import tokenise
 from toolkit.data.tokenizer import check_vocabulary, load_tokenizer
 from toolkit.packing_choice import AnyFeed, pad_id
-
-# Documents are cut by the packing, not while they are encoded.
-_ENDLESS = 2**31 - 1
 
 
 def make_feed(
@@ -92,15 +89,13 @@ def _documents(data: DataConfig) -> list[Source]:
 def _streams(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
 ) -> list[StreamSource]:
-    plain = {f.name: getattr(data, f.name) for f in dataclasses.fields(data)}
-    whole = FinetuneDataConfig(**plain | {"sequence_length": _ENDLESS}, supervise="all")
     return [
         StreamSource(
             source.name,
             source.rows,
-            RowEncoder(source, tokenizer, whole, vocabulary),
+            DocumentEncoder(source, tokenizer, data, vocabulary),
             source.weight,
             source.max_repeats,
         )
-        for source in load_sources(data, builtin="text")
+        for source in load_sources(data, builtin="text", documents=True)
     ]

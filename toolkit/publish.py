@@ -19,16 +19,18 @@ from toolkit.verify import verify_export
 Say = Callable[[str], object]
 
 
-def check(cfg: HubConfig, say: Say = print) -> None:
+def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> None:
     """Refuse before training what publishing would be refused for at its end.
 
-    Creates the repository when there is none: nothing else proves that it may be created. A few
+    `adapted` is the base of the adapters that the run trains, None where it trains none. Creates the repository when there is none: nothing else proves that it may be created. A few
     requests, from one process.
 
     Raises:
         HubError: no token, no such name, no permission, or the Hub cannot be reached.
     """
     if cfg.push_to_hub:
+        if adapted is not None:
+            hub.check_base(adapted)
         hub.check_access(str(cfg.hub_model_id), private=cfg.hub_private_repo, say=say)
 
 

@@ -8,6 +8,7 @@ Without an initialised process group every function is the plain call.
 """
 
 import datetime
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,23 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def first_to_say(text: str) -> bool:
+    """Return whether this rank is the first that is about to print `text`.
+
+    Not collective: a rank that fails alone learns that nobody has said it. One that cannot ask
+    (what holds the answers has ended) says it itself.
+    """
+    # Private in torch 2.x; without it each rank speaks for itself.
+    store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if world_size() == 1 or store_of is None:
+        return True
+    key = f"said/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+    try:
+        return store_of().compare_set(key, "", str(rank())) == str(rank()).encode()
+    except RuntimeError:
+        return True
 
 
 def broadcast(value: T) -> T:

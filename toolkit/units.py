@@ -204,7 +204,6 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     if cfg.param_dtype != "float32":
         with bare(model) as base:
             found |= {id(base.get_parameter(name)) for name in kept_in_fp32(base)}
-        found |= {id(copy) for original, copy in copies(model) if id(original) in found}
     elements: dict[torch.dtype, int] = {}
     packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
     stored = [p for p in model.parameters() if id(p) not in packed]
@@ -219,7 +218,8 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
         # Made in fp32 by the model's own code, among parameters stored in half precision.
         if parameter.dtype == torch.float32 != commonest:
             found.add(id(parameter))
-    return found
+    # What is trained in full lies as its original does: the two are compared and copied by row.
+    return found | {id(copy) for original, copy in copies(model) if id(original) in found}
 
 
 def _overrides(

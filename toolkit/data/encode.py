@@ -29,7 +29,7 @@ from toolkit.data.chat import chat_templates
 from toolkit.data.encoder import EncodedExample, Encoder, LeftOut, TooLong
 from toolkit.data.examples import Example
 from toolkit.data.row_values import BadRow
-from toolkit.data.rows import Source
+from toolkit.data.rows import At, Source
 from toolkit.data.sandbox import Renderers
 from toolkit.data.template_worker import OUT_OF_BOUNDS, TODAY
 from toolkit.data.tokenise import cache_folder, content_of, key_of, quiet_forks
@@ -40,7 +40,7 @@ _PLACES = 3
 _RUNAWAYS = 10
 """So many rows on which the template ran out of bounds end the run: each costs seconds."""
 
-_VERSION = 1
+_VERSION = 2
 """Part of the cache key: raise it when the same row gives other tokens or counts."""
 
 _COLUMNS = datasets.Features(
@@ -60,6 +60,8 @@ class Counts:
     """Examples made of them."""
     truncated: int = 0
     """Kept ones whose end was cut off."""
+    cut_off: int = 0
+    """Tokens of these ends, which nothing learns; they are not among `tokens`."""
     tokens: int = 0
     """Tokens of the kept ones."""
     supervised: int = 0
@@ -75,7 +77,8 @@ class Counts:
         """Count a row that became an example."""
         self.rows += 1
         self.kept += 1
-        self.truncated += example.truncated
+        self.truncated += bool(example.cut_off)
+        self.cut_off += example.cut_off
         self.tokens += len(example.input_ids)
         self.supervised += example.supervised
         for kind, count in example.notes.items():
@@ -165,8 +168,10 @@ def encode(
 class RowEncoder:
     """Rows of a stream to examples, one by one, by the settings and with the counts of `encode`.
 
-    `row_encoder(raw, index)` is None where a row is left out, and counted in `counts`. It depends
-    on nothing but the row. Copies in forked or spawned processes work, and count for themselves.
+    `row_encoder(raw, index)` is a `BadRow` that names the row where it is left out, and counted in
+    `counts`. It depends on nothing but the row. Copies in forked or spawned processes work, and
+    count for themselves. A row on which the template runs out of time or memory ends the run,
+    whatever `on_bad_row` says: other ranks may get through it, and would train on other samples.
 
     Args:
         source: its `rows` are not read.
@@ -182,20 +187,20 @@ class RowEncoder:
         cfg: FinetuneDataConfig,
         vocab_size: int,
     ) -> None:
-        self._work = _Rows(source, Encoder(tokenizer, cfg, vocab_size))
+        self._work = _Rows(source, Encoder(tokenizer, cfg, vocab_size), runaways=1)
 
     @property
     def counts(self) -> Counts:
         """What came of the rows so far."""
         return self._work.counts
 
-    def __call__(self, raw: dict[str, Any], index: int) -> EncodedExample | None:
-        """Return the example of a stored row; None where it is left out.
+    def __call__(self, raw: dict[str, Any], index: int) -> EncodedExample | BadRow:
+        """Return the example of a stored row; where it is left out, its place and why.
 
         Raises:
             DataError: as for `encode`.
         """
-        (result,) = self._work.settled([raw], [raw])
+        (result,) = self._work.settled([raw], [(raw, index)])
         return result
 
     def close(self) -> None:
@@ -206,13 +211,15 @@ class RowEncoder:
 class _Rows:
     """Stored rows to examples, with the policy and the counts."""
 
-    def __init__(self, source: Source, encoder: Encoder) -> None:
+    def __init__(self, source: Source, encoder: Encoder, runaways: int = _RUNAWAYS) -> None:
         self.source, self.encoder, self.counts = source, encoder, Counts()
+        self.runaways = runaways
 
     def __call__(self, columns: dict[str, list], rows: list[int]) -> pa.Table:
         raws = [{name: values[k] for name, values in columns.items()} for k in range(len(rows))]
         settled = self.settled(raws, rows)
-        kept = [(row, example) for row, example in zip(rows, settled, strict=True) if example]
+        pairs = zip(rows, settled, strict=True)
+        kept = [(row, example) for row, example in pairs if isinstance(example, EncodedExample)]
         spans = [np.asarray(e.spans, np.int32).reshape(-1) for _, e in kept]
         return pa.table(
             {
@@ -223,9 +230,9 @@ class _Rows:
         )
 
     def settled(
-        self, raws: list[dict[str, Any]], places: Sequence[int | dict[str, Any]]
-    ) -> list[EncodedExample | None]:
-        """Return the example of each row, None where it is left out, and count."""
+        self, raws: list[dict[str, Any]], places: Sequence[At]
+    ) -> list[EncodedExample | BadRow]:
+        """Return the example of each row, or why it is left out, and count."""
         examples: list[Example | BadRow] = []
         for raw in raws:
             try:
@@ -237,24 +244,29 @@ class _Rows:
             for result, place in zip(self.encoder.batch(examples), places, strict=True)
         ]
 
-    def _settled(
-        self, result: EncodedExample | BadRow, at: int | dict[str, Any]
-    ) -> EncodedExample | None:
+    def _settled(self, result: EncodedExample | BadRow, at: At) -> EncodedExample | BadRow:
         if isinstance(result, EncodedExample):
             self.counts.keep(result)
             return result
+        # All but the first few of a reason are only counted, and not asked where they stand.
+        shown = len(self.counts.places.get(result.reason, [])) < _PLACES
         if isinstance(result, TooLong):
             raise DataError(f"{self.source.place(at)}: {result}")
         if not isinstance(result, LeftOut) and self.encoder.cfg.on_bad_row == "error":
             raise self.source.refusal(at, result)
-        shown = len(self.counts.places.get(result.reason, [])) < _PLACES
-        self.counts.drop(result.reason, f"{self.source.place(at)}: {result}" if shown else "")
-        if self.counts.dropped.get(OUT_OF_BOUNDS, 0) >= _RUNAWAYS:
-            raise DataError(
-                f"{self.source.place(at)}: {result}. That is the {_RUNAWAYS}th such row; the "
-                "template, rather than the rows, is at fault"
+        said = f"{self.source.place(at)}: {result}" if shown else str(result)
+        self.counts.drop(result.reason, said)
+        if self.counts.dropped.get(OUT_OF_BOUNDS, 0) >= self.runaways:
+            why = (
+                f"That is the {self.runaways}th such row; the template, rather than the rows, is "
+                "at fault"
+                if self.runaways > 1
+                else "Such a row of a stream ends the run whatever data.on_bad_row says, since "
+                "another process may have got through it: shorten or remove it, or mend the "
+                "template"
             )
-        return None
+            raise DataError(f"{self.source.place(at)}: {result}. {why}")
+        return BadRow(said, result.reason)
 
 
 def _lists(values: list[np.ndarray]) -> pa.ListArray:

@@ -5,7 +5,7 @@ Owns the settings on what is learned and what is too long. Refuses to know files
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,21 +39,28 @@ class EncodedExample:
     """Token ids of one example, and which of them are learned.
 
     Attributes:
-        input_ids: int32 [n], n from 1 to `sequence_length`.
+        input_ids: int32 [n], n from 1 to `sequence_length`; of plain text any number: packing cuts
+            it, and loses nothing.
         spans: ranges (begin, end) of token positions that are learned, in order, disjoint.
-        truncated: whether its end was cut off.
+        cut_off: tokens at its end that were cut off, which are not among `input_ids`.
         notes: what is to be counted of it, by kind (such as `ACROSS`).
+        piece: tokens of the pieces that packing cuts it into; None: it stays whole.
     """
 
     input_ids: np.ndarray
     spans: list[tuple[int, int]]
-    truncated: bool = False
+    cut_off: int = 0
     notes: dict[str, int] = field(default_factory=dict)
+    piece: int | None = None
 
     @property
     def supervised(self) -> int:
-        """Tokens that the loss covers: those in spans but the first of all; nothing predicts it."""
-        return sum(end - max(begin, 1) for begin, end in self.spans if end > 1)
+        """Tokens that the loss covers: those in spans but the first of all, or of each piece, since
+        nothing predicts it.
+        """
+        piece = self.piece or max(1, len(self.input_ids))
+        firsts = [-(-end // piece) - -(-begin // piece) for begin, end in self.spans]
+        return sum(end - begin for begin, end in self.spans) - sum(firsts)
 
 
 class Encoder:
@@ -69,7 +76,8 @@ class Encoder:
     Args:
         tokenizer: None only where all examples are tokenised already.
         cfg: `supervise`, `chat_template`, `too_long`, `sequence_length` (no bound where packing is
-            `wrapped`: samples are cut later), `append_eos` are read.
+            `wrapped`: samples are cut later), `append_eos` are read. Neither bound nor `too_long`
+            concern plain text: all of it is learned, in as many pieces as it takes.
         vocab_size: rows of the model's embedding.
         renderers: the processes that render conversations; empty: one of its own.
 
@@ -155,7 +163,17 @@ class Encoder:
                     continue
                 notes = notes | ({ACROSS: result.across} if result.across else {})
                 ids, spans = self._framed(examples[at], result.ids, result.spans)
-                out[at] = self._fitted(ids, spans, notes)
+                example = examples[at]
+                if not isinstance(example, Text):
+                    out[at] = self._fitted(ids, spans, notes, self.limit)
+                elif len(ids) and not (example.start and example.end):
+                    # A part of a document may be one token, which only the document learns.
+                    out[at] = EncodedExample(ids, spans, notes=notes, piece=self.limit)
+                else:
+                    fitted = self._fitted(ids, spans, notes, None)
+                    if isinstance(fitted, EncodedExample):
+                        fitted = replace(fitted, piece=self.limit)
+                    out[at] = fitted
         return [o if o is not None else BadRow("no example") for o in out]
 
     def close(self) -> None:
@@ -199,10 +217,10 @@ class Encoder:
             )
         if example.labels is None:
             self._check_mode("token ids without labels", "auto", "all")
-            return self._fitted(ids, [(0, len(ids))], {})
+            return self._fitted(ids, [(0, len(ids))], {}, self.limit)
         learned = np.concatenate([[0], np.asarray(example.labels) != IGNORED, [0]]).astype(np.int8)
         turns = np.flatnonzero(np.diff(learned)).tolist()
-        return self._fitted(ids, list(zip(turns[::2], turns[1::2], strict=True)), {})
+        return self._fitted(ids, list(zip(turns[::2], turns[1::2], strict=True)), {}, self.limit)
 
     def _framed(
         self, example: Any, ids: np.ndarray, spans: list[tuple[int, int]]
@@ -228,12 +246,15 @@ class Encoder:
         return framed, spans
 
     def _fitted(
-        self, ids: np.ndarray, spans: list[tuple[int, int]], notes: dict[str, int]
+        self,
+        ids: np.ndarray,
+        spans: list[tuple[int, int]],
+        notes: dict[str, int],
+        limit: int | None,
     ) -> EncodedExample | BadRow:
         if not len(ids):
             return LeftOut("the tokenizer gives no token for it", "no token")
-        limit = self.limit
-        cut = limit is not None and len(ids) > limit
+        cut = 0 if limit is None else max(0, len(ids) - limit)
         if limit is not None and cut:
             said = f"expected at most {limit} tokens (data.sequence_length), got {len(ids)}"
             if self.cfg.too_long == "error":

@@ -141,6 +141,10 @@ class Feed:
             return None
         return sum(part.tokens for part in self.parts) / (len(self) * self.sequence_length)
 
+    def reading_lines(self) -> list[str]:
+        """Return nothing: what came of the rows was known, and reported, before the run."""
+        return []
+
     def tokens_of_step(self) -> float:
         """Return the mean of the tokens of a global batch, without padding, by weight."""
         share = self._shares()
@@ -165,6 +169,14 @@ class Feed:
         steps = math.ceil(wanted / self.position.global_batch)
         if self.order.total is not None and wanted <= self.order.total:
             steps = min(steps, self.order.total // self.position.global_batch)
+        if steps < 1:
+            raise DataError(
+                f"expected data for at least one step of {self.position.global_batch} samples, "
+                f"max_repeats allows {self.order.total} of "
+                f"{', '.join(p.name for p in self.parts)}; lower "
+                "train.per_device_train_batch_size or gradient_accumulation_steps, raise "
+                "max_repeats, or give more data"
+            )
         self.check_steps(steps)
         return steps
 

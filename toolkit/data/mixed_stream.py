@@ -80,8 +80,11 @@ class MixedStream:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, the same on every rank."""
-        return self._start | {"batches": self._done, "given": self._given}
+        """Return the place as JSON values, the same on every rank; and under `read` what came of
+        the rows read so far, which may be ahead of the place.
+        """
+        read = {name: s.read() for name, s in zip(self.names, self.streams, strict=True)}
+        return self._start | {"batches": self._done, "given": self._given, "read": read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a place that `state_dict` gave."""

@@ -33,26 +33,31 @@ def supervision_report(
     sequence_length: int,
     formats: Mapping[str, str] | None = None,
     parts: Iterable[Mapping[str, Any]] = (),
+    evaluated: Sequence[Encoded] = (),
+    eval_formats: Mapping[str, str] | None = None,
     samples: int = 2,
 ) -> dict[str, Any]:
     """Return what the sources hold and what of it is learned, ready for JSON.
 
-    Keys: `sequence_length`; `sources`, each with `name`, `format`, `weight`, `max_repeats`, `rows`,
-    `examples` (rows that are kept), `tokens`, `supervised` (tokens that the loss covers),
-    `supervised_share`, `truncated`, `dropped` (reason -> `rows` and the `first` places), `notes`,
-    `lengths` (`min`, `median`, `mean`, `max`, and `histogram`: a list of from, to, examples),
-    `packed` (its entry of `parts`, or None) and `first` (examples as lists of `text` and whether it
-    is `supervised`); `total` with the sums.
+    Keys: `sequence_length`; `sources`, each with `name`, `use` (`train` or `eval`), `format`,
+    `weight`, `max_repeats`, `rows`, `examples` (rows that are kept), `tokens`, `supervised` (tokens
+    that the loss covers), `supervised_share`, `truncated`, `cut_off` (tokens of what was truncated,
+    beyond `tokens`), `dropped` (reason -> `rows` and the `first` places), `notes`, `lengths`
+    (`min`, `median`, `mean`, `max`, and `histogram`: a list of from, to, examples), `packed` (its
+    entry of `parts`, or None) and `first` (examples as lists of `text` and whether it is
+    `supervised`); `total` with the sums over what is trained on.
 
     Costs a pass over the lengths of the examples; reads the tokens of the shown ones.
 
     Args:
-        sources: encoded rows.
+        sources: encoded rows to train on.
         tokenizer: to decode with; None shows ids.
         sequence_length: tokens of a sample at most.
         formats: source name -> its format in words (`str(source.layout)`).
         parts: what the sources became, as mappings with `name`, `samples`, `density`, `dropped` and
             `bins` (packed samples, least possible), such as `asdict` of `feed.Part`.
+        evaluated: encoded rows to evaluate on; they may have the names of others to train on.
+        eval_formats: as `formats`, of these.
         samples: examples to show of each source.
 
     Raises:
@@ -63,11 +68,12 @@ def supervision_report(
         for part in parts
     }
     found = []
-    for source in sources:
+    for source, use in [*((s, "train") for s in sources), *((s, "eval") for s in evaluated)]:
         check_supervised(source, sequence_length)
-        entry = _numbers(source)
-        entry["format"] = (formats or {}).get(source.name)
-        entry["packed"] = packed.get(source.name)
+        entry = _numbers(source) | {"use": use}
+        train = use == "train"
+        entry["format"] = ((formats if train else eval_formats) or {}).get(source.name)
+        entry["packed"] = packed.get(source.name) if train else None
         shown = source.tokens[: min(samples, len(source.tokens))]
         columns = (shown[name] for name in ("row", "input_ids", "spans"))
         entry["first"] = [
@@ -75,8 +81,9 @@ def supervision_report(
             for row, ids, spans in zip(*columns, strict=True)
         ]
         found.append(entry)
-    sums = ("rows", "examples", "tokens", "supervised", "truncated", "left_out")
-    total = {name: sum(entry[name] for entry in found) for name in sums}
+    sums = ("rows", "examples", "tokens", "supervised", "truncated", "cut_off", "left_out")
+    trained = [entry for entry in found if entry["use"] == "train"]
+    total = {name: sum(entry[name] for entry in trained) for name in sums}
     total["supervised_share"] = total["supervised"] / max(total["tokens"], 1)
     return {"sequence_length": sequence_length, "sources": found, "total": total}
 
@@ -117,12 +124,14 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
     """
     colour = sys.stdout.isatty() if colour is None else colour
     head = ["source", "rows", "left out", "examples", "truncated", "tokens", "supervised", "share"]
-    rows = [[s["name"], *_cells(s)] for s in report["sources"]]
+    of_use = {use: [s for s in report["sources"] if s["use"] == use] for use in ("train", "eval")}
+    rows = [[s["name"], *_cells(s)] for s in of_use["train"]]
     if len(rows) > 1:
         rows.append(["all", *_cells(report["total"])])
+    rows += [[_titled(s), *_cells(s)] for s in of_use["eval"]]
     lines = table([head, *rows], right=set(range(1, len(head))))
     for source in report["sources"]:
-        lines += ["", _escaped(f"{source['name']}: {source['format'] or 'examples'}")]
+        lines += ["", _escaped(f"{_titled(source)}: {source['format'] or 'examples'}")]
         lines += [f"  {line}" for line in _facts(source, report["sequence_length"])]
         lines += [f"  {line}" for line in _bars(source["lengths"]["histogram"])]
         for example in source["first"]:
@@ -152,6 +161,7 @@ def _numbers(source: Encoded) -> dict[str, Any]:
         "supervised": counts.supervised,
         "supervised_share": counts.supervised / max(counts.tokens, 1),
         "truncated": counts.truncated,
+        "cut_off": counts.cut_off,
         "left_out": sum(counts.dropped.values()),
         "dropped": {
             reason: {"rows": rows, "first": list(counts.places.get(reason, []))}
@@ -220,6 +230,10 @@ def _decoded(
 # --------------------------------------------------------------------------------------------------
 
 
+def _titled(source: Mapping[str, Any]) -> str:
+    return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
+
+
 def _cells(numbers: Mapping[str, Any]) -> list[str]:
     names = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
     return [*(f"{numbers[name]:,}" for name in names), f"{numbers['supervised_share']:.1%}"]
@@ -234,6 +248,11 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     for reason, dropped in source["dropped"].items():
         first = "; ".join(_escaped(place, keep="") for place in dropped["first"])
         yield f"left out  {dropped['rows']:,} rows: {reason}" + (f" ({first})" if first else "")
+    if source["cut_off"]:
+        yield (
+            f"cut off   {source['cut_off']:,} tokens of {source['truncated']:,} examples, which "
+            "nothing learns (data.sequence_length, data.too_long)"
+        )
     for note, count in source["notes"].items():
         yield f"note      {count:,} {note}"
     if packed := source["packed"]:

@@ -5,10 +5,10 @@ tokenizers and what a bad row does to the run: it says which one is bad, and why
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import datasets
 
@@ -30,9 +30,14 @@ from toolkit.data.examples import PIECES, Example, Layout, example_of, known_col
 from toolkit.data.files import What, configured, find_files, kind_of, named_files, stdlib_files
 from toolkit.data.raw_rows import decoded, read_raw
 from toolkit.data.raw_rows import place as raw_place
-from toolkit.data.row_values import BadRow
+from toolkit.data.row_values import BadRow, named
 from toolkit.data.text_files import text_rows
 from toolkit.errors import DataError
+
+At: TypeAlias = int | dict[str, Any] | tuple[dict[str, Any], int]
+"""A row of a source: its index, the stored row, or the latter and its number in a pass."""
+
+LayoutOf: TypeAlias = Callable[[Sequence[dict[str, Any]], str], Layout]
 
 LOOK_AT = 100
 """First rows of a source that its format is recognised by."""
@@ -81,27 +86,32 @@ class Source:
         """
         return example_of(self.row(stored), self.layout)
 
-    def place(self, at: int | dict[str, Any]) -> str:
+    def place(self, at: At) -> str:
         """Return where a row stands: `data/a.jsonl line 7`, `b.parquet row 12 (counted from 0)`.
 
         Args:
             at: its index in `rows`, or the stored row. Only where rows say where they come from is
-                the latter exact: raw ones, and those of streamed files.
+                the latter exact: raw ones, those of text files, and those of streamed files. Of
+                others its number in a pass tells more.
         """
+        at, number = at if isinstance(at, tuple) else (at, None)
+        if isinstance(at, int) and isinstance(self.rows, datasets.Dataset):
+            at = self.rows[at] if self.raw or FILE in self.rows.column_names else at
         if isinstance(at, dict):
             if self.raw:
                 return raw_place(at, self.files)
             if FILE in at:
-                return f"{self.files[at[FILE]]} row {at[ROW]} (counted from 0)"
-            return f"{self.where}, a row"
-        if self.raw and isinstance(self.rows, datasets.Dataset):
-            return raw_place(self.rows[at], self.files)
+                what = "piece" if self.layout == PIECES else "row"
+                return f"{self.files[at[FILE]]} {what} {at[ROW]} (counted from 0)"
+            if number is None:
+                return f"{self.where}, a row"
+            return f"{self.where} row {number} of a pass (counted from 0)"
         if self.firsts:
             file = bisect_right(self.firsts, at) - 1
             return f"{self.files[file]} row {at - self.firsts[file]} (counted from 0)"
         return f"{self.where} row {at} (counted from 0)"
 
-    def refusal(self, at: int | dict[str, Any], bad: BadRow) -> DataError:
+    def refusal(self, at: At, bad: BadRow) -> DataError:
         """Return the error that ends the run for a bad row."""
         return DataError(
             f"{self.place(at)}: {bad}. Repair or remove it, or set data.on_bad_row: skip"
@@ -109,7 +119,11 @@ class Source:
 
 
 def load_sources(
-    cfg: DataConfig, *, what: What = "train", builtin: Literal["instructions", "text"] | None = None
+    cfg: DataConfig,
+    *,
+    what: What = "train",
+    builtin: Literal["instructions", "text"] | None = None,
+    documents: bool = False,
 ) -> list[Source]:
     """Return the sources that `cfg` names to train on or to evaluate on.
 
@@ -123,16 +137,19 @@ def load_sources(
         what: `train` or `eval`.
         builtin: what to train on where nothing is named: pairs of instruction and answer made of
             Python's standard library, or its text. None: nothing is named, no source.
+        documents: rows are text or token ids, whatever other columns they have: what pretraining
+            learns from; see [Note: documents] in `toolkit/data/text.py`.
 
     Raises:
         DataError: a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
             row, or the first rows have no known format (with those of the first one).
     """
     streaming = cfg.streaming and what == "train"
-    named = configured(cfg, what)
-    if not named and what == "train" and builtin is not None:
+    configs = configured(cfg, what)
+    if not configs and what == "train" and builtin is not None:
         return [_builtin(builtin, streaming)]
-    return [_source(source, setting, cfg, streaming) for setting, source in named]
+    layout_of = document_layout if documents else recognise
+    return [_source(source, setting, cfg, streaming, layout_of) for setting, source in configs]
 
 
 def examples(source: Source) -> Iterator[tuple[int, dict[str, Any], Example | BadRow]]:
@@ -147,16 +164,18 @@ def examples(source: Source) -> Iterator[tuple[int, dict[str, Any], Example | Ba
 def _builtin(kind: Literal["instructions", "text"], streaming: bool) -> Source:
     if kind == "text":
         where = "the built-in text (Python's standard library)"
-        return Source(
-            "stdlib", where, text_rows(stdlib_files(), where, streaming=streaming), PIECES
-        )
+        files = stdlib_files()
+        rows = text_rows(files, where, streaming=streaming, places=True)
+        return Source("stdlib", where, rows, PIECES, files=tuple(map(str, files)))
     where = "the built-in instructions (Python's standard library)"
-    rows = instructions.pairs()
-    stored = rows.to_iterable_dataset() if streaming else rows
+    pairs = instructions.pairs()
+    stored = pairs.to_iterable_dataset() if streaming else pairs
     return Source("stdlib-instructions", where, stored, Layout("messages", ("messages",)))
 
 
-def _source(source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool) -> Source:
+def _source(
+    source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, layout_of: LayoutOf
+) -> Source:
     """Return a source, recognised; it is put together in the order of what is known of it."""
     settings: dict[str, Any] = {
         "name": str(source.name),
@@ -167,24 +186,43 @@ def _source(source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
         rows = as_bytes(read_named(source, where, streaming=streaming), known)
-        return _recognised(cfg, where=where, rows=rows, **settings)
+        return _recognised(cfg, layout_of, where=where, rows=rows, **settings)
     files = find_files(source.files, setting)
     kind = kind_of(files, setting)
     settings["where"] = where = f"{setting} ({named_files(files)})"
-    if kind == "text":
-        return Source(rows=text_rows(files, where, streaming=streaming), layout=PIECES, **settings)
     settings["files"] = tuple(map(str, files))
+    if kind == "text":
+        rows = text_rows(files, where, streaming=streaming, places=True)
+        return Source(rows=rows, layout=PIECES, **settings)
     if kind in ("json", "csv"):
         stored = read_raw(files, kind, where, streaming=streaming)
-        return _recognised(cfg, rows=stored, raw=True, **settings)
+        return _recognised(cfg, layout_of, rows=stored, raw=True, **settings)
     if streaming:
-        return _recognised(cfg, rows=stream_files(files, kind, where, known), **settings)
+        rows = stream_files(files, kind, where, known)
+        return _recognised(cfg, layout_of, rows=rows, **settings)
     rows = as_bytes(read_files(files, kind, where, columns=known), known)
     firsts = accumulate((rows_in(file, kind) for file in files[:-1]), initial=0)
-    return _recognised(cfg, rows=rows, firsts=tuple(firsts), **settings)
+    return _recognised(cfg, layout_of, rows=rows, firsts=tuple(firsts), **settings)
 
 
-def _recognised(cfg: DataConfig, **parts: Any) -> Source:
+def document_layout(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
+    """Return the layout of documents: token ids where the rows have any, else text.
+
+    Raises:
+        BadRow: none of them has either column.
+    """
+    if any("input_ids" in row for row in rows):
+        return Layout("tokenised", ("input_ids",))
+    if any(text_column in row for row in rows):
+        return Layout("text", (text_column,))
+    raise BadRow(
+        f"expected a column {text_column!r} (data.text_column) or 'input_ids', got "
+        f"{named(rows[0])}; set data.text_column to the one that holds the text",
+        "unknown format",
+    )
+
+
+def _recognised(cfg: DataConfig, layout_of: LayoutOf, **parts: Any) -> Source:
     """Return the source made of `parts`, with the layout that its first rows have."""
     source = Source(layout=Layout("text", ()), **parts)
     first: list[tuple[dict[str, Any], dict[str, Any] | BadRow]] = []
@@ -206,7 +244,7 @@ def _recognised(cfg: DataConfig, **parts: Any) -> Source:
             "rows can be read. Is this the right file?"
         )
     try:
-        layout = recognise([row for _, row in readable], cfg.text_column)
+        layout = layout_of([row for _, row in readable], cfg.text_column)
     except BadRow as bad:
         stored = readable[0][0]
         index = next(i for i, (other, _) in enumerate(first) if other is stored)

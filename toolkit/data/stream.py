@@ -17,7 +17,7 @@ the tensors of its own only.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -25,6 +25,7 @@ import numpy as np
 
 from toolkit.data.order import derived_seed, permute
 from toolkit.data.packing import best_fit
+from toolkit.data.row_values import BadRow
 from toolkit.data.samples import IGNORED
 from toolkit.data.sequences import Sample, labels_of, packed_sample, padded_sample
 from toolkit.data.sets import Shape
@@ -45,6 +46,10 @@ class Encoded(Protocol):
     def spans(self) -> list[tuple[int, int]]:
         """Ranges (begin, end) of the tokens that are learned."""
 
+    @property
+    def cut_off(self) -> int:
+        """Tokens of the row that are not among them: what was too long for a sample."""
+
 
 @dataclass
 class StreamSource:
@@ -52,9 +57,9 @@ class StreamSource:
 
     name: str
     rows: datasets.IterableDataset
-    encode: Callable[[dict[str, Any], int], Encoded | None]
-    """(row as it is read, its number in its pass) -> what it becomes; None leaves it out. Its
-    result must depend on nothing else."""
+    encode: Callable[[dict[str, Any], int], Encoded | BadRow]
+    """(row as it is read, its number in its pass) -> what it becomes; a `BadRow`, which names the
+    row, leaves it out. Its result must depend on nothing else."""
     weight: float | None = None
     max_repeats: float | None = None
     """Passes at most: whole ones."""
@@ -80,8 +85,28 @@ class Place:
     """Rows read in all passes."""
     left_out: int = 0
     """Rows that were left out, in all passes."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Reason -> how many of these."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Reason -> the first of these, and what is wrong with it."""
+    truncated: int = 0
+    """Rows whose end was cut off, in all passes."""
+    cut_off: int = 0
+    """Tokens of these ends."""
+
+    def leave_out(self, reason: str, said: str) -> None:
+        """Count a row that is left out."""
+        self.left_out += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        self.first.setdefault(reason, said)
+
+    def read(self) -> dict[str, Any]:
+        """Return what is counted over all passes, as JSON values."""
+        return {name: asdict(self)[name] for name in _OF_ALL_PASSES}
 
 
+_OF_ALL_PASSES = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
+_NO_TOKEN = "no token"
 Piece = tuple[np.ndarray, np.ndarray]
 
 
@@ -138,11 +163,15 @@ class SourceStream:
         self.seed = derived_seed(seed, "stream", number)
         self.load_state_dict(asdict(Place()) | {"given": 0})
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the place as integers."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place as JSON values."""
         return asdict(self._place) | {"given": self._given}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def read(self) -> dict[str, Any]:
+        """Return what came of the rows read so far, those of the window in hand included."""
+        return {"passes": self._place.epoch} | self._next.read()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a place; the next sample costs a skip to it and the making of its window."""
         place = {k: v for k, v in state.items() if k != "given"}
         self._place, self._next = Place(**place), Place(**place)
@@ -206,7 +235,7 @@ class SourceStream:
                     f"{after.rows} rows gave none: {after.left_out} were left out; see "
                     "data.on_bad_row, data.too_long and the format of the rows"
                 )
-            after = Place(epoch=after.epoch + 1, rows_read=after.rows_read, left_out=after.left_out)
+            after = Place(epoch=after.epoch + 1, **after.read())
         self._next = after
 
     def _key(self, what: str) -> tuple[int, int]:
@@ -228,9 +257,13 @@ class SourceStream:
                 continue
             encoded = self.source.encode(row, at.rows)
             at.row, at.rows, at.rows_read = at.row + 1, at.rows + 1, at.rows_read + 1
-            if encoded is None or not len(encoded.input_ids):
-                at.left_out += 1
+            if isinstance(encoded, BadRow):
+                at.leave_out(encoded.reason, str(encoded))
+            elif not len(encoded.input_ids):
+                at.leave_out(_NO_TOKEN, f"row {at.rows - 1} of a pass (counted from 0)")
             else:
+                at.truncated += bool(encoded.cut_off)
+                at.cut_off += encoded.cut_off
                 spans = [edge for span in encoded.spans for edge in span]
                 pieces += self._cut(encoded.input_ids, labels_of(encoded.input_ids, spans))
         at.window += 1

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate
 
+from toolkit import ranks
 from toolkit.data.mixed_stream import GROUP, MixedStream
 from toolkit.data.order import accumulation_for, check_reading
 from toolkit.data.sets import (
@@ -58,6 +59,14 @@ class StreamPosition:
     def left_out(self) -> dict[str, int]:
         """Source name -> how many of `rows_read` were left out."""
         return self._of_sources("left_out")
+
+    @property
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Source name -> what came of all rows read so far, ahead of the steps that are done by the
+        window in hand: `passes` that are done, `rows_read`, `left_out`, `reasons` (reason -> rows),
+        `first` (reason -> the first of them), `truncated`, `cut_off` (tokens).
+        """
+        return self.stream.get("read", {}) if self.stream else {}
 
     @property
     def epoch(self) -> float:
@@ -213,6 +222,24 @@ class StreamFeed:
             self._glances = [stream.glance() for stream in mixed.streams]
         return self._glances
 
+    def reading_lines(self) -> list[str]:
+        """Return what came of the rows read so far, as lines: rows, left out and why, truncated.
+
+        Counts of the run so far, over all its starts; none before the first step is done.
+        """
+        lines = []
+        for name, read in self.position.read.items():
+            passes = f"{read['passes']:,} {'pass' if read['passes'] == 1 else 'passes'} done"
+            lines.append(
+                f"{name}: {read['rows_read']:,} rows read ({passes}), {read['left_out']:,} left "
+                f"out, {read['truncated']:,} truncated ({read['cut_off']:,} tokens cut off)"
+            )
+            for reason, rows in read["reasons"].items():
+                first = " ".join(read["first"].get(reason, "").split())
+                first = "".join(c if c.isprintable() else repr(c)[1:-1] for c in first)
+                lines.append(f"  left out {rows:,}: {reason} (the first: {first})")
+        return lines
+
     def tokens_of_step(self) -> float:
         """Return the mean of the tokens of a global batch, without padding, by weight.
 
@@ -256,7 +283,7 @@ class StreamFeed:
                 micro_batches = list(islice(stream, each))
                 for batch in micro_batches:
                     if _ERROR in batch:
-                        raise _refusal(batch[_ERROR], run.rank)
+                        raise _refusal(batch[_ERROR])
                 self.position.step_read(json.loads(micro_batches[-1].pop(_PLACE)))
                 yield micro_batches
         finally:
@@ -310,8 +337,13 @@ class RankBatches(IterableDataset):
                 yield batch
 
 
-def _refusal(text: str, rank: int) -> DataError:
-    """Return the error that every rank raises, since all read the same; one of them prints it."""
+def _refusal(text: str) -> DataError:
+    """Return the error that ends the run.
+
+    As a rule all ranks meet it, since all read the same, and the first of them prints it. But a
+    file or a machine may fail one rank alone: it must not count on another one to say so, nor wait
+    for the others, which may be in a collective of the model.
+    """
     error = DataError(text)
-    error.already_said = rank != 0  # type: ignore[attr-defined]
+    error.already_said = not ranks.first_to_say(text)  # type: ignore[attr-defined]
     return error

@@ -179,7 +179,7 @@ def _judged(
     paths = [file for file, _, _ in files]
     for raw in cut_rows(paths, kind, limit):
         try:
-            yield {column: _usable(decoded(raw), column), _FAULT: None}
+            yield {column: document_value(decoded(raw), column), _FAULT: None}
         except BadRow as bad:
             where = place(raw, paths)
             if not skip:
@@ -189,7 +189,14 @@ def _judged(
             yield {column: [] if column == "input_ids" else "", _FAULT: f"{where}: {bad}"}
 
 
-def _usable(row: dict, column: str) -> str | list[int]:
+def document_value(row: dict, column: str) -> str | list[int]:
+    """Return the text of a row's document, or its token ids where `column` is `input_ids`.
+
+    Empty ones and NUL characters are fine: they are for the tokenizer.
+
+    Raises:
+        BadRow: the column is missing, holds no text or ids, or text that is not UTF-8.
+    """
     if column not in row:
         raise BadRow(f"expected a column {column!r}, got {named(row)}")
     value = row[column]

@@ -4,12 +4,12 @@ Owns the cut of big files into pieces and the check that they are UTF-8. Refuses
 tokenizer. See [Note: documents] in `toolkit/data/text.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
 
-from toolkit.data.columnar import Rows, as_data_error
+from toolkit.data.columnar import FILE, ROW, Rows, as_data_error
 from toolkit.data.raw_rows import stamped
 from toolkit.errors import DataError
 
@@ -24,8 +24,15 @@ _TEXT_ROWS = datasets.Features(
 )
 
 
-def text_rows(files: list[Path], where: str, *, streaming: bool = False) -> Rows:
+_PLACES = datasets.Features({FILE: datasets.Value("int32"), ROW: datasets.Value("int32")})
+
+
+def text_rows(
+    files: list[Path], where: str, *, streaming: bool = False, places: bool = False
+) -> Rows:
     """Return text files as rows with `text`, `start` and `end`; see [Note: documents].
+
+    With `places` they also have `FILE`, the index of their file, and `ROW`, their number in it.
 
     Raises:
         DataError: all are empty; or one is not UTF-8 (while iterating, where they are streamed).
@@ -35,13 +42,16 @@ def text_rows(files: list[Path], where: str, *, streaming: bool = False) -> Rows
     if not any(size for _, size, _ in files_stamped):
         raise DataError(f"{where}: expected text, but every file is empty")
     options = {"files": files_stamped, "version": _VERSION}
+    rows: Callable[..., Iterator[dict]] = _rows
+    features = _TEXT_ROWS
+    if places:
+        options["indices"] = tuple(range(len(files)))
+        rows, features = _placed_rows, datasets.Features(_TEXT_ROWS | _PLACES)
     if streaming:
-        options["files"] = list(files_stamped)
-        return datasets.IterableDataset.from_generator(
-            _rows, features=_TEXT_ROWS, gen_kwargs=options
-        )
+        shards = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+        return datasets.IterableDataset.from_generator(rows, features=features, gen_kwargs=shards)
     try:
-        return datasets.Dataset.from_generator(_rows, features=_TEXT_ROWS, gen_kwargs=options)
+        return datasets.Dataset.from_generator(rows, features=features, gen_kwargs=options)
     except Exception as error:
         raise as_data_error(error, where) from error
 
@@ -111,3 +121,11 @@ def _rows(files: tuple[tuple[str, int, int], ...], version: int) -> Iterator[dic
             text = piece
         if text is not None:
             yield {"text": text, "start": start, "end": True}
+
+
+def _placed_rows(
+    files: tuple[tuple[str, int, int], ...], indices: tuple[int, ...], version: int
+) -> Iterator[dict]:
+    for file, index in zip(files, indices, strict=True):
+        for number, row in enumerate(_rows((file,), version)):
+            yield row | {FILE: index, ROW: number}

@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -78,16 +78,9 @@ def tokenise(
             "expected a tokenizer, since the documents are text; set model.tokenizer_name_or_path, "
             "or give data with a column input_ids"
         )
-    eos = tokenizer.eos_token_id if cfg.append_eos else None
-    if cfg.append_eos and eos is None and ranks.rank() == 0:
-        log.warning(
-            "data.append_eos: the tokenizer %s has no end-of-sequence token, so nothing marks "
-            "where a document ends",
-            tokenizer.name_or_path,
-        )
+    frame = document_frame(tokenizer, cfg)
     quiet_forks()
     with _encoder(tokenizer) as encode:
-        frame = _frame(encode, eos)
         # Ids that the tokenizer cannot give need no check, so they are no reason to start anew.
         bound = vocab_size if largest_id(tokenizer) >= vocab_size else None
         key = key_of(documents, content_of(tokenizer), frame, bound)
@@ -101,6 +94,44 @@ class Frame:
     before: list[int]
     after: list[int]
     eos: int | None
+
+    def around(self, ids: list[int], start: bool = True, end: bool = True) -> list[int]:
+        """Return the ids of a text, or of a part of one, with those that its start and end have.
+
+        A whole text without a token gets none.
+        """
+        if not ids and start and end:
+            return ids
+        if start and self.before:
+            ids = self.before + ids
+        if end:
+            ids = ids + self.after
+            if self.eos is not None and ids[-1:] != [self.eos]:
+                ids.append(self.eos)
+        return ids
+
+
+def document_frame(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> Frame:
+    """Return what stands around a document; says where `append_eos` has nothing to append.
+
+    Raises:
+        DataError: see `frame_of`.
+    """
+    eos = tokenizer.eos_token_id if cfg.append_eos else None
+    if cfg.append_eos and eos is None and ranks.rank() == 0:
+        log.warning(
+            "data.append_eos: the tokenizer %s has no end-of-sequence token, so nothing marks "
+            "where a document ends",
+            tokenizer.name_or_path,
+        )
+    return replace(frame_of(tokenizer), eos=eos)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of one text without any special token around it, as `tokenise` finds them."""
+    with _encoder(tokenizer) as encode:
+        (ids,) = encode([text], False)
+    return ids
 
 
 @dataclass(frozen=True)
@@ -119,7 +150,7 @@ class _Tokenise:
         for first, last in _parts(texts):
             encoded = self.encode(texts.slice(first, last - first).to_pylist(), False)
             framed = [
-                self._framed(tokens, bool(marks[0][row]), bool(marks[1][row]))
+                self.frame.around(tokens, bool(marks[0][row]), bool(marks[1][row]))
                 for row, tokens in enumerate(encoded, start=first)
             ]
             sizes = [len(tokens) for tokens in framed]
@@ -131,17 +162,6 @@ class _Tokenise:
         np.cumsum(lengths, out=offsets[1:])
         flat = np.concatenate(ids) if ids else np.zeros(0, np.int32)
         return pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(flat))})
-
-    def _framed(self, ids: list[int], start: bool, end: bool) -> list[int]:
-        if not ids and start and end:
-            return ids
-        if start and self.frame.before:
-            ids = self.frame.before + ids
-        if end:
-            ids = ids + self.frame.after
-            if self.frame.eos is not None and ids[-1:] != [self.frame.eos]:
-                ids.append(self.frame.eos)
-        return ids
 
 
 def _marks(table: pa.Table, name: str) -> np.ndarray:

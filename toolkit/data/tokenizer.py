@@ -4,6 +4,7 @@ Owns finding, loading and training it, and the check that it fits the embedding.
 documents become samples.
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow.compute as pc
@@ -26,7 +28,10 @@ from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.config import DataConfig, ModelConfig
-from toolkit.data.text import load_documents
+from toolkit.data.columnar import as_data_error
+from toolkit.data.row_values import BadRow
+from toolkit.data.rows import Source, load_sources
+from toolkit.data.text import document_value, load_documents
 from toolkit.errors import ConfigError, DataError, ModelError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -61,7 +66,8 @@ def prepare_tokenizer(
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
     byte-level BPE of the model's vocabulary size, trained on the training text into `folder` (or
     found there from an earlier start on the same text). Where there is none and the data is
-    tokenised already, `model` comes back as it is. Writes files: call it on one rank first.
+    tokenised already, `model` comes back as it is. Of streams (`data.streaming`) only the first
+    rows are read: `TRAINING_BYTES` of text at most. Writes files: call it on one rank first.
 
     Args:
         model: the model, and what is said about its tokenizer.
@@ -80,8 +86,8 @@ def prepare_tokenizer(
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     if trained and keep:
         return replace(model, tokenizer_name_or_path=str(folder))
-    documents = load_documents(data, data.train_files)
-    if "input_ids" in documents.column_names:
+    documents = _first_documents(data) if data.streaming else load_documents(data, data.train_files)
+    if documents is None or "input_ids" in documents.column_names:
         return model
     if not model.train_tokenizer:
         raise DataError(
@@ -220,6 +226,47 @@ def train_tokenizer(documents: datasets.Dataset, vocab_size: int, folder: Path) 
         raise DataError(f"cannot write the tokenizer to {folder}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _first_documents(data: DataConfig) -> datasets.Dataset | None:
+    """Return the first documents of streams, `TRAINING_BYTES` of all together; None: token ids."""
+    sources = load_sources(data, builtin="text", documents=True)
+    formats = {source.layout.format for source in sources}
+    if formats == {"tokenised"}:
+        return None
+    if len(formats) > 1:
+        raise DataError("data.sources: expected text or token ids in all of them, got both")
+    texts: list[str] = []
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        left = TRAINING_BYTES // len(sources)
+        try:
+            for number, stored in enumerate(source.rows):
+                text = _text_of(source, stored, number, data)
+                texts.append(text[:left])
+                said = texts[-1].encode()
+                digest.update(len(said).to_bytes(8, "little") + said)
+                left -= len(said)
+                if left <= 0:
+                    break
+        except DataError:
+            raise
+        except Exception as error:
+            raise as_data_error(error, source.where) from error
+    if not any(texts):
+        where = ", ".join(source.where for source in sources)
+        raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
+    made = datasets.Dataset.from_dict({"text": texts})
+    return datasets.Dataset(made.data, info=made.info, fingerprint=digest.hexdigest())
+
+
+def _text_of(source: Source, stored: dict[str, Any], number: int, data: DataConfig) -> str:
+    try:
+        return str(document_value(source.row(stored), source.layout.columns[0]))
+    except BadRow as bad:
+        if data.on_bad_row == "error":
+            raise source.refusal((stored, number), bad) from bad
+        return ""
 
 
 def _read(file: Path) -> str | None:
