@@ -22,8 +22,11 @@ Say = Callable[[str], object]
 def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> None:
     """Refuse before training what publishing would be refused for at its end.
 
-    `adapted` is the base of the adapters that the run trains, None where it trains none. Creates the repository when there is none: nothing else proves that it may be created. A few
+    Creates the repository when there is none: nothing else proves that it may be created. A few
     requests, from one process.
+
+    Args:
+        adapted: base of the adapters that the run trains; None where it trains none.
 
     Raises:
         HubError: no token, no such name, no permission, or the Hub cannot be reached.
