@@ -208,7 +208,8 @@ class Child:
             except BaseException as error:
                 stage.tracer.disarm()
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                say(f"failed {type(error).__name__}: {error} [{where.filename}:{where.lineno}]")
+                place = f"{Path(where.filename).name}:{where.lineno}"
+                say(f"failed {type(error).__name__}: {error} [{place}]")
         finally:
             os._exit(code)
 
