@@ -40,7 +40,7 @@ from toolkit.early_stopping import early_stopping
 from toolkit.errors import CheckpointError
 from toolkit.feed_checks import check_feed
 from toolkit.generation import encoded_prompts, generate
-from toolkit.hf_format import local_folder, read_weights, weight_files
+from toolkit.hf_format import local_folder
 from toolkit.live_export import export_step, exported
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
 from toolkit.lora import add_adapters
@@ -84,7 +84,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
             "WARNING: model.trust_remote_code is on: Python code that comes with "
             f"{cfg.model.name_or_path} runs with your rights"
         )
-    ranks.together(lambda: refuse_misfits(cfg))
+    ranks.together(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
     ranks.together(
         lambda: quantise.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
     )
@@ -111,7 +111,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     if cfg.lora.r:
         model = ranks.together(lambda: add_adapters(base, cfg.lora))
     ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
-    check_disk(model, folder, cfg, None if cfg.train.max_steps == -1 else cfg.train.max_steps, run)
+    disk.preflight(model, folder, cfg.checkpoint, cfg.train.max_steps, run.say)
 
     # ---- Data: examples to token ids, and which of them are learned ------------------------------
     prepared = ranks.main_first(
@@ -145,7 +145,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     max_steps = cfg.train.max_steps
     if max_steps == -1:
         max_steps = ranks.together(lambda: feed.steps_for(cfg.train.num_train_epochs))
-        check_disk(model, folder, cfg, max_steps, run)
+        disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
     ranks.together(lambda: feed.check_steps(max_steps))
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
@@ -285,30 +285,6 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         f"next       {export}" + ("   (--merge: with the base)" if cfg.lora.r else "")
     )
     ranks.on_main(lambda: publish.publish(folder, cfg.hub, run.say))
-
-
-def check_disk(
-    model: torch.nn.Module,
-    folder: Path,
-    cfg: FinetuneConfig,
-    max_steps: int | None,
-    run: launch.Run,
-) -> None:
-    """Say what the run will write, and refuse it where the disk is too small."""
-    saving = cfg.checkpoint
-    needed = ranks.on_main(lambda: disk.need(model, folder, saving, max_steps, run.world_size))
-    ranks.on_main(lambda: disk.refuse_overflow(needed, saving))
-    run.say(f"disk       {needed}")
-
-
-def refuse_misfits(cfg: FinetuneConfig) -> None:
-    """Refuse what is no causal LM, has too few positions, or lacks its weights."""
-    hf_config = models.load_config(cfg.model)
-    models.causal_lm_class(hf_config, cfg.model)
-    models.check_positions(hf_config, cfg.data.sequence_length)
-    if cfg.model.init == "pretrained":
-        where = local_folder(cfg.model.name_or_path, cfg.model.revision)
-        read_weights(weight_files(where, cfg.model.name_or_path, cfg.model.revision))
 
 
 def answer_prompts(

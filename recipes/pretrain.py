@@ -25,7 +25,7 @@ from toolkit.config import PretrainConfig
 from toolkit.data.order import accumulation_for
 from toolkit.data.tokenizer import prepare_tokenizer
 from toolkit.feed_checks import check_feed
-from toolkit.hf_format import local_folder, read_weights, weight_files
+from toolkit.hf_format import local_folder
 from toolkit.live_export import export_step, exported
 from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
 from toolkit.metrics import Clock, Metrics, evaluation_metrics
@@ -61,7 +61,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
             "WARNING: model.trust_remote_code is on: Python code that comes with "
             f"{cfg.model.name_or_path} runs with your rights"
         )
-    ranks.together(lambda: refuse_misfits(cfg))
+    ranks.together(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
     ranks.on_main(lambda: publish.check(cfg.hub, run.say))
     model_cfg = ranks.main_first(
         lambda: prepare_tokenizer(
@@ -77,7 +77,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     batch_size = cfg.train.per_device_train_batch_size
     packing = ranks.on_main(lambda: choose_packing(cfg.data, model, batch_size, run.device.type))
     ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
-    check_disk(model, folder, cfg, None if cfg.train.max_steps == -1 else cfg.train.max_steps, run)
+    disk.preflight(model, folder, cfg.checkpoint, cfg.train.max_steps, run.say)
     feed = ranks.main_first(
         lambda: make_feed(model, model_cfg, cfg, packing.packing, run.world_size)
     )
@@ -98,7 +98,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     max_steps = cfg.train.max_steps
     if max_steps == -1:
         max_steps = ranks.together(lambda: feed.steps_for(cfg.train.num_train_epochs))
-        check_disk(model, folder, cfg, max_steps, run)
+        disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
     ranks.together(lambda: feed.check_steps(max_steps))
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
@@ -209,30 +209,6 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         f"next       toolkit consolidate {folder} --output {run_dir.export_path(folder)}"
     )
     ranks.on_main(lambda: publish.publish(folder, cfg.hub, run.say))
-
-
-def check_disk(
-    model: models.PreTrainedModel,
-    folder: Path,
-    cfg: PretrainConfig,
-    max_steps: int | None,
-    run: launch.Run,
-) -> None:
-    """Say what the run will write, and refuse it where the disk is too small."""
-    saving = cfg.checkpoint
-    needed = ranks.on_main(lambda: disk.need(model, folder, saving, max_steps, run.world_size))
-    ranks.on_main(lambda: disk.refuse_overflow(needed, saving))
-    run.say(f"disk       {needed}")
-
-
-def refuse_misfits(cfg: PretrainConfig) -> None:
-    """Refuse what is no causal LM, has too few positions, or lacks its weights."""
-    hf_config = models.load_config(cfg.model)
-    models.causal_lm_class(hf_config, cfg.model)
-    models.check_positions(hf_config, cfg.data.sequence_length)
-    if cfg.model.init == "pretrained":
-        where = local_folder(cfg.model.name_or_path, cfg.model.revision)
-        read_weights(weight_files(where, cfg.model.name_or_path, cfg.model.revision))
 
 
 def due(step: int, every: int | None) -> bool:

@@ -8,13 +8,14 @@ import math
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from toolkit import commit
+from toolkit import commit, ranks
 from toolkit.adapted import is_adapted
 from toolkit.config import CheckpointConfig
 from toolkit.digests import model_tensors
@@ -67,6 +68,24 @@ class Need:
             f"{_readable(self.export)}: {_readable(self.total)}{there}; "
             f"{_readable(self.free)} are free on {self.where}"
         )
+
+
+def preflight(
+    model: nn.Module, folder: Path, cfg: CheckpointConfig, max_steps: int, say: Callable
+) -> None:
+    """Say what a run will write, and refuse it where the disk is too small. Collective.
+
+    Args:
+        max_steps: -1 where it is not known yet; otherwise as for `need`.
+        say: takes the line; once, on the main process, is its own business.
+
+    Raises:
+        CheckpointError: on every rank; see `refuse_overflow`.
+    """
+    steps, world = None if max_steps == -1 else max_steps, ranks.world_size()
+    needed = ranks.on_main(lambda: need(model, folder, cfg, steps, world))
+    ranks.on_main(lambda: refuse_overflow(needed, cfg))
+    say(f"disk       {needed}")
 
 
 def need(

@@ -25,7 +25,9 @@ from toolkit.hf_format import (
     conversion_mapping,
     local_folder,
     read_config,
+    read_weights,
     source_dtypes,
+    weight_files,
 )
 from toolkit.patterns import matching_parameters, plain_class_name
 
@@ -374,6 +376,22 @@ def check_causal(model: PreTrainedModel) -> None:
             "each token would see the one that it must predict. Set is_decoder: true there, or "
             "give a causal model as model.name_or_path"
         )
+
+
+def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
+    """Refuse what is no causal LM, has too few positions, or lacks the weights it begins with.
+
+    Reads the config and the headers of the weights.
+
+    Raises:
+        ModelError, LoadingError: says which.
+    """
+    config = load_config(cfg)
+    causal_lm_class(config, cfg)
+    check_positions(config, sequence_length)
+    if cfg.init == "pretrained":
+        where = local_folder(cfg.name_or_path, cfg.revision)
+        read_weights(weight_files(where, cfg.name_or_path, cfg.revision))
 
 
 def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
