@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import checkpoint, export_folder, export_manifest, export_plan, streaming
+from toolkit import checkpoint, direct_io, export_folder, export_manifest, export_plan, streaming
 from toolkit.config import CheckpointConfig, ModelConfig
 from toolkit.consolidate import consolidate, parse_size
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
@@ -338,9 +338,10 @@ def test_every_way_of_moving_bytes(
         for folder in (root / "llama/dcp-sharded", root / "columns"):
             for dtype in ("float32", "bfloat16"):
                 with monkeypatch.context() as patch:
-                    patch.setattr(streaming, "_DIRECT", direct)
+                    patch.setattr(streaming, "_LONG_RUN", direct)
                     patch.setattr(streaming, "_BLOCK", 64)
-                    patch.setattr(streaming, "_SLICE", 100)
+                    patch.setattr(streaming, "_SLICE", 100 if direct == 1 else 20_000)
+                    patch.setattr(direct_io, "_SMALL", 1)  # every whole page past the cache
                     out = consolidate(
                         folder,
                         tmp_path / f"{name}-{folder.name}-{dtype}",
@@ -475,7 +476,7 @@ def test_failure_leaves_nothing_and_leftovers_are_replaced(
 
     run = root / "llama/sharded"
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "write_all", full)
+        patch.setattr(direct_io, "write_all", full)
         with pytest.raises(ExportError, match="No space left on device"):
             consolidate(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -517,16 +518,16 @@ def test_an_interrupted_export_goes_on(
     def killed(stop_after: int, source: Path = run, **arguments: Any) -> list[str]:
         """Start the export, kill it after some files; return the names that it created."""
         created: list[str] = []
-        make = export_folder.create
+        make = export_folder.created
 
-        def counted(file: Path, size: int) -> int:
+        def counted(file: Path, size: int) -> Any:
             if len(created) == stop_after:
                 raise KeyboardInterrupt
             created.append(file.name)
             return make(file, size)
 
         with monkeypatch.context() as patch:
-            patch.setattr(export_folder, "create", counted)
+            patch.setattr(export_folder, "created", counted)
             try:
                 consolidate(source, out, max_shard_size="1KB", **arguments)
             except KeyboardInterrupt:
@@ -566,7 +567,7 @@ def test_an_interrupted_export_goes_on(
     shutil.rmtree(out)
     assert len(killed(2)) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "write_all", full)
+        patch.setattr(direct_io, "write_all", full)
         with pytest.raises(ExportError, match=r"No space left.*2 finished weight file\(s\) stay"):
             consolidate(run, out, max_shard_size="1KB")
     assert len(killed(99)) == count - 2

@@ -35,7 +35,7 @@ from toolkit.hf_format import (
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_names
 from toolkit.sources import Source, check_whole, parameter_names
-from toolkit.streaming import Copy, Mover, Task
+from toolkit.streaming import Copy, Mover, Target, Task
 from toolkit.tensor_stream import StoredTensor, digest, in_file, whole
 
 
@@ -192,7 +192,7 @@ class Merging:
     def _trained(self, name: str) -> torch.Tensor:
         return whole(self._stored(self.keys[name]))
 
-    def _merge(self, group: ExportGroup, members: list[str], mover: Mover, target: int) -> None:
+    def _merge(self, group: ExportGroup, members: list[str], mover: Mover, target: Target) -> None:
         """Write those outputs of an adapted group that are in this file. One group at a time."""
         made = self._parameters(group)
         if group.converted:

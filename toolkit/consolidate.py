@@ -27,6 +27,7 @@ import math
 import mmap
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from toolkit.adapter_merge import plan_merge
 from toolkit.commit import CHECKPOINTS, damaged_files, read_manifest
 from toolkit.dcp_format import Chunk, contiguous_runs, read_chunk
 from toolkit.digests import hexadecimal, rows_digest
+from toolkit.direct_io import ALIGNMENT, BLOCK, Reader, block
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.export_folder import (
     Timing,
@@ -69,14 +71,16 @@ from toolkit.streaming import (
     Copy,
     Mover,
     Piece,
+    Target,
     Task,
     copies,
-    create,
+    created,
     flat_pieces,
     run_tasks,
 )
 
-_HASHED = 2**24  # bytes of rows mapped at a time to be hashed
+_HASHED = BLOCK - 2 * ALIGNMENT  # bytes of rows read at a time to be hashed
+_HASHING = 4  # tensors compared with their digests at a time
 _COMPARED = 2**22
 
 
@@ -333,7 +337,7 @@ class _Weights:
         folder: Path,
         lock: threading.Lock,
         mover: Mover,
-        target: int,
+        target: Target,
     ) -> None:
         """Write those outputs of one group that cannot be moved from the shards directly.
 
@@ -362,30 +366,31 @@ class _Weights:
                 if name in views and views[name] is None:
                     self._write(tensor, name, mover, target)
 
-    def _write(self, tensor: torch.Tensor, name: str, mover: Mover, target: int) -> None:
+    def _write(self, tensor: torch.Tensor, name: str, mover: Mover, target: Target) -> None:
         output = self.plan.outputs[name]
         mover.write(tensor, target, output.begin, output.dtype, name)
 
     def _assemble(self, group: ExportGroup, folder: Path) -> dict[str, torch.Tensor]:
         scratch = folder / ".scratch"
-        descriptor = create(scratch, self._group_bytes(group))
         tensors: dict[str, torch.Tensor] = {}
         begin = 0
-        try:
-            with Mover(lambda count: None) as mover:
+        with created(scratch, self._group_bytes(group)) as file, Mover(lambda count: None) as mover:
+            # It is read at once, from the page cache.
+            target = Target(file.cached, file.cached)
+            try:
                 for name in group.sources:
                     dtype, shape = self.plan.shapes[name]
                     for chunk in self.chunks(self.key(name)):
-                        mover.move(chunk, descriptor, begin, dtype, name)
+                        mover.move(chunk, target, begin, dtype, name)
+                    mover.flush()
                     nbytes = math.prod(shape) * dtype.itemsize
                     whole = torch.from_file(
                         str(scratch), shared=True, size=begin + nbytes, dtype=torch.uint8
                     )
                     tensors[name] = whole[begin:].view(dtype).view(shape)
                     begin += nbytes + -nbytes % 8
-        finally:
-            os.close(descriptor)
-            scratch.unlink()
+            finally:
+                scratch.unlink()
         return tensors
 
     # ---- Whether what was read is what was saved -------------------------------------------------
@@ -396,9 +401,9 @@ class _Weights:
         Raises:
             CheckpointError: one has other bytes than were saved.
         """
-        for exported in self.exported(name):
-            for parameter in self.owner[exported].sources:
-                self._check_digest(self.key(parameter))
+        keys = {self.key(p) for n in self.exported(name) for p in self.owner[n].sources}
+        with ThreadPoolExecutor(min(_HASHING, len(keys)) or 1) as pool:
+            list(pool.map(self._check_digest, sorted(keys)))
 
     @functools.cache  # noqa: B019 - each tensor once
     def _check_digest(self, key: str) -> None:
@@ -442,7 +447,7 @@ def _move(chunk: Chunk, output: Any, name: str) -> Task:
 def _digest(
     key: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]
 ) -> torch.Tensor:
-    """Return the digest of a stored tensor, its rows read through mapped memory."""
+    """Return the digest of a stored tensor; rows too long for a block are mapped into memory."""
     row = math.prod(shape[1:]) * dtype.itemsize
     lanes = torch.zeros_like(rows_digest(key, torch.zeros(1, 1), 0))
     if math.prod(shape) == 0:
@@ -450,14 +455,26 @@ def _digest(
     if len(shape) < 2:
         whole = torch.cat([_mapped(p.file, p.position, p.count * dtype.itemsize) for p in pieces])
         return rows_digest(key, whole[None], 0)
+    room = block()
     for piece in pieces:
         first, rows = piece.first * dtype.itemsize // row, piece.count * dtype.itemsize // row
         step = max(1, _HASHED // row)
-        for done in range(0, rows, step):
-            count = min(step, rows - done)
-            part = _mapped(piece.file, piece.position + done * row, count * row)
-            lanes += rows_digest(key, part.view(count, row), first + done)
+        with Reader(piece.file) as reader:
+            for done in range(0, rows, step):
+                begin, count = piece.position + done * row, min(step, rows - done)
+                if row > _HASHED:
+                    part = _mapped(piece.file, begin, row)
+                else:
+                    content = reader.read(room, begin, count * row)
+                    if len(content) < count * row:
+                        raise _shorter(piece.file)
+                    part = torch.frombuffer(content, dtype=torch.uint8)
+                lanes += rows_digest(key, part.view(count, row), first + done)
     return lanes
+
+
+def _shorter(file: Path) -> CheckpointError:
+    return CheckpointError(f"{file} became shorter while it was read")
 
 
 def _mapped(file: Path, position: int, nbytes: int) -> torch.Tensor:
@@ -465,7 +482,7 @@ def _mapped(file: Path, position: int, nbytes: int) -> torch.Tensor:
     skip = position % mmap.ALLOCATIONGRANULARITY
     with open(file, "rb") as f:
         if position + nbytes > os.fstat(f.fileno()).st_size:
-            raise CheckpointError(f"{file} became shorter while it was read")
+            raise _shorter(file)
         # A private copy, which stays the file's own pages as nobody writes into it.
         content = mmap.mmap(
             f.fileno(), skip + nbytes, access=mmap.ACCESS_COPY, offset=position - skip

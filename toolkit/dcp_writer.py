@@ -35,12 +35,12 @@ from torch.futures import Future
 from zlib_ng import zlib_ng
 
 from toolkit.dcp_format import StorageInfo
+from toolkit.direct_io import Appender
 from toolkit.errors import CheckpointError
 from toolkit.store import Place, Upload
 
 _BLOCK = 2**20  # bytes written and hashed at a time: they stay in the processor's cache meanwhile
 _AHEAD = 64  # blocks that the hash may lag behind: more than the disk stops for
-_FLUSH = 32 * 2**20  # bytes after which the disk is told to start: fsync then finds little to do
 _HASH = hashlib.sha256
 _CRC_SWITCH = threading.Lock()
 _OTHER_ZIP = f"torch {torch.__version__} writes no zip file as 2.11 to 2.13 do"
@@ -95,14 +95,11 @@ class HashedFile:
     """
 
     def __init__(self, path: Path | Place) -> None:
-        self.size, self._synced_to = 0, 0
+        self.size = 0
         self._hash = _HASH()
         self._blocks: queue.Queue[Any] = queue.Queue(_AHEAD)
         self._failure: BaseException | None = None
-        self._upload = Upload(path) if isinstance(path, Place) else None
-        self._file = -1
-        if isinstance(path, Path):
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._target = Upload(path) if isinstance(path, Place) else Appender(path)
         self._thread = threading.Thread(target=self._work, name="sha256", daemon=True)
         self._thread.start()
 
@@ -111,15 +108,13 @@ class HashedFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self._upload is not None:
-                self._upload.__exit__(kind)
-            elif kind is None:
-                os.fsync(self._file)
+            if isinstance(self._target, Upload):
+                self._target.__exit__(kind)
+            else:
+                self._target.close(sync=kind is None)
         finally:
             self._blocks.put(None)
             self._thread.join()
-            if self._upload is None:
-                os.close(self._file)
         if self._failure is not None and kind is None:
             raise self._failure
 
@@ -129,18 +124,8 @@ class HashedFile:
         for begin in range(0, len(view), _BLOCK):
             block = view[begin : begin + _BLOCK]
             self._blocks.put(block)
-            if self._upload is not None:
-                self._upload.write(block)
-            done = len(block) if self._upload is not None else 0
-            while done < len(block):
-                done += os.write(self._file, block[done:])
+            self._target.write(block)
             self.size += len(block)
-        if self._upload is not None:
-            return
-        if self.size - self._synced_to >= _FLUSH and hasattr(os, "posix_fadvise"):
-            length = self.size - self._synced_to
-            os.posix_fadvise(self._file, self._synced_to, length, os.POSIX_FADV_DONTNEED)
-            self._synced_to = self.size
 
     def described(self) -> dict[str, Any]:
         """Return size and sha256 of the closed file, as a manifest keeps them."""

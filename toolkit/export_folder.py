@@ -29,10 +29,11 @@ from tqdm import tqdm
 
 from toolkit import export_manifest
 from toolkit.commit import sync, sync_above
+from toolkit.direct_io import write_all
 from toolkit.errors import ExportError, LoadingError
 from toolkit.export_plan import Plan
 from toolkit.hf_format import INDEX_FILE, SINGLE_FILE, read_weights, weight_files
-from toolkit.streaming import create, write_all
+from toolkit.streaming import Target, created
 
 _MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files
 _LINE_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
@@ -183,14 +184,14 @@ def staged(target: Path, plan: str, weights: str) -> Iterator[Staging]:
 def write_weights(
     plan: Plan,
     staging: Staging,
-    fill: Callable[[str, int, Callable[[int], Any]], None],
+    fill: Callable[[str, Target, Callable[[int], Any]], None],
     timing: Timing,
     check: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Write every weight file that is not finished yet.
 
     Args:
-        fill: called with the file's name, its descriptor (header written, all bytes reserved) and a
+        fill: called with the file's name, the open file (header written, all bytes reserved) and a
             function to call with the bytes done; writes every tensor of that file.
         check: called with the file's name once it is on the disk; raises when what was read is not
             what was saved.
@@ -208,14 +209,11 @@ def write_weights(
                 written += count
                 advance(count)
 
-            with timing.of("bytes"):
-                file = create(staging.folder / name, plan.sizes[name])
-                try:
-                    write_all(file, memoryview(plan.headers[name]), 0)
-                    fill(name, file, counted)
-                    os.fsync(file)
-                finally:
-                    os.close(file)
+            file = staging.folder / name
+            with timing.of("bytes"), created(file, plan.sizes[name]) as target:
+                write_all(target.cached, memoryview(plan.headers[name]), 0)
+                fill(name, target, counted)
+                os.fsync(target.cached)
             if written != expected[name]:
                 raise ExportError(f"{name} got {written} bytes of weights, not {expected[name]}")
             with timing.of("source"):

@@ -32,7 +32,7 @@ from toolkit.errors import ToolkitError
 from toolkit.export_folder import Timing, check_output, check_space, finish, staged, write_weights
 from toolkit.export_plan import Plan, make_plan, model_of_assets, parse_dtype, parse_size
 from toolkit.hf_format import ExportGroup, assets_of, convert_back
-from toolkit.streaming import Mover
+from toolkit.streaming import Mover, Target
 
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name
 _ORIGIN = {"checkpoint": None, "step": None, "run": None}
@@ -162,10 +162,11 @@ def _write(
     # Weights that go on changing are never gone on with: each export has a name of its own.
     with staged(target, plan.digest(), os.urandom(16).hex()) as staging:
 
-        def fill(name: str, file: int, advance: Callable[[int], Any]) -> None:
+        def fill(name: str, file: Target, advance: Callable[[int], Any]) -> None:
             with Mover(advance) as mover:
                 for group, members in _groups_of(plan, name):
                     _write_group(plan, group, members, tensors, mover, file)
+                mover.flush()
 
         write_weights(plan, staging, fill, Timing())
         finish(plan, staging, {**_ORIGIN, **origin, "dtype": dtype})
@@ -188,7 +189,7 @@ def _write_group(
     members: list[str],
     tensors: dict[str, torch.Tensor],
     mover: Mover,
-    file: int,
+    file: Target,
 ) -> None:
     stored = {name: plan.stored[name] for name in group.sources}
     whole = _gather(tensors, list(stored.values()))

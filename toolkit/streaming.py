@@ -1,16 +1,16 @@
 """Bytes from a shard to their place in an output file, cast on the way, in bounded memory.
 
-Owns the copying, several parts at a time, each through a block of memory that stays in the
-processor's cache. Knows neither names nor which bytes go where: the caller plans that.
+Owns the copying, several parts at a time, each through two blocks of memory that stay in the
+processor's cache, and past the page cache (`direct_io`). Knows neither names nor which bytes go
+where: the caller plans that.
 """
 
 import bisect
-import ctypes
+import contextlib
 import errno
 import itertools
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,14 +21,15 @@ from typing import Any
 import torch
 
 from toolkit.dcp_format import Chunk, contiguous_runs, read_chunk
+from toolkit.direct_io import ALIGNMENT, BLOCK, Reader, Scatterer, block, open_again
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.strided import View
 
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_BLOCK = 2**18  # bytes read at a time; from 512 KB on, a copy took twice the processor time
-_DIRECT = 2**16  # runs shorter than this are cheaper through a block than by a system call each
+_BLOCK = BLOCK - 2 * ALIGNMENT  # bytes read at a time: what lies around them fits beside them
+_LONG_RUN = 2**16  # bytes; shorter runs are cheaper through a block than read one by one
 _SLICE = 8 * 2**20  # bytes written by one thread before it takes the next part
-_OPEN_FILES = 64  # a thread keeps so many shards open
+_OPEN_FILES = 32  # a thread keeps so many shards open
 _UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
 
@@ -76,8 +77,19 @@ class Copy:
             done += count
 
 
-Task = Callable[["Mover", int], None]
-"""Writes a part of the open file."""
+@dataclass(frozen=True)
+class Target:
+    """A file being written, with all its bytes reserved: open through the page cache and past it.
+
+    Both are one descriptor where a file system has one way only.
+    """
+
+    cached: int
+    direct: int
+
+
+Task = Callable[["Mover", Target], None]
+"""Writes a part of the file."""
 
 
 def flat_pieces(chunks: Iterable[Chunk]) -> list[Piece] | None:
@@ -106,7 +118,7 @@ def copies(
     None where its bytes lie in runs too short to be moved one by one.
     """
     length = view.run_length()
-    if length * stored.itemsize < min(_DIRECT, math.prod(view.size) * stored.itemsize):
+    if length * stored.itemsize < min(_LONG_RUN, math.prod(view.size) * stored.itemsize):
         return None
     firsts = [p.first for p in pieces]
     found: list[Copy] = []
@@ -132,9 +144,9 @@ def copies(
 
 
 def run_tasks(
-    tasks: Sequence[Copy | Task], target: int, threads: int, advance: Callable[[int], Any]
+    tasks: Sequence[Copy | Task], target: "Target", threads: int, advance: Callable[[int], Any]
 ) -> None:
-    """Do all `tasks` on the open file `target`, several at a time, begun in their order.
+    """Do all `tasks` on the file `target`, several at a time, begun in their order.
 
     `advance` is called with the bytes written, one call at a time. The first failure ends it and is
     raised; so does an interrupt.
@@ -157,6 +169,7 @@ def run_tasks(
                     mover.copy(task, target)
                 else:
                     task(mover, target)
+                mover.flush()
 
     threads = max(1, min(threads, len(tasks)))
     if threads == 1:
@@ -179,25 +192,30 @@ def run_tasks(
 class Mover:
     """Moves the bytes of chunks and tensors into open files, casting where dtypes differ.
 
-    For one thread: it has a block of memory of its own.
+    For one thread: it has blocks of memory of its own. What was moved is in the file after `flush`.
     """
 
     def __init__(self, advance: Callable[[int], Any]) -> None:
         self.advance = advance
         """Called with the number of bytes written."""
-        self.buffer = bytearray(_BLOCK)
-        self.room = bytearray(8 * _BLOCK)  # for a cast block: float8 may become float64
-        self.sources: dict[Path, int] = {}
+        self.sources: dict[Path, Reader] = {}
+        self._block = block()
+        self._room = bytearray()  # for a cast block
+        self._out = Scatterer()
 
     def __enter__(self) -> "Mover":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self.sources.values():
-            os.close(descriptor)
+        for reader in self.sources.values():
+            reader.close()
         self.sources.clear()
 
-    def copy(self, copy: Copy, target: int) -> None:
+    def flush(self) -> None:
+        """Write what is gathered of the last file."""
+        self._out.flush()
+
+    def copy(self, copy: Copy, target: Target) -> None:
         """Write the elements of `copy` to their place in `target`."""
         source, nbytes = self._open(copy.file), copy.count * copy.stored.itemsize
         if copy.stored == copy.dtype:
@@ -206,18 +224,15 @@ class Mover:
             blocks = self._read_blocks(source, copy.position, nbytes, copy.stored, copy.name)
             runs = [(0, copy.count)]
             self._scatter(blocks, runs, target, copy.at, copy.dtype, copy.name)
-        begin_writing(target, copy.at, copy.nbytes)
 
-    def _open(self, file: Path) -> int:
+    def _open(self, file: Path) -> Reader:
         if file not in self.sources:
             if len(self.sources) >= _OPEN_FILES:
-                os.close(self.sources.pop(next(iter(self.sources))))
-            descriptor = self.sources[file] = os.open(file, os.O_RDONLY)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                self.sources.pop(next(iter(self.sources))).close()
+            self.sources[file] = Reader(file)
         return self.sources[file]
 
-    def move(self, chunk: Chunk, target: int, begin: int, dtype: torch.dtype, name: str) -> None:
+    def move(self, chunk: Chunk, target: Target, begin: int, dtype: torch.dtype, name: str) -> None:
         """Write `chunk` to its place in the tensor that starts at byte `begin` of `target`."""
         runs = contiguous_runs(chunk.offsets, chunk.sizes, chunk.shape)
         if chunk.raw is None:
@@ -227,7 +242,7 @@ class Mover:
         runs = iter(runs)
         first = next(runs)
         item = chunk.dtype.itemsize
-        if chunk.dtype == dtype and first[1] * item >= _DIRECT:
+        if chunk.dtype == dtype and first[1] * item >= _LONG_RUN:
             # All runs of a chunk are equally long.
             for start, count in itertools.chain([first], runs):
                 self._copy(source, position, target, begin + start * item, count * item, name)
@@ -237,47 +252,47 @@ class Mover:
         self._scatter(blocks, itertools.chain([first], runs), target, begin, dtype, name)
 
     def write(
-        self, tensor: torch.Tensor, target: int, begin: int, dtype: torch.dtype, name: str
+        self, tensor: torch.Tensor, target: Target, begin: int, dtype: torch.dtype, name: str
     ) -> None:
         """Write a whole tensor, of any strides, at byte `begin` of `target`."""
         if tensor.numel() > 0:
             runs = [(0, tensor.numel())]
             self._scatter(_blocks(tensor), runs, target, begin, dtype, name)
 
-    def _copy(self, source: int, at: int, target: int, to: int, nbytes: int, name: str) -> None:
+    def _copy(
+        self, source: Reader, at: int, target: Target, to: int, nbytes: int, name: str
+    ) -> None:
         """Copy bytes as they are.
 
-        Through a block of memory: the kernel's own copy_file_range fills the page cache page by
-        page where offsets are not aligned, for which it took 1.5 x the processor time on ext4.
+        Through blocks of memory: the kernel's own copy_file_range fills the page cache page by page
+        where offsets are not aligned, for which it took 1.5 x the processor time on ext4.
         """
-        done = 0
-        while done < nbytes:
-            block = self._read(source, at + done, min(_BLOCK, nbytes - done), name)
-            write_all(target, block, to + done)
-            done += len(block)
-            self.advance(len(block))
+        for done in range(0, nbytes, _BLOCK):
+            count = min(_BLOCK, nbytes - done)
+            self._put(target, to + done, self._read(source, at + done, count, name))
 
-    def _read(self, source: int, at: int, nbytes: int, name: str) -> memoryview:
-        block, done = memoryview(self.buffer)[:nbytes], 0
-        while done < nbytes:
-            count = os.preadv(source, [block[done:]], at + done)
-            if count == 0:
-                raise CheckpointError(f"a shard ended in the middle of {name}: it is truncated")
-            done += count
-        return block
+    def _read(self, source: Reader, at: int, nbytes: int, name: str) -> memoryview:
+        found = source.read(self._block, at, nbytes)
+        if len(found) < nbytes:
+            raise CheckpointError(f"a shard ended in the middle of {name}: it is truncated")
+        return found
+
+    def _put(self, target: Target, offset: int, content: memoryview) -> None:
+        self._out.put(target.cached, target.direct, offset, content)
+        self.advance(len(content))
 
     def _read_blocks(
-        self, source: int, at: int, nbytes: int, dtype: torch.dtype, name: str
+        self, source: Reader, at: int, nbytes: int, dtype: torch.dtype, name: str
     ) -> Iterator[torch.Tensor]:
         for done in range(0, nbytes, _BLOCK):
-            block = self._read(source, at + done, min(_BLOCK, nbytes - done), name)
-            yield torch.frombuffer(block, dtype=dtype)
+            content = self._read(source, at + done, min(_BLOCK, nbytes - done), name)
+            yield torch.frombuffer(content, dtype=dtype)
 
     def _scatter(
         self,
         blocks: Iterable[torch.Tensor],
         runs: Iterable[tuple[int, int]],
-        target: int,
+        target: Target,
         begin: int,
         dtype: torch.dtype,
         name: str,
@@ -285,29 +300,30 @@ class Mover:
         """Write consecutive blocks over the runs, which they fill one after the other."""
         runs = iter(runs)
         start, left = 0, 0
-        for block in blocks:
-            content = self._cast(block, dtype, name)
-            done, length = 0, block.numel()
+        for elements in blocks:
+            content = self._cast(elements, dtype, name)
+            done, length = 0, elements.numel()
             while done < length:
                 if left == 0:
                     start, left = next(runs)
                 count = min(left, length - done)
                 piece = content[done * dtype.itemsize : (done + count) * dtype.itemsize]
-                write_all(target, piece, begin + start * dtype.itemsize)
-                self.advance(len(piece))
+                self._put(target, begin + start * dtype.itemsize, piece)
                 done, start, left = done + count, start + count, left - count
 
-    def _cast(self, block: torch.Tensor, dtype: torch.dtype, name: str) -> memoryview:
-        """Return the bytes of `block` in `dtype`; they last until the next call."""
-        if block.dtype != dtype:
-            cast = torch.frombuffer(self.room, dtype=dtype, count=block.numel())
-            cast.copy_(block)
-            if dtype == torch.float16 and bool((cast.isinf() & block.isfinite()).any()):
+    def _cast(self, values: torch.Tensor, dtype: torch.dtype, name: str) -> memoryview:
+        """Return the bytes of `values` in `dtype`; they last until the next call."""
+        if values.dtype != dtype:
+            if len(self._room) < values.numel() * dtype.itemsize:
+                self._room = bytearray(values.numel() * dtype.itemsize)
+            cast = torch.frombuffer(self._room, dtype=dtype, count=values.numel())
+            cast.copy_(values)
+            if dtype == torch.float16 and bool((cast.isinf() & values.isfinite()).any()):
                 raise ExportError(
                     f"{name} has values beyond float16's 65504; use --dtype bfloat16 or float32"
                 )
-            block = cast
-        return memoryview(block.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            values = cast
+        return memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -323,8 +339,21 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield rows.reshape(-1)
 
 
-def create(file: Path, size: int) -> int:
-    """Create `file` with `size` bytes reserved on the disk; return its descriptor."""
+@contextlib.contextmanager
+def created(file: Path, size: int) -> Iterator[Target]:
+    """Create `file` with `size` bytes reserved on the disk, open while the context lasts."""
+    cached = _create(file, size)
+    try:
+        direct = open_again(cached, file, os.O_WRONLY)
+        try:
+            yield Target(cached, direct)
+        finally:
+            os.close(direct)
+    finally:
+        os.close(cached)
+
+
+def _create(file: Path, size: int) -> int:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         try:
@@ -337,32 +366,3 @@ def create(file: Path, size: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def write_all(descriptor: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(descriptor, content[done:], offset + done)
-
-
-def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
-    """Let the system begin to write these bytes to the disk; it does not wait for them.
-
-    Else it would begin at the fsync, when nothing is left to read: reading and writing would take
-    turns. Linux only; elsewhere it does nothing, and the fsync does all.
-    """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-def _find_sync_file_range() -> Callable[..., int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = _find_sync_file_range()
