@@ -105,6 +105,26 @@ def test_a_file_is_hashed_while_it_is_written(tmp_path):
     }
 
 
+@pytest.mark.parametrize(("worth", "files"), [(1, 3), (100_000, 1)])
+def test_a_rank_with_cores_to_spare_writes_several_files(tmp_path, monkeypatch, worth, files):
+    monkeypatch.setattr(dcp_writer, "_WORTH_A_FILE", worth)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    tensors = {f"model.{i}": torch.randn(n, 3) for i, n in enumerate((500, 1, 0, 700, 30, 600))}
+    tensors["model.step"] = torch.tensor(3)
+    writer = dcp_writer.HashingWriter(tmp_path, ranks_here=2)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    assert sorted(writer.files) == [f"__0_{i}.distcp" for i in range(files)]
+    for name, said in writer.files.items():
+        content = (tmp_path / name).read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        assert said == {"size": len(content), "sha256": sha256}
+        assert len(content) > 1000  # none is there for nothing
+    found = {name: torch.zeros_like(t) for name, t in tensors.items()}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+
+
 def test_a_digest_is_the_sum_of_its_rows_in_any_parts():
     tensor = torch.randn(50, 3, 4)
     whole = digests.rows_digest("model.x", tensor, 0)

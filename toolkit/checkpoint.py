@@ -144,7 +144,9 @@ def save(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) 
             "".join(content),
             getattr(state.model, "hf_assets", None),
         )
-        writer = HashingWriter(folder / _DCP, place / _DCP if place else None)
+        writer = HashingWriter(
+            folder / _DCP, place / _DCP if place else None, ranks_here=ranks.ranks_here()
+        )
         if cfg.async_save:
             upload = dcp.async_save(
                 tensors, storage_writer=writer, process_group=group, async_stager=_stager()

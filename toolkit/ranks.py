@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
@@ -34,6 +35,12 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def ranks_here() -> int:
+    """Return how many processes of the run may be on this machine: one a device, else all."""
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return min(world_size(), devices) if devices else world_size()
 
 
 def first_to_say(text: str) -> bool:
