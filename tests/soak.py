@@ -119,10 +119,13 @@ class Stage:
     def __init__(self, folder: Path, tracer: file_trace.Tracer) -> None:
         import torch
 
-        from toolkit import checkpoint, commit, consolidate, models
+        from toolkit import checkpoint, commit, consolidate, direct_io, models
         from toolkit.config import CheckpointConfig, ModelConfig
 
         torch.set_num_threads(1)
+        # So that a model this small is written as a large one is: in several blocks, past the page
+        # cache where the file system can, and its last bytes through it.
+        direct_io._WRITTEN, direct_io._SMALL = 2 * direct_io.ALIGNMENT, 1
         self.folder, self.tracer = folder, tracer
         self.checkpoint, self.commit, self.consolidate = checkpoint, commit, consolidate
         self.cfg = CheckpointConfig(

@@ -22,6 +22,7 @@ from conftest import ROOT, save_tiny_model
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit import checkpoint, commit, dcp_writer, digests, disk
 from toolkit.config import CheckpointConfig
@@ -105,12 +106,13 @@ def test_a_file_is_hashed_while_it_is_written(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("worth", "files"), [(1, 3), (100_000, 1)])
+@pytest.mark.parametrize(("worth", "files"), [(1, 3), (10_000_000, 1)])
 def test_a_rank_with_cores_to_spare_writes_several_files(tmp_path, monkeypatch, worth, files):
     monkeypatch.setattr(dcp_writer, "_WORTH_A_FILE", worth)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    tensors = {f"model.{i}": torch.randn(n, 3) for i, n in enumerate((500, 1, 0, 700, 30, 600))}
-    tensors["model.step"] = torch.tensor(3)
+    rows = (500, 1, 0, 700, 30, 60_000, 600, 50_000, 40_000)
+    tensors = {f"model.{i}": torch.randn(n, 3) for i, n in enumerate(rows)}
+    tensors |= {f"model.s{i}": torch.tensor(i) for i in range(20)}
     writer = dcp_writer.HashingWriter(tmp_path, ranks_here=2)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
     assert sorted(writer.files) == [f"__0_{i}.distcp" for i in range(files)]
@@ -118,11 +120,37 @@ def test_a_rank_with_cores_to_spare_writes_several_files(tmp_path, monkeypatch, 
         content = (tmp_path / name).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         assert said == {"size": len(content), "sha256": sha256}
-        assert len(content) > 1000  # none is there for nothing
+        assert len(content) > 400_000  # about as much in each
+    data = read_metadata(tmp_path).storage_data
+    for index, place in data.items():
+        blob = (tmp_path / place.relative_path).read_bytes()[place.offset :][: place.length]
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            assert archive.testzip() is None, index
     found = {name: torch.zeros_like(t) for name, t in tensors.items()}
     dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_the_failure_of_one_file_stops_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(dcp_writer, "_WORTH_A_FILE", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    write, written = dcp_writer.HashedFile.write, [0]
+
+    def first_fails(self, content):
+        if self.name.startswith("__0_0"):
+            raise OSError(28, "No space left on device")
+        written[0] += len(content)
+        time.sleep(0.01)
+        write(self, content)
+
+    monkeypatch.setattr(dcp_writer.HashedFile, "write", first_fails)
+    tensors = {f"model.{i}": torch.zeros(2**20, 20) for i in range(2)}
+    writer = dcp_writer.HashingWriter(tmp_path)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(tensors, storage_writer=writer, no_dist=True)
+    assert isinstance(raised.value.failures[0][0], OSError)
+    assert written[0] < tensors["model.0"].nbytes / 2
 
 
 def test_a_digest_is_the_sum_of_its_rows_in_any_parts():

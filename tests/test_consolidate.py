@@ -476,7 +476,7 @@ def test_failure_leaves_nothing_and_leftovers_are_replaced(
 
     run = root / "llama/sharded"
     with monkeypatch.context() as patch:
-        patch.setattr(direct_io, "write_all", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(ExportError, match="No space left on device"):
             consolidate(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -567,7 +567,7 @@ def test_an_interrupted_export_goes_on(
     shutil.rmtree(out)
     assert len(killed(2)) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(direct_io, "write_all", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(ExportError, match=r"No space left.*2 finished weight file\(s\) stay"):
             consolidate(run, out, max_shard_size="1KB")
     assert len(killed(99)) == count - 2

@@ -178,12 +178,31 @@ def test_any_part_reads_as_it_is(tmp_path, went_direct):
         assert found == content[:size]
 
 
+def test_a_network_that_gives_a_part_is_asked_for_the_rest(tmp_path, monkeypatch):
+    content, real = random.Random(0).randbytes(BLOCK), os.preadv
+    (tmp_path / "file").write_bytes(content)
+
+    def part(descriptor: int, rooms: Any, offset: int) -> int:
+        return min(100_001, real(descriptor, rooms, offset))
+
+    monkeypatch.setattr(os, "preadv", part)
+    with Reader(tmp_path / "file") as reader:
+        found = reader.read(block(), 0, BLOCK - 2 * ALIGNMENT)
+        assert found == content[: BLOCK - 2 * ALIGNMENT]
+
+
 def test_a_file_that_was_replaced_is_not_opened_again(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"one")
     descriptor = os.open(path, os.O_RDWR)
     (tmp_path / "other").write_bytes(b"two")
     os.replace(tmp_path / "other", path)
-    with pytest.raises(OSError, match="was replaced while it was written"):
+    with pytest.raises(OSError, match="was replaced while it was open"):
         direct_io.open_again(descriptor, path, os.O_WRONLY)
     os.close(descriptor)
+    (tmp_path / "other").write_bytes(bytes(BLOCK))
+    with Reader(path) as reader:
+        reader.read(block(), 0, 3)
+        os.replace(tmp_path / "other", path)
+        with pytest.raises(OSError, match="was replaced while it was open"):
+            reader.read(block(), 0, 2**20)

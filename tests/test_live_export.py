@@ -11,7 +11,7 @@ import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
 
-from toolkit import checkpoint, direct_io, export_manifest
+from toolkit import checkpoint, export_manifest
 from toolkit.config import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.consolidate import consolidate
 from toolkit.errors import ExportError
@@ -56,7 +56,7 @@ def _export(rank: int, world: int, root: str) -> list[str]:
         def full(*args: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        with mock.patch.object(direct_io, "write_all", full):  # on rank 0, the only one to write
+        with mock.patch.object(os, "pwrite", full):  # on rank 0, the only one to write
             try:
                 export_live(model, folder / "full")
             except ExportError as error:

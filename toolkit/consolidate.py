@@ -9,15 +9,15 @@ Owns this order, and how the bytes of one weight file are gathered from the shar
 are belongs to `sources`, what the folder consists of to `export_plan`, the folder on the disk to
 `export_folder`. Knows nothing of training.
 
-Memory: a block of 256 KB a thread. Parameters that transformers converts at load (fused experts)
-are mostly cut and turned: those parts are moved like any other. What it computes anew is put
-together in a scratch file mapped into memory, one group at a time; the computation may hold the
-group.
+Memory: 6 MB a thread, for what is read, cast and written. Parameters that transformers converts at
+load (fused experts) are mostly cut and turned: those parts are moved like any other. What it
+computes anew is put together in a scratch file mapped into memory, one group at a time; the
+computation may hold the group.
 
 [Note: what is checked when] Before anything is written: sizes of all shards, hashes of their
 metadata and of the model's config, and that the chunks cover each tensor once. After a weight file
-is on the disk, while the shards are still cached: the digest of every tensor that went into it,
-against the digest taken from live memory when it was saved. Where there is none such (a checkpoint
+is on the disk: the digest of every tensor that went into it, against the digest taken from live
+memory when it was saved. Where there is none such (a checkpoint
 without digests, tensors split along another dimension than the first) the sha256 of the shard
 files, at the end. A checkpoint of another tool has no hashes: only its structure is checked.
 """
@@ -99,8 +99,8 @@ def consolidate(
     generation config and tokenizer come along, and a manifest of all of it (`export_manifest`). The
     folder appears under its name only when it is complete and was read back. Interrupted, it goes
     on with the first weight file that was not finished. Costs one read and one write of the
-    weights, one more read of both (from the page cache where they fit) for the hashes, and 256 KB
-    of memory a thread.
+    weights, one more read of both for the hashes, and 6 MB of memory a thread. All of it goes past
+    the page cache: what is read back is what the disk holds.
 
     Args:
         checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or one of

@@ -17,7 +17,7 @@ import queue
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -40,12 +40,12 @@ from toolkit.errors import CheckpointError
 from toolkit.store import Place, Upload
 
 _BLOCK = 2**20  # bytes written and hashed at a time: they stay in the processor's cache meanwhile
-_AHEAD = 64  # blocks that the hash may lag behind: more than the disk stops for
+_AHEAD = 16  # blocks that the hash may lag behind
 _FILES = 4  # of a rank at most
 _FILES_HERE = 8  # of all ranks of a machine: 14 GB/s of sha256, and few disks give more
 _WORTH_A_FILE = 64 * 2**20
 _HASH = hashlib.sha256
-_CRC_SWITCH = threading.Lock()
+_CRC_SWITCH = threading.Lock()  # held by every torch.save: in torch 2.11 it is the process's
 _OTHER_ZIP = f"torch {torch.__version__} writes no zip file as 2.11 to 2.13 do"
 
 
@@ -54,7 +54,7 @@ class HashingWriter(FileSystemWriter):
 
     Every file is fsynced. A core hashes 1.5 to 1.8 GB/s: where a rank has several cores and much to
     write, it writes several files at a time. Memory beyond the tensors, for each of them: 10 MB,
-    and two tensors where they are on a device.
+    and of tensors on a device (or that are part of a larger one) copies of two and 16 MB.
 
     Args:
         path: folder of the checkpoint.
@@ -68,6 +68,7 @@ class HashingWriter(FileSystemWriter):
         super().__init__(path, single_file_per_rank=True, sync_files=True)
         self.shards = Path(path) if shards is None else shards
         self.ranks_here = ranks_here
+        self._stop = threading.Event()
         self.files: dict[str, dict[str, Any]] = {}
 
     @property
@@ -89,9 +90,14 @@ class HashingWriter(FileSystemWriter):
                 pool.submit(self._write_file, f"{prefix}{i}.distcp", part, planner)
                 for i, part in enumerate(parts)
             ]
-            results = [result for part in work for result in part.result()]
+            try:
+                for done in as_completed(work):
+                    done.result()
+            except BaseException:  # of one file, or an interrupt: the others need not go on
+                self._stop.set()
+                raise
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([result for part in work for result in part.result()])
         return future
 
     def _files_at_a_time(self, items: list[WriteItem]) -> int:
@@ -112,6 +118,8 @@ class HashingWriter(FileSystemWriter):
             for item, blob in _blobs(items, planner):
                 begin = file.size
                 for piece in blob:
+                    if self._stop.is_set():
+                        raise CheckpointError("the checkpoint was given up while it was written")
                     file.write(piece)
                 results.append(_result(item.index, name, begin, file.size - begin))
         self.files[name] = file.described()
@@ -125,7 +133,7 @@ class HashedFile:
     """
 
     def __init__(self, path: Path | Place) -> None:
-        self.size = 0
+        self.name, self.size = path.name, 0
         self._hash = _HASH()
         self._blocks: queue.Queue[Any] = queue.Queue(_AHEAD)
         self._failure: BaseException | None = None
@@ -175,13 +183,18 @@ def _size(item: WriteItem) -> int:
 
 
 def _split(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Return the items in at most `count` parts of about as many bytes, in their order."""
-    total, done = sum(map(_size, items)), 0
-    parts: dict[int, list[WriteItem]] = {}
-    for item in items:
-        parts.setdefault(min(count - 1, done * count // max(1, total)), []).append(item)
-        done += _size(item)
-    return list(parts.values())
+    """Return the items in at most `count` parts of about as many bytes, each in their order.
+
+    The largest first, each to the part that has least: no part is a third above the best split
+    (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
+    """
+    parts: list[list[int]] = [[] for _ in range(count)]
+    held = [0] * count
+    for i in sorted(range(len(items)), key=lambda i: -_size(items[i])):
+        least = held.index(min(held))
+        parts[least].append(i)
+        held[least] += _size(items[i])
+    return [[items[i] for i in sorted(part)] for part in parts if part]
 
 
 def _blobs(
@@ -200,9 +213,10 @@ def _blobs(
 
 
 def _fetch(item: WriteItem, planner: SavePlanner) -> Any:
-    data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
-        return data
+        with _CRC_SWITCH:  # torch.save is in it
+            return planner.resolve_data(item)
+    data = planner.resolve_data(item)
     assert isinstance(data, torch.Tensor)
     tensor = data.detach().cpu()
     # torch.save writes the whole storage, so it must hold nothing else.
@@ -233,7 +247,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[Any]:
     """
     stream = _Pieces(tensor.nbytes)
     if tensor.nbytes <= 2**16:
-        torch.save(tensor, cast(IO[bytes], stream))
+        with _CRC_SWITCH:
+            torch.save(tensor, cast(IO[bytes], stream))
         yield from stream.pieces
         return
     with _CRC_SWITCH:

@@ -27,15 +27,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-ALIGNMENT = 4096
-"""Of offsets, lengths and memory: every disk's block divides it, or is it."""
+ALIGNMENT = max(4096, mmap.PAGESIZE)
+"""Of offsets, lengths and memory: a multiple of a disk's block and of a page of memory."""
 BLOCK = 2 * 2**20
 """Bytes of a block, one huge page."""
 BUFFERED = "TOOLKIT_BUFFERED_IO"
 """Environment variable: 1 sends everything through the page cache."""
-_SMALL = 2**16  # bytes below which the page cache is faster
+_WRITTEN = BLOCK  # bytes that are gathered before they are written
+_SMALL = max(2**16, 2 * ALIGNMENT)  # bytes below which the page cache is faster
 _IN_FLIGHT = 4  # blocks of one file that the disk has at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_NOT_RESERVED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -59,7 +62,7 @@ def open_direct(path: str | Path, flags: int) -> int:
             return os.open(path, flags | _DIRECT, 0o644)
         except OSError as error:
             # A file system without direct I/O says so after it has created the file.
-            if error.errno != errno.EINVAL:
+            if error.errno not in _NOT_DIRECT:
                 raise
             flags &= ~os.O_EXCL
     return os.open(path, flags, 0o644)
@@ -71,10 +74,13 @@ def open_again(descriptor: int, path: Path, flags: int) -> int:
     Raises:
         OSError: another file has that name.
     """
-    second = open_direct(path, flags)
+    return _the_same(descriptor, open_direct(path, flags), path)
+
+
+def _the_same(descriptor: int, second: int, path: Path) -> int:
     if not os.path.samestat(os.fstat(descriptor), os.fstat(second)):
         os.close(second)
-        raise OSError(errno.ESTALE, "was replaced while it was written", str(path))
+        raise OSError(errno.ESTALE, "was replaced while it was open", str(path))
     return second
 
 
@@ -97,15 +103,16 @@ def through_cache(descriptor: int) -> None:
 
 def write_all(descriptor: int, content: memoryview, offset: int) -> None:
     """Write `content` at `offset`; whole aligned blocks where the file goes past the page cache."""
-    done = 0
+    done, refused = 0, False
     while done < len(content):
-        direct = is_direct(descriptor)  # before: another thread may change it meanwhile
         try:
             done += os.pwrite(descriptor, content[done:], offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not direct:
+            if error.errno not in _NOT_DIRECT or refused:
                 raise
-            through_cache(descriptor)  # it was opened, but this the file system cannot
+            # The file system opened it, but cannot do this. Another thread may have found out too.
+            refused = True
+            through_cache(descriptor)
             continue
         if done % ALIGNMENT and done < len(content):
             through_cache(descriptor)  # a full disk took a part of a page
@@ -133,6 +140,34 @@ def _find_sync_file_range() -> Callable[..., int] | None:
 _sync_file_range = _find_sync_file_range()
 
 
+def reserve(descriptor: int, size: int) -> None:
+    """Give an empty file `size` bytes, reserved on the disk where the system can.
+
+    Not `posix_fallocate`: where a file system cannot, that writes into every block.
+    """
+    if _fallocate is not None:
+        if _fallocate(descriptor, 0, 0, size) == 0 or size == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _NOT_RESERVED:
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, size)
+
+
+def _find_fallocate() -> Callable[..., int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    # With 64-bit offsets on every machine; musl has them under the plain name.
+    function = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return function
+
+
+_fallocate = _find_fallocate()
+
+
 class Appender:
     """A new file written from its beginning to its end, fsynced when it is closed.
 
@@ -141,10 +176,10 @@ class Appender:
 
     def __init__(self, path: Path) -> None:
         self.size = 0
-        self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._block, self._filled = block(_WRITTEN), 0
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, "write")
         self._pending: deque[tuple[Future[None], memoryview]] = deque()
-        self._block, self._filled = block(), 0
+        self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def write(self, content: memoryview) -> None:
         """Append a copy of `content`."""
@@ -173,7 +208,7 @@ class Appender:
         work = self._pool.submit(self._write, self._block, self.size - self._filled)
         self._pending.append((work, self._block))
         spare = self._wait(_IN_FLIGHT - 1)
-        self._block, self._filled = block() if spare is None else spare, 0
+        self._block, self._filled = block(_WRITTEN) if spare is None else spare, 0
 
     def _wait(self, left: int) -> memoryview | None:
         """Wait until at most `left` blocks are under way; return one that is free again."""
@@ -196,7 +231,7 @@ class Scatterer:
     """
 
     def __init__(self) -> None:
-        self._block = block()
+        self._block = block(_WRITTEN)
         self._begin = self._end = 0
         self._files = (-1, -1)
 
@@ -213,12 +248,12 @@ class Scatterer:
         while len(content):
             if self._begin == self._end:
                 self._begin = self._end = offset
-            at = offset % BLOCK
-            count = min(len(content), BLOCK - at)
+            at = offset % len(self._block)
+            count = min(len(content), len(self._block) - at)
             self._block[at : at + count] = content[:count]
             content = content[count:]
             offset = self._end = offset + count
-            if offset % BLOCK == 0:
+            if offset % len(self._block) == 0:
                 self.flush()
 
     def flush(self) -> None:
@@ -229,7 +264,7 @@ class Scatterer:
         if begin == end:
             return
         self._begin = self._end = 0
-        start = begin - begin % BLOCK
+        start = begin - begin % len(self._block)
         first, last = begin + -begin % ALIGNMENT, end - end % ALIGNMENT
         cached, direct = self._files
         if last - first < _SMALL:
@@ -252,7 +287,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._direct, self._cached = open_direct(path, os.O_RDONLY), -1
+        self._direct = self._cached = -1
 
     def __enter__(self) -> "Reader":
         return self
@@ -278,32 +313,48 @@ class Reader:
                 are read.
         """
         if nbytes < _SMALL:
-            if self._cached == -1:
-                self._cached = os.open(self.path, os.O_RDONLY)
-            return room[: _fill(self._cached, room[:nbytes], offset)]
+            return room[: _fill(self._small(), room[:nbytes], offset)]
         skip = offset % ALIGNMENT
         whole = skip + nbytes + -(skip + nbytes) % ALIGNMENT
-        done = _fill(self._direct, room[:whole], offset - skip)
+        done = _fill(self._large(), room[:whole], offset - skip)
         return room[skip : max(skip, min(done, skip + nbytes))]
+
+    def _large(self) -> int:
+        if self._direct == -1:
+            second = open_direct(self.path, os.O_RDONLY)
+            opened = self._cached != -1
+            self._direct = _the_same(self._cached, second, self.path) if opened else second
+        return self._direct
+
+    def _small(self) -> int:
+        if self._cached == -1:
+            if self._direct == -1:
+                self._cached = os.open(self.path, os.O_RDONLY)
+            elif not is_direct(self._direct):
+                self._cached = self._direct
+            else:
+                second = os.open(self.path, os.O_RDONLY)
+                self._cached = _the_same(self._direct, second, self.path)
+        return self._cached
 
 
 def _fill(descriptor: int, room: memoryview, offset: int) -> int:
     """Read until `room` is full or the file ends; return the bytes read."""
-    done = 0
+    done, refused = 0, False
     while done < len(room):
-        direct = is_direct(descriptor)
         try:
             count = os.preadv(descriptor, [room[done:]], offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not direct:
+            if error.errno not in _NOT_DIRECT or refused:
                 raise
+            refused = True
             through_cache(descriptor)
             continue
-        if count == 0:
-            break
         done += count
-        if direct and count % ALIGNMENT:
-            break  # the end of the file
+        if count == 0 or (done % ALIGNMENT and offset + done >= os.fstat(descriptor).st_size):
+            break
+        if done % ALIGNMENT and done < len(room):
+            through_cache(descriptor)  # a network gave a part of a page
     return done
 
 
@@ -314,8 +365,7 @@ class ReadAhead:
         self.size = os.stat(path).st_size
         self._reader = Reader(path)
         self._pool = ThreadPoolExecutor(1, "read ahead")
-        rooms = (block(min(BLOCK, self.size + ALIGNMENT)) for _ in range(3))
-        self._blocks = self._read(list(rooms))
+        self._blocks = self._read([block(min(BLOCK, self.size + ALIGNMENT)) for _ in range(3)])
         self._block = memoryview(b"")
 
     def __enter__(self) -> "ReadAhead":

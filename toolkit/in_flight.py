@@ -4,6 +4,7 @@ Owns the thread and the moments at which its failure is raised. Does not know wh
 """
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - ends its pools after `_at_exit`, if it is first
 import os
 import sys
 import threading

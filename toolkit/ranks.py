@@ -8,13 +8,14 @@ Without an initialised process group every function is the plain call.
 """
 
 import datetime
+import functools
 import hashlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
@@ -38,9 +39,14 @@ def world_size() -> int:
 
 
 def ranks_here() -> int:
-    """Return how many processes of the run may be on this machine: one a device, else all."""
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    return min(world_size(), devices) if devices else world_size()
+    """Return how many processes of the run are on this machine. Collective at the first call."""
+    return _ranks_here(world_size())
+
+
+@functools.cache
+def _ranks_here(world: int) -> int:
+    names = gather(socket.gethostname())
+    return names.count(names[rank()])
 
 
 def first_to_say(text: str) -> bool:

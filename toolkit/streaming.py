@@ -1,13 +1,11 @@
 """Bytes from a shard to their place in an output file, cast on the way, in bounded memory.
 
-Owns the copying, several parts at a time, each through two blocks of memory that stay in the
-processor's cache, and past the page cache (`direct_io`). Knows neither names nor which bytes go
-where: the caller plans that.
+Owns the copying, several parts at a time, each through two blocks of memory, past the page cache
+(`direct_io`). Knows neither names nor which bytes go where: the caller plans that.
 """
 
 import bisect
 import contextlib
-import errno
 import itertools
 import math
 import os
@@ -21,7 +19,16 @@ from typing import Any
 import torch
 
 from toolkit.dcp_format import Chunk, contiguous_runs, read_chunk
-from toolkit.direct_io import ALIGNMENT, BLOCK, Reader, Scatterer, block, open_again
+from toolkit.direct_io import (
+    ALIGNMENT,
+    BLOCK,
+    Reader,
+    Scatterer,
+    block,
+    open_again,
+    reserve,
+    write_all,
+)
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.strided import View
 
@@ -29,8 +36,7 @@ _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _BLOCK = BLOCK - 2 * ALIGNMENT  # bytes read at a time: what lies around them fits beside them
 _LONG_RUN = 2**16  # bytes; shorter runs are cheaper through a block than read one by one
 _SLICE = 8 * 2**20  # bytes written by one thread before it takes the next part
-_OPEN_FILES = 32  # a thread keeps so many shards open
-_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+_OPEN_FILES = 16  # a thread keeps so many shards open
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Copy:
     def split(self) -> "Iterator[Copy]":
         """Yield parts of at most `_SLICE` bytes to write: the units that threads share.
 
-        All but the first begin at a multiple of that: the page cache takes aligned blocks faster.
+        All but the first begin at a multiple of that, so that whole blocks are written.
         """
         done = 0
         while done < self.count:
@@ -192,7 +198,8 @@ def run_tasks(
 class Mover:
     """Moves the bytes of chunks and tensors into open files, casting where dtypes differ.
 
-    For one thread: it has blocks of memory of its own. What was moved is in the file after `flush`.
+    For one thread: it has blocks of memory of its own. What was moved is in the file after `flush`,
+    and after the context.
     """
 
     def __init__(self, advance: Callable[[int], Any]) -> None:
@@ -206,7 +213,9 @@ class Mover:
     def __enter__(self) -> "Mover":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.flush()
         for reader in self.sources.values():
             reader.close()
         self.sources.clear()
@@ -221,7 +230,8 @@ class Mover:
         if copy.stored == copy.dtype:
             self._copy(source, copy.position, target, copy.at, nbytes, copy.name)
         else:
-            blocks = self._read_blocks(source, copy.position, nbytes, copy.stored, copy.name)
+            most = _elements(copy.stored, copy.dtype)
+            blocks = self._read_blocks(source, copy.position, nbytes, copy.stored, most, copy.name)
             runs = [(0, copy.count)]
             self._scatter(blocks, runs, target, copy.at, copy.dtype, copy.name)
 
@@ -236,7 +246,8 @@ class Mover:
         """Write `chunk` to its place in the tensor that starts at byte `begin` of `target`."""
         runs = contiguous_runs(chunk.offsets, chunk.sizes, chunk.shape)
         if chunk.raw is None:
-            self._scatter(_blocks(read_chunk(chunk)), runs, target, begin, dtype, name)
+            blocks = _blocks(read_chunk(chunk), _elements(chunk.dtype, dtype))
+            self._scatter(blocks, runs, target, begin, dtype, name)
             return
         source, position = self._open(chunk.file), chunk.raw
         runs = iter(runs)
@@ -248,7 +259,8 @@ class Mover:
                 self._copy(source, position, target, begin + start * item, count * item, name)
                 position += count * item
             return
-        blocks = self._read_blocks(source, position, chunk.nbytes, chunk.dtype, name)
+        most = _elements(chunk.dtype, dtype)
+        blocks = self._read_blocks(source, position, chunk.nbytes, chunk.dtype, most, name)
         self._scatter(blocks, itertools.chain([first], runs), target, begin, dtype, name)
 
     def write(
@@ -256,16 +268,16 @@ class Mover:
     ) -> None:
         """Write a whole tensor, of any strides, at byte `begin` of `target`."""
         if tensor.numel() > 0:
-            runs = [(0, tensor.numel())]
-            self._scatter(_blocks(tensor), runs, target, begin, dtype, name)
+            blocks, runs = _blocks(tensor, _elements(tensor.dtype, dtype)), [(0, tensor.numel())]
+            self._scatter(blocks, runs, target, begin, dtype, name)
 
     def _copy(
         self, source: Reader, at: int, target: Target, to: int, nbytes: int, name: str
     ) -> None:
         """Copy bytes as they are.
 
-        Through blocks of memory: the kernel's own copy_file_range fills the page cache page by page
-        where offsets are not aligned, for which it took 1.5 x the processor time on ext4.
+        The kernel's own copy_file_range does it through the page cache where offsets are not
+        aligned, and page by page: 1.5 x the processor time of doing that here, on ext4.
         """
         for done in range(0, nbytes, _BLOCK):
             count = min(_BLOCK, nbytes - done)
@@ -282,10 +294,11 @@ class Mover:
         self.advance(len(content))
 
     def _read_blocks(
-        self, source: Reader, at: int, nbytes: int, dtype: torch.dtype, name: str
+        self, source: Reader, at: int, nbytes: int, dtype: torch.dtype, most: int, name: str
     ) -> Iterator[torch.Tensor]:
-        for done in range(0, nbytes, _BLOCK):
-            content = self._read(source, at + done, min(_BLOCK, nbytes - done), name)
+        for done in range(0, nbytes, most * dtype.itemsize):
+            count = min(most * dtype.itemsize, nbytes - done)
+            content = self._read(source, at + done, count, name)
             yield torch.frombuffer(content, dtype=dtype)
 
     def _scatter(
@@ -308,7 +321,12 @@ class Mover:
                     start, left = next(runs)
                 count = min(left, length - done)
                 piece = content[done * dtype.itemsize : (done + count) * dtype.itemsize]
-                self._put(target, begin + start * dtype.itemsize, piece)
+                at = begin + start * dtype.itemsize
+                if len(piece) < _LONG_RUN and count == left:
+                    write_all(target.cached, piece, at)  # the next run lies elsewhere
+                    self.advance(len(piece))
+                else:
+                    self._put(target, at, piece)
                 done, start, left = done + count, start + count, left - count
 
     def _cast(self, values: torch.Tensor, dtype: torch.dtype, name: str) -> memoryview:
@@ -326,14 +344,19 @@ class Mover:
         return memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements in row-major order, a block at a time, whatever its strides."""
-    tensor, most = tensor.detach(), max(1, _BLOCK // tensor.dtype.itemsize)
+def _elements(stored: torch.dtype, dtype: torch.dtype) -> int:
+    """Return how many elements fit into a block before and after the cast."""
+    return max(1, _BLOCK // max(stored.itemsize, dtype.itemsize))
+
+
+def _blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in row-major order, `most` at a time, whatever its strides."""
+    tensor = tensor.detach()
     if tensor.is_contiguous():
         yield from tensor.reshape(-1).split(most)
     elif math.prod(tensor.shape[1:]) > most:
         for part in tensor:
-            yield from _blocks(part)
+            yield from _blocks(part, most)
     else:
         for rows in tensor.split(max(1, most // math.prod(tensor.shape[1:]))):
             yield rows.reshape(-1)
@@ -356,12 +379,7 @@ def created(file: Path, size: int) -> Iterator[Target]:
 def _create(file: Path, size: int) -> int:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-        except (AttributeError, OSError) as error:
-            if getattr(error, "errno", errno.EINVAL) not in _UNSUPPORTED:
-                raise
-            os.ftruncate(descriptor, size)
+        reserve(descriptor, size)
     except BaseException:
         os.close(descriptor)
         raise
