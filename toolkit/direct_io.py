@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Of offsets, lengths and memory: a multiple of a disk's block and of a page of memory."""
@@ -96,6 +96,21 @@ def through_cache(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
+def _either_way(
+    move: Callable[[int, Any, int], int], descriptor: int, memory: Any, offset: int
+) -> int:
+    """Return how many bytes moved; through the page cache where the file system opened the file
+    past it and cannot do this.
+    """
+    try:
+        return move(descriptor, memory, offset)
+    except OSError as error:
+        if error.errno not in _NOT_DIRECT:
+            raise
+        through_cache(descriptor)
+    return move(descriptor, memory, offset)
+
+
 # --------------------------------------------------------------------------------------------------
 # Writing
 # --------------------------------------------------------------------------------------------------
@@ -103,17 +118,9 @@ def through_cache(descriptor: int) -> None:
 
 def write_all(descriptor: int, content: memoryview, offset: int) -> None:
     """Write `content` at `offset`; whole aligned blocks where the file goes past the page cache."""
-    done, refused = 0, False
+    done = 0
     while done < len(content):
-        try:
-            done += os.pwrite(descriptor, content[done:], offset + done)
-        except OSError as error:
-            if error.errno not in _NOT_DIRECT or refused:
-                raise
-            # The file system opened it, but cannot do this. Another thread may have found out too.
-            refused = True
-            through_cache(descriptor)
-            continue
+        done += _either_way(os.pwrite, descriptor, content[done:], offset + done)
         if done % ALIGNMENT and done < len(content):
             through_cache(descriptor)  # a full disk took a part of a page
 
@@ -292,12 +299,7 @@ class Reader:
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -340,16 +342,9 @@ class Reader:
 
 def _fill(descriptor: int, room: memoryview, offset: int) -> int:
     """Read until `room` is full or the file ends; return the bytes read."""
-    done, refused = 0, False
+    done = 0
     while done < len(room):
-        try:
-            count = os.preadv(descriptor, [room[done:]], offset + done)
-        except OSError as error:
-            if error.errno not in _NOT_DIRECT or refused:
-                raise
-            refused = True
-            through_cache(descriptor)
-            continue
+        count = _either_way(os.preadv, descriptor, [room[done:]], offset + done)
         done += count
         if count == 0 or (done % ALIGNMENT and offset + done >= os.fstat(descriptor).st_size):
             break
@@ -385,9 +380,8 @@ class ReadAhead:
         return found
 
     def _read(self, rooms: list[memoryview]) -> Iterator[memoryview]:
-        starts = iter(range(0, self.size, BLOCK))
         pending: deque[Future[memoryview]] = deque()
-        for i, start in enumerate(starts):
+        for i, start in enumerate(range(0, self.size, BLOCK)):
             room = rooms[i % len(rooms)]
             count = min(BLOCK, self.size - start)
             pending.append(self._pool.submit(self._reader.read, room, start, count))
