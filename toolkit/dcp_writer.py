@@ -1,4 +1,4 @@
-"""A torch distributed checkpoint (DCP), written at the disk's speed and hashed on the way.
+"""A torch distributed checkpoint (DCP), written past the page cache and hashed on the way.
 
 What it writes is what torch's `FileSystemWriter` writes: blobs of `torch.save` one after the other.
 Owns the writing: blocks go to the file while another thread hashes them, and the disk works while

@@ -166,7 +166,6 @@ def _write(
             with Mover(advance) as mover:
                 for group, members in _groups_of(plan, name):
                     _write_group(plan, group, members, tensors, mover, file)
-                mover.flush()
 
         write_weights(plan, staging, fill, Timing())
         finish(plan, staging, {**_ORIGIN, **origin, "dtype": dtype})

@@ -175,7 +175,6 @@ def run_tasks(
                     mover.copy(task, target)
                 else:
                     task(mover, target)
-                mover.flush()
 
     threads = max(1, min(threads, len(tasks)))
     if threads == 1:
