@@ -28,9 +28,10 @@ demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge, ask it b
 test: install  ## Run the tests
 	$(BIN)/python -m pytest
 
-check: install  ## Lint, format and types
+check: install  ## Lint, format, import layers and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: install  ## Format the code

@@ -36,13 +36,14 @@ from machine import describe
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from toolkit import checkpoint, dcp_writer
-from toolkit.config import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
-from toolkit.digests import LANES
-from toolkit.loading import materialise
-from toolkit.models import build_on_meta
-from toolkit.optim import build_optimizer
-from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.checkpoint import dcp_writer
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
+from toolkit.formats.digests import LANES
+from toolkit.loading.pretrained import materialise
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training.optim import build_optimizer
 
 KINDS = ("plain", "one", "save", "unhashed", "async")
 _WIDTH = 2048

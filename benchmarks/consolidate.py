@@ -65,11 +65,11 @@ def main() -> None:
 
 
 def write_checkpoints(rank: int, world: int, gigabytes: float, root: str) -> None:
-    from toolkit import checkpoint
-    from toolkit.config import CheckpointConfig, ModelConfig, ShardingConfig
-    from toolkit.loading import materialise
-    from toolkit.models import build_on_meta
-    from toolkit.sharding import apply_fsdp, init_mesh
+    from toolkit.checkpoint import saving as checkpoint
+    from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
+    from toolkit.loading.pretrained import materialise
+    from toolkit.models.causal_lm import build_on_meta
+    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
     torch.set_num_threads(1)
     folder = Path(root)
@@ -119,7 +119,7 @@ def one_side(args: argparse.Namespace) -> None:
     if kind == "toolkit":
         from transformers.models.llama import modeling_llama  # noqa: F401 - imports are not timed
 
-        from toolkit import consolidate
+        from toolkit.export import consolidation as consolidate
 
         timing = consolidate.Timing()
         threads = args.threads or consolidate.default_threads()

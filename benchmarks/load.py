@@ -26,12 +26,12 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from toolkit.config import ModelConfig, ShardingConfig
-from toolkit.hf_format import read_weights, weight_files
-from toolkit.layout import local_slices
-from toolkit.loading import load_pretrained
-from toolkit.models import build_on_meta
-from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.config.settings import ModelConfig, ShardingConfig
+from toolkit.formats.hf_folder import read_weights, weight_files
+from toolkit.formats.layout import local_slices
+from toolkit.loading.pretrained import load_pretrained
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def measure(kind: str, samples: int) -> dict[str, Any]:
     bound = -(-int(lengths.sum()) // SEQUENCE_LENGTH)
     data: Any
     if kind == "ours":
-        from toolkit.data.sequences import Packed, Pieces, Rows
+        from toolkit.data.samples.sequences import Packed, Pieces, Rows
 
         start = time.perf_counter()
         packed = Packed(Pieces(Rows(rows), SEQUENCE_LENGTH))

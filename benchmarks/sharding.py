@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
 
-from toolkit.config import ModelConfig, OptimConfig, ShardingConfig
-from toolkit.layout import reshard
-from toolkit.loading import init_weights
-from toolkit.loss import loss_sum
-from toolkit.models import build_on_meta
-from toolkit.optim import build_optimizer
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import train_step
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.formats.layout import reshard
+from toolkit.loading.pretrained import init_weights
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training.loss import loss_sum
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 PEER = "DistributedDataParallel"

@@ -29,15 +29,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, get_scheduler
 
-from toolkit import launch
-from toolkit.config import ModelConfig, OptimConfig, ShardingConfig
-from toolkit.data.order import GlobalBatches, SampleOrder
-from toolkit.loading import init_weights
-from toolkit.metrics import Clock, Metrics
-from toolkit.models import build_on_meta
-from toolkit.optim import build_optimizer, build_scheduler
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import train_step
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.data.order.position import GlobalBatches, SampleOrder
+from toolkit.loading.pretrained import init_weights
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training import launch
+from toolkit.training.metrics import Clock, Metrics
+from toolkit.training.optim import build_optimizer, build_scheduler
+from toolkit.training.step import train_step
 
 DEMO = Path(__file__).parent.parent / "recipes/configs/tiny_llama"
 FP32 = ShardingConfig(param_dtype="float32")

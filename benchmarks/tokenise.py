@@ -81,8 +81,8 @@ def prepare(scratch: Path, megabytes: int) -> None:
     """Write the rows of text and a tokenizer trained on a part of them."""
     import datasets
 
-    from toolkit.data.text_files import pieces
-    from toolkit.data.tokenizer import train_tokenizer
+    from toolkit.data.sources.text_files import pieces
+    from toolkit.data.tokens.tokenizer import train_tokenizer
     from toolkit.errors import DataError
 
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -110,8 +110,8 @@ def measure(kind: str, workers: str, folder: str) -> None:
     import datasets
     from transformers import AutoTokenizer
 
-    from toolkit.config import DataConfig
-    from toolkit.data.tokenise import tokenise
+    from toolkit.config.settings import DataConfig
+    from toolkit.data.tokens.tokenise import tokenise
 
     text = datasets.load_from_disk(f"{folder}/text")
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/tok")

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit import commit
-from toolkit.metrics import read_metrics
+from toolkit.checkpoint import commit
+from toolkit.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 CPU = ROOT / "accelerate_configs/cpu.yaml"

@@ -15,49 +15,40 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from toolkit import (
-    adapter_proof,
-    checkpoint,
-    config,
-    disk,
-    finetune_data,
-    launch,
-    models,
-    publish,
-    quantise,
-    ranks,
-    run_dir,
-    training,
-)
-from toolkit.adapted import base_of
-from toolkit.adapter_coverage import coverage_lines, idle_adapters
-from toolkit.config import FinetuneConfig
-from toolkit.data.order import accumulation_for
+from toolkit import ranks
+from toolkit.adapters.coverage import coverage_lines, idle_adapters
+from toolkit.adapters.lora import add_adapters
+from toolkit.checkpoint import disk, run_dir
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config import settings as config
+from toolkit.config.settings import FinetuneConfig
+from toolkit.data import finetune as finetune_data
+from toolkit.data.checks import check_feed
+from toolkit.data.order.position import accumulation_for
+from toolkit.data.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
 from toolkit.data.report import render
-from toolkit.data.tokenizer import own_tokenizer
-from toolkit.early_stopping import KEY as STOPPING
-from toolkit.early_stopping import early_stopping
+from toolkit.data.tokens.tokenizer import own_tokenizer
 from toolkit.errors import CheckpointError
-from toolkit.feed_checks import check_feed
-from toolkit.generation import encoded_prompts, generate
-from toolkit.hf_format import local_folder
-from toolkit.live_export import export_step, exported
-from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
-from toolkit.lora import add_adapters
-from toolkit.metrics import (
-    SAMPLES,
-    Clock,
-    Metrics,
-    evaluation_metrics,
-    keep_until,
-)
-from toolkit.model_flops import training_flops
-from toolkit.neftune import EmbeddingNoise
-from toolkit.optim import build_optimizer, build_scheduler
-from toolkit.packed_linear import count_values
-from toolkit.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
-from toolkit.sharding import apply_fsdp, init_mesh, mesh_shape, unshard_early
-from toolkit.unit_table import ledger_line, unit_table
+from toolkit.export import adapter_proof
+from toolkit.export.live import export_step, exported
+from toolkit.formats.hf_folder import local_folder
+from toolkit.hub import publish
+from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
+from toolkit.models import causal_lm as models
+from toolkit.models import quantise
+from toolkit.models.adapted import base_of
+from toolkit.models.packed_linear import count_values
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, unshard_early
+from toolkit.sharding.unit_table import ledger_line, unit_table
+from toolkit.training import launch
+from toolkit.training import step as training
+from toolkit.training.early_stopping import KEY as STOPPING
+from toolkit.training.early_stopping import early_stopping
+from toolkit.training.generation import encoded_prompts, generate
+from toolkit.training.metrics import SAMPLES, Clock, Metrics, evaluation_metrics, keep_until
+from toolkit.training.model_flops import training_flops
+from toolkit.training.neftune import EmbeddingNoise
+from toolkit.training.optim import build_optimizer, build_scheduler
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
 

@@ -10,31 +10,28 @@ config and a model it runs the demo's. The same command on the same output_dir r
 import sys
 from pathlib import Path
 
-from toolkit import (
-    checkpoint,
-    config,
-    disk,
-    launch,
-    models,
-    publish,
-    ranks,
-    run_dir,
-    training,
-)
-from toolkit.config import PretrainConfig
-from toolkit.data.order import accumulation_for
-from toolkit.data.tokenizer import prepare_tokenizer
-from toolkit.feed_checks import check_feed
-from toolkit.hf_format import local_folder
-from toolkit.live_export import export_step, exported
-from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
-from toolkit.metrics import Clock, Metrics, evaluation_metrics
-from toolkit.model_flops import training_flops
-from toolkit.optim import build_optimizer, build_scheduler
-from toolkit.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
-from toolkit.pretrain_data import make_feed
-from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
-from toolkit.unit_table import ledger_line, unit_table
+from toolkit import ranks
+from toolkit.checkpoint import disk, run_dir
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config import settings as config
+from toolkit.config.settings import PretrainConfig
+from toolkit.data.checks import check_feed
+from toolkit.data.order.position import accumulation_for
+from toolkit.data.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
+from toolkit.data.pretrain import make_feed
+from toolkit.data.tokens.tokenizer import prepare_tokenizer
+from toolkit.export.live import export_step, exported
+from toolkit.formats.hf_folder import local_folder
+from toolkit.hub import publish
+from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
+from toolkit.models import causal_lm as models
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, unshard_early
+from toolkit.sharding.unit_table import ledger_line, unit_table
+from toolkit.training import launch
+from toolkit.training import step as training
+from toolkit.training.metrics import Clock, Metrics, evaluation_metrics
+from toolkit.training.model_flops import training_flops
+from toolkit.training.optim import build_optimizer, build_scheduler
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 

@@ -42,14 +42,15 @@ from safetensors.torch import load_file
 from tiny_models import TYPES, UNEVEN, rows, save, tiny_class, tiny_model
 from torch.distributed.tensor import DTensor
 
-from toolkit import checkpoint, ranks
-from toolkit.config import CheckpointConfig, ModelConfig, ShardingConfig
-from toolkit.consolidate import consolidate
+from toolkit import ranks
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ToolkitError
-from toolkit.loading import init_weights, load_pretrained
-from toolkit.models import build_on_meta
-from toolkit.sharding import apply_fsdp, init_mesh, plan_of
-from toolkit.training import train_step
+from toolkit.export.consolidation import consolidate
+from toolkit.loading.pretrained import init_weights, load_pretrained
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
+from toolkit.training.step import train_step
 
 TOLERANCE = 1e-5
 LIMIT = 90.0

@@ -31,9 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from toolkit.checkpoint import newest
-from toolkit.consolidate import consolidate
-from toolkit.verify import Report, verify_checkpoint, verify_export
+from toolkit.checkpoint.saving import newest
+from toolkit.export.consolidation import consolidate
+from toolkit.verify.reports import Report, verify_checkpoint, verify_export
 
 KINDS = ("flip", "truncate", "zero page", "delete", "swap")
 _PAGE = 4096
@@ -214,11 +214,11 @@ def targets(run: Path, exports: tuple[Path, Path]) -> dict[str, Target]:
 
 def save_steps(rank: int, world: int, root: str) -> None:
     """Train each ROOT/NAME/source for two steps on all ranks and save both: ROOT/NAME/run."""
-    from toolkit.checkpoint import TrainState, save
-    from toolkit.config import CheckpointConfig, ModelConfig, ShardingConfig
-    from toolkit.loading import load_pretrained
-    from toolkit.models import build_on_meta
-    from toolkit.sharding import apply_fsdp, init_mesh
+    from toolkit.checkpoint.saving import TrainState, save
+    from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
+    from toolkit.loading.pretrained import load_pretrained
+    from toolkit.models.causal_lm import build_on_meta
+    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
     for source in sorted(Path(root).glob("*/source")):
         model = build_on_meta(ModelConfig(name_or_path=str(source)))

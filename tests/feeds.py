@@ -10,11 +10,11 @@ import numpy as np
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed import Feed
-from toolkit.data.row_values import BadRow
-from toolkit.data.sets import Source
-from toolkit.data.stream import StreamSource
-from toolkit.data.stream_feed import StreamFeed
+from toolkit.data.feed.map_style import Feed
+from toolkit.data.feed.sets import Source
+from toolkit.data.feed.stream import StreamSource
+from toolkit.data.feed.stream_feed import StreamFeed
+from toolkit.data.sources.row_values import BadRow
 
 PAD = 0
 APART = 1_000_000

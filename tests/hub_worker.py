@@ -14,7 +14,8 @@ import traceback
 import huggingface_hub.utils._http as client_http
 from huggingface_hub import constants
 
-from toolkit import cli, hub
+from toolkit import cli
+from toolkit.hub import upload as hub
 
 # The client's own waits between its tries are arguments with a default: shorter here, no clock is
 # faked.

@@ -119,8 +119,12 @@ class Stage:
     def __init__(self, folder: Path, tracer: file_trace.Tracer) -> None:
         import torch
 
-        from toolkit import checkpoint, commit, consolidate, direct_io, models
-        from toolkit.config import CheckpointConfig, ModelConfig
+        from toolkit.checkpoint import commit
+        from toolkit.checkpoint import saving as checkpoint
+        from toolkit.config.settings import CheckpointConfig, ModelConfig
+        from toolkit.export import consolidation as consolidate
+        from toolkit.formats import direct_io
+        from toolkit.models import causal_lm as models
 
         torch.set_num_threads(1)
         # So that a model this small is written as a large one is: in several blocks, past the page
@@ -169,7 +173,9 @@ class Stage:
 
     def prune(self, scene: Path, say: Callable[[str], None]) -> None:
         say("begin prune")
-        self.commit.prune(scene / "run", self.commit.retention(self.cfg))
+        from toolkit.config.retention import retention
+
+        self.commit.prune(scene / "run", retention(self.cfg))
         say("done prune")
 
     def export(self, scene: Path, name: str, step: int, say: Callable[[str], None]) -> None:
@@ -598,9 +604,9 @@ def _live_as_rank(
 ) -> None:
     import torch.distributed as dist
 
-    from toolkit import models
-    from toolkit.config import ShardingConfig
-    from toolkit.sharding import apply_fsdp, init_mesh
+    from toolkit.config.settings import ShardingConfig
+    from toolkit.models import causal_lm as models
+    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     stage.model = models.build_on_meta(stage.model_cfg)
@@ -948,7 +954,7 @@ def break_no_fsync() -> None:
 
 def break_commit_first() -> None:
     """COMMIT is under its name before the files are on the disk."""
-    from toolkit import commit
+    from toolkit.checkpoint import commit
 
     def wrong(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
         text = json.dumps(manifest, indent=1, sort_keys=True)
@@ -969,7 +975,7 @@ def break_commit_first() -> None:
 
 def break_in_place() -> None:
     """A step that is saved again is deleted first."""
-    from toolkit import commit
+    from toolkit.checkpoint import commit
 
     def wrong(target: Path, step: int) -> None:
         if target.exists():
@@ -980,7 +986,8 @@ def break_in_place() -> None:
 
 def break_prune_first() -> None:
     """Room is made before the new checkpoint is committed."""
-    from toolkit import checkpoint, commit
+    from toolkit.checkpoint import commit
+    from toolkit.checkpoint import saving as checkpoint
 
     def wrong(run_dir: Path, step: int) -> Path:
         for path in list(commit.committed_steps(run_dir).values())[:-1]:
@@ -993,7 +1000,7 @@ def break_prune_first() -> None:
 
 def break_delete_in_place() -> None:
     """Retention deletes under the checkpoint's own name."""
-    from toolkit import commit
+    from toolkit.checkpoint import commit
 
     def wrong(root: Path, paths: Any) -> None:
         for path in paths:

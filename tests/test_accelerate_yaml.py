@@ -26,10 +26,12 @@ from conftest import (
 )
 from transformers.distributed.fsdp import is_fsdp_enabled
 
-from toolkit import accelerate_yaml, config, launch
-from toolkit.config import PretrainConfig
+from toolkit.config import accelerate_yaml
+from toolkit.config import settings as config
+from toolkit.config.settings import PretrainConfig
 from toolkit.errors import ConfigError, LaunchError
-from toolkit.metrics import read_metrics
+from toolkit.training import launch
+from toolkit.training.metrics import read_metrics
 
 DOCS = ROOT / "docs" / "accelerate.md"
 MODEL = ["--model.name_or_path", "here"]

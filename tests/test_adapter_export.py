@@ -22,19 +22,25 @@ from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from toolkit import adapter_proof, checkpoint, cli, export_manifest, hub, model_card
-from toolkit.adapted import trained_tensors
-from toolkit.adapter_source import base_digest
-from toolkit.config import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
-from toolkit.consolidate import consolidate
+from toolkit import cli
+from toolkit.adapters.base import base_digest
+from toolkit.adapters.lora import add_adapters
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint.facts import base_model
+from toolkit.config.settings import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import CheckpointError, ExportError, HubError
-from toolkit.live_export import export_live, export_step
-from toolkit.loading import init_weights, load_pretrained
-from toolkit.lora import add_adapters
-from toolkit.models import build_on_meta, vocabulary_size
-from toolkit.quantise import quantise_on_meta
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.verify import verify_checkpoint, verify_export
+from toolkit.export import adapter_proof
+from toolkit.export.consolidation import consolidate
+from toolkit.export.live import export_live, export_step
+from toolkit.formats import manifest as export_manifest
+from toolkit.hub import card as model_card
+from toolkit.hub import upload as hub
+from toolkit.loading.pretrained import init_weights, load_pretrained
+from toolkit.models.adapted import trained_tensors
+from toolkit.models.causal_lm import build_on_meta, vocabulary_size
+from toolkit.models.quantise import quantise_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.verify.reports import verify_checkpoint, verify_export
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 BF16 = {"dtype": torch.bfloat16}
@@ -513,7 +519,7 @@ def test_a_name_on_the_hub_needs_no_weights(trained, copy, tmp_path: Path) -> No
     cached = copy("llama/source")
     (cached / "model.safetensors").unlink()
     run = trained[0] / "llama/run"
-    with mock.patch("toolkit.adapter_export.local_folder", return_value=cached):
+    with mock.patch("toolkit.export.adapter.local_folder", return_value=cached):
         consolidate(run, tmp_path / "named", hf_assets="org/base")
         config = json.loads((cached / "config.json").read_text())
         (cached / "config.json").write_text(json.dumps(config | {"num_attention_heads": 1}))
@@ -642,8 +648,8 @@ def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:
 
 def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
     """The digest looks at every tensor, so the plan itself is asked."""
-    from toolkit.adapter_export import find_adapter
-    from toolkit.adapter_merge import plan_merge
+    from toolkit.checkpoint.adapter import find_adapter
+    from toolkit.export.merge import plan_merge
 
     source = find_adapter(trained[0] / "llama/run")
     assert source is not None
@@ -749,7 +755,7 @@ def test_the_card_of_an_adapter(trained, copy: Callable[[str], Path]) -> None:
 def test_the_card_names_a_base_on_the_hub(trained) -> None:
     manifest = export_manifest.read(trained[0] / "llama/adapter")
     said = {"name_or_path": "org/base", "revision": "abc"}
-    manifest["origin"]["adapter"]["base"] = model_card.base_model(said, Path())
+    manifest["origin"]["adapter"]["base"] = base_model(said, Path())
     for merged, relation, library in (
         (None, "adapter", "peft"),
         (True, "finetune", "transformers"),

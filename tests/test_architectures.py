@@ -18,10 +18,10 @@ from conftest import ROOT
 from distributed import run_ranks
 from tiny_models import TYPES, UNEVEN, tiny_class, tiny_config, tiny_model
 
-from toolkit.config import ModelConfig
+from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError, ModelError
-from toolkit.models import build_on_meta
-from toolkit.recorded_init import Recorder
+from toolkit.loading.recorded_init import Recorder
+from toolkit.models.causal_lm import build_on_meta
 
 SOME = (
     *("gpt2", "bert", "opt", "qwen3_5", "gemma3_text", "mixtral", "deepseek_v3", "kimi_linear"),
@@ -130,7 +130,7 @@ def whole(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def test_a_recorded_start_is_the_same_in_pieces(monkeypatch):
-    monkeypatch.setattr("toolkit.recorded_init._BLOCK_ELEMENTS", 8 * 5)
+    monkeypatch.setattr("toolkit.loading.recorded_init._BLOCK_ELEMENTS", 8 * 5)
 
     def build() -> dict[str, torch.Tensor]:
         embedding = torch.nn.Embedding(50, 5, padding_idx=3)

@@ -32,11 +32,15 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
-from toolkit import checkpoint, launch, loading, pretrain_data, run_dir
-from toolkit.config import ModelConfig
-from toolkit.data import tokenizer
+from toolkit.checkpoint import run_dir
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import ModelConfig
+from toolkit.data import pretrain as pretrain_data
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
-from toolkit.models import build_on_meta
+from toolkit.loading import pretrained as loading
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.training import launch
 
 RECIPE = ROOT / "recipes" / "pretrain.py"
 INDEX = "model.safetensors.index.json"

@@ -30,12 +30,13 @@ class Trainer:
     """A run in small: model, optimizer, schedule and position, all from a seed."""
 
     def __init__(self, folder: str, world: int, kind: str, max_steps: int = BEFORE + AFTER) -> None:
-        from toolkit import checkpoint, loading
-        from toolkit.config import ModelConfig, OptimConfig, ShardingConfig
-        from toolkit.data.order import Position, SampleOrder
-        from toolkit.models import build_on_meta
-        from toolkit.optim import build_optimizer, build_scheduler
-        from toolkit.sharding import apply_fsdp, init_mesh
+        from toolkit.checkpoint import saving as checkpoint
+        from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
+        from toolkit.data.order.position import Position, SampleOrder
+        from toolkit.loading import pretrained as loading
+        from toolkit.models.causal_lm import build_on_meta
+        from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+        from toolkit.training.optim import build_optimizer, build_scheduler
 
         cfg = ShardingConfig(param_dtype="float32")
         model = build_on_meta(ModelConfig(folder))
@@ -56,7 +57,7 @@ class Trainer:
         )
 
     def steps(self, count: int) -> list[float]:
-        from toolkit.training import train_step
+        from toolkit.training.step import train_step
 
         losses = []
         for _ in range(count):
@@ -81,8 +82,9 @@ class Trainer:
 
 def save_all(world: int, folders: dict[str, str], root: str) -> dict:
     """Train, save, and train on undisturbed; return what happened after the save."""
-    from toolkit import checkpoint, commit
-    from toolkit.config import CheckpointConfig
+    from toolkit.checkpoint import commit
+    from toolkit.checkpoint import saving as checkpoint
+    from toolkit.config.settings import CheckpointConfig
 
     def late(*args):
         trained.wait()
@@ -108,8 +110,8 @@ def save_all(world: int, folders: dict[str, str], root: str) -> dict:
 
 def resume_all(world: int, folders: dict[str, str], root: str) -> dict:
     """Go on from what every world saved; and, as a control, without the optimizer's state."""
-    from toolkit import checkpoint
-    from toolkit.config import CheckpointConfig
+    from toolkit.checkpoint import saving as checkpoint
+    from toolkit.config.settings import CheckpointConfig
 
     found = {}
     for kind in OPTIMIZERS:
@@ -130,9 +132,10 @@ def resume_all(world: int, folders: dict[str, str], root: str) -> dict:
 
 def storm(world: int, folders: dict[str, str], root: str) -> dict:
     """Dropout on: eight steps at once, and with three interruptions."""
-    from toolkit import checkpoint, rng_state
-    from toolkit.config import CheckpointConfig
-    from toolkit.launch import seed_everything
+    from toolkit.checkpoint import rng_state
+    from toolkit.checkpoint import saving as checkpoint
+    from toolkit.config.settings import CheckpointConfig
+    from toolkit.training.launch import seed_everything
 
     def run(name: str, interruptions: int) -> tuple[list[float], dict]:
         seed_everything(5, dist.get_rank())

@@ -24,11 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from toolkit import checkpoint, commit, dcp_writer, digests, disk
-from toolkit.config import CheckpointConfig
-from toolkit.dcp_format import read_metadata
-from toolkit.dcp_reader import read_tensors
+from toolkit.checkpoint import commit, dcp_writer, disk
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint.dcp_reader import read_tensors
+from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
+from toolkit.formats import digests
+from toolkit.formats.dcp import read_metadata
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
 
@@ -559,10 +561,10 @@ def test_an_optimizer_whose_state_differs_by_parameter_goes_on(tmp_path):
 
 
 def test_the_disk_is_asked_before_the_run(tmp_path):
-    from toolkit.config import ModelConfig, OptimConfig
-    from toolkit.loading import load_pretrained
-    from toolkit.models import build_on_meta
-    from toolkit.optim import build_optimizer
+    from toolkit.config.settings import ModelConfig, OptimConfig
+    from toolkit.loading.pretrained import load_pretrained
+    from toolkit.models.causal_lm import build_on_meta
+    from toolkit.training.optim import build_optimizer
 
     folder = save_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=2)
     model = build_on_meta(ModelConfig(str(folder)))

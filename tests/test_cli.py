@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit import __version__
+from toolkit.checkpoint.summary import render, summarise
 from toolkit.cli import main
 from toolkit.errors import CheckpointError
-from toolkit.summary import render, summarise
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_inspect_groups_identical_layers(run: Path, capsys: pytest.CaptureFixtur
 
 
 def test_sharding_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import toolkit.summary as module
+    import toolkit.checkpoint.summary as module
 
     real = module.read_metadata
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import commit, config
-from toolkit.commit import Retention, expendable
-from toolkit.config import CheckpointConfig, PretrainConfig
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.commit import expendable
+from toolkit.config import settings as config
+from toolkit.config.retention import Retention, retention
+from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
 
@@ -380,15 +382,15 @@ def test_what_cannot_be_deleted_is_named(tmp_path, monkeypatch):
 
 def test_the_config_says_what_is_kept():
     cfg = CheckpointConfig(save_total_limit=3, keep_best=True, save_permanent_steps=1000)
-    assert commit.retention(cfg) == Retention(3, 1000, 1, "eval_loss", False)
+    assert retention(cfg) == Retention(3, 1000, 1, "eval_loss", False)
     for name, metric, greater in (
         ("loss", "eval_loss", False),
         ("eval_perplexity", "eval_perplexity", False),
         ("accuracy", "eval_accuracy", True),
     ):
-        found = commit.retention(CheckpointConfig(keep_best=2, metric_for_best_model=name))
+        found = retention(CheckpointConfig(keep_best=2, metric_for_best_model=name))
         assert (found.best, found.metric, found.greater_is_better) == (2, metric, greater)
-    assert commit.retention(CheckpointConfig(greater_is_better=True)).greater_is_better
+    assert retention(CheckpointConfig(greater_is_better=True)).greater_is_better
 
 
 @pytest.mark.parametrize(

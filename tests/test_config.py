@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolkit import config
-from toolkit.config import DataConfig, ModelConfig, PretrainConfig, ShardingConfig
+from toolkit.config import settings as config
+from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig, ShardingConfig
 from toolkit.errors import ConfigError
 
 MODEL = "model: {name_or_path: here}\n"

@@ -29,13 +29,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import checkpoint, direct_io, export_folder, export_manifest, export_plan, streaming
-from toolkit.config import CheckpointConfig, ModelConfig
-from toolkit.consolidate import consolidate, parse_size
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.hf_format import HFAssets
-from toolkit.loading import materialise
-from toolkit.models import build_on_meta, decoder_layers, tied_names
+from toolkit.export import folder as export_folder
+from toolkit.export import plan as export_plan
+from toolkit.export import streaming
+from toolkit.export.consolidation import consolidate, parse_size
+from toolkit.formats import direct_io
+from toolkit.formats import manifest as export_manifest
+from toolkit.formats.hf_folder import HFAssets
+from toolkit.loading.pretrained import materialise
+from toolkit.models.causal_lm import build_on_meta, decoder_layers, tied_names
 
 RANKS = 3
 SMALL = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}

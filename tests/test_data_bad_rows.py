@@ -16,13 +16,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from toolkit import ranks
-from toolkit.config import DataConfig, FinetuneDataConfig, SourceConfig
-from toolkit.data import raw_rows
-from toolkit.data.encode import RowEncoder, encode
-from toolkit.data.examples import Conversation, Example
-from toolkit.data.row_values import BadRow
-from toolkit.data.rows import Source, examples, load_sources
-from toolkit.data.text import load_documents
+from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
+from toolkit.data.examples.recognise import Conversation, Example
+from toolkit.data.sources import raw_rows
+from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.rows import Source, examples, load_sources
+from toolkit.data.sources.text import load_documents
+from toolkit.data.tokens.encode import RowEncoder, encode
 from toolkit.errors import DataError
 
 LIMIT = 20_000

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from toolkit.config import FinetuneDataConfig
-from toolkit.data import masks
-from toolkit.data.chat import Chat, Rendered, learned_turns, render_and_mask
-from toolkit.data.encoder import ACROSS, Encoder
-from toolkit.data.examples import Conversation
-from toolkit.data.row_values import BadRow
-from toolkit.data.sandbox import Renderers
+from toolkit.config.settings import FinetuneDataConfig
+from toolkit.data.chat import masks
+from toolkit.data.chat.conversations import Chat, Rendered, learned_turns, render_and_mask
+from toolkit.data.chat.sandbox import Renderers
+from toolkit.data.examples.recognise import Conversation
+from toolkit.data.sources.row_values import BadRow
+from toolkit.data.tokens.encoder import ACROSS, Encoder
 from toolkit.errors import DataError
 
 CONVERSATIONS = {

@@ -9,16 +9,17 @@ import pytest
 from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
-from toolkit import models, pretrain_data
-from toolkit.config import DataConfig, ModelConfig, PretrainConfig
-from toolkit.data import text_files
-from toolkit.data.documents import DocumentEncoder
-from toolkit.data.row_values import BadRow
-from toolkit.data.rows import load_sources
-from toolkit.data.stream import SourceStream
-from toolkit.data.text import load_documents
-from toolkit.data.tokenise import tokenise
+from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig
+from toolkit.data import pretrain as pretrain_data
+from toolkit.data.feed.stream import SourceStream
+from toolkit.data.sources import text_files
+from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.rows import load_sources
+from toolkit.data.sources.text import load_documents
+from toolkit.data.tokens.documents import DocumentEncoder
+from toolkit.data.tokens.tokenise import tokenise
 from toolkit.errors import DataError
+from toolkit.models import causal_lm as models
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,17 @@ import pytest
 from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
-from toolkit.config import FinetuneDataConfig
-from toolkit.data import encode as encode_module
-from toolkit.data.encode import RowEncoder, encode
-from toolkit.data.encoder import ACROSS, Encoder, LeftOut, TooLong
-from toolkit.data.examples import Conversation, PromptCompletion, Text, Tokens
-from toolkit.data.row_values import BadRow
-from toolkit.data.rows import load_sources
-from toolkit.data.sets import Shape, samples_of
-from toolkit.data.stream import SourceStream, StreamSource, sample_of
-from toolkit.data.template_worker import OUT_OF_BOUNDS
-from toolkit.data.token_spans import SpanTokenizer
+from toolkit.config.settings import FinetuneDataConfig
+from toolkit.data.chat.template_worker import OUT_OF_BOUNDS
+from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
+from toolkit.data.feed.sets import Shape, samples_of
+from toolkit.data.feed.stream import SourceStream, StreamSource, sample_of
+from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.rows import load_sources
+from toolkit.data.tokens import encode as encode_module
+from toolkit.data.tokens.encode import RowEncoder, encode
+from toolkit.data.tokens.encoder import ACROSS, Encoder, LeftOut, TooLong
+from toolkit.data.tokens.token_spans import SpanTokenizer
 from toolkit.errors import DataError
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}

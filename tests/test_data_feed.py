@@ -9,16 +9,16 @@ import torch
 from accelerate import Accelerator
 from feeds import APART, Rank, Row, encode_row, lockstep, rows, source, stream, tokens_of
 
-from toolkit.data.feed import Feed
-from toolkit.data.mixture import Mixture
-from toolkit.data.order import GlobalBatches, Position, SampleOrder
-from toolkit.data.row_values import BadRow
-from toolkit.data.samples import Samples
-from toolkit.data.sets import Shape, Source
-from toolkit.data.stream import StreamSource
-from toolkit.data.stream_feed import StreamFeed
+from toolkit.data.feed.map_style import Feed
+from toolkit.data.feed.sets import Shape, Source
+from toolkit.data.feed.stream import StreamSource
+from toolkit.data.feed.stream_feed import StreamFeed
+from toolkit.data.order.mixture import Mixture
+from toolkit.data.order.position import GlobalBatches, Position, SampleOrder
+from toolkit.data.samples.fixed_length import Samples
+from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
-from toolkit.launch import Run
+from toolkit.training.launch import Run
 
 LENGTHS = [5, 9, 3, 16, 7, 2, 11, 4, 8, 6, 13, 1, 10, 12, 5, 9]
 

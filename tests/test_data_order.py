@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.order import (
+from toolkit.data.order.position import (
     EvalBatches,
     GlobalBatches,
     Position,

@@ -9,14 +9,14 @@ import torch
 from feeds import APART, FEATURES, rows, source
 from torch.utils.data import DataLoader
 
-from toolkit.data.collate import Pad
-from toolkit.data.feed import Feed
-from toolkit.data.grouping import ByLength
-from toolkit.data.order import SampleOrder
-from toolkit.data.packing import best_fit
-from toolkit.data.samples import FILLER, IGNORED, Samples
-from toolkit.data.sequences import Joined, Packed, Padded, Pieces, Rows, Wrapped
-from toolkit.data.sets import Shape
+from toolkit.data.feed.map_style import Feed
+from toolkit.data.feed.sets import Shape
+from toolkit.data.order.grouping import ByLength
+from toolkit.data.order.position import SampleOrder
+from toolkit.data.samples.collate import Pad
+from toolkit.data.samples.fixed_length import FILLER, IGNORED, Samples
+from toolkit.data.samples.packing import best_fit
+from toolkit.data.samples.sequences import Joined, Packed, Padded, Pieces, Rows, Wrapped
 from toolkit.errors import DataError
 
 

@@ -8,18 +8,18 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from toolkit import finetune_data
-from toolkit.config import (
+from toolkit.config.settings import (
     FinetuneConfig,
     FinetuneDataConfig,
     FinetuneModelConfig,
     SourceConfig,
 )
-from toolkit.data.encode import Counts, Encoded, encode
-from toolkit.data.feed import Feed
+from toolkit.data import finetune as finetune_data
+from toolkit.data.feed.map_style import Feed
+from toolkit.data.feed.sets import Shape
 from toolkit.data.report import check_supervised, render, supervision_report
-from toolkit.data.rows import load_sources
-from toolkit.data.sets import Shape
+from toolkit.data.sources.rows import load_sources
+from toolkit.data.tokens.encode import Counts, Encoded, encode
 from toolkit.errors import DataError
 
 MAX = 64

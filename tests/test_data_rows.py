@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from toolkit.config import DataConfig, SourceConfig
-from toolkit.data import instructions, raw_rows
-from toolkit.data.examples import (
+from toolkit.config.settings import DataConfig, SourceConfig
+from toolkit.data.examples.recognise import (
     Conversation,
     PromptCompletion,
     Text,
@@ -24,9 +23,10 @@ from toolkit.data.examples import (
     example_of,
     recognise,
 )
-from toolkit.data.files import configured
-from toolkit.data.row_values import BadRow
-from toolkit.data.rows import Source, examples, load_sources
+from toolkit.data.sources import instructions, raw_rows
+from toolkit.data.sources.files import configured
+from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.rows import Source, examples, load_sources
 from toolkit.errors import DataError
 
 

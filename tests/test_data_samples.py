@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from toolkit.data.samples import FILLER, IGNORED, Samples, check_enough, split
+from toolkit.data.samples.fixed_length import FILLER, IGNORED, Samples, check_enough, split
 from toolkit.errors import DataError
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from feeds import APART, lockstep, source, stream
 
-from toolkit.data.feed import Feed
-from toolkit.data.sets import Shape
-from toolkit.data.stream_feed import StreamFeed
+from toolkit.data.feed.map_style import Feed
+from toolkit.data.feed.sets import Shape
+from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.errors import DataError
 
 SCHEDULES = {

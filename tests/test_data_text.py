@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from toolkit.config import DataConfig
-from toolkit.data.files import find_files, stdlib_files
-from toolkit.data.text import load_documents
-from toolkit.data.text_files import pieces
+from toolkit.config.settings import DataConfig
+from toolkit.data.sources.files import find_files, stdlib_files
+from toolkit.data.sources.text import load_documents
+from toolkit.data.sources.text_files import pieces
 from toolkit.errors import DataError
 
 

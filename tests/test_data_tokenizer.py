@@ -13,13 +13,13 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerBase
 
-from toolkit.config import DataConfig, ModelConfig
-from toolkit.data import tokenise as tokenising
-from toolkit.data import tokenizer as tokenizers_of_runs
-from toolkit.data.samples import Samples
-from toolkit.data.text import load_documents
-from toolkit.data.tokenise import tokenise
-from toolkit.data.tokenizer import (
+from toolkit.config.settings import DataConfig, ModelConfig
+from toolkit.data.samples.fixed_length import Samples
+from toolkit.data.sources.text import load_documents
+from toolkit.data.tokens import tokenise as tokenising
+from toolkit.data.tokens import tokenizer as tokenizers_of_runs
+from toolkit.data.tokens.tokenise import tokenise
+from toolkit.data.tokens.tokenizer import (
     END_OF_TEXT,
     check_vocabulary,
     largest_id,

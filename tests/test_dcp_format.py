@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from toolkit.dcp_format import (
+from toolkit.errors import CheckpointError
+from toolkit.formats.dcp import (
     TrustedLoadPlanner,
     TrustedReader,
     contiguous_runs,
@@ -20,7 +21,6 @@ from toolkit.dcp_format import (
     read_metadata,
     tensor_chunks,
 )
-from toolkit.errors import CheckpointError
 
 TENSORS = {
     "scalar": torch.tensor(3.25),

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from toolkit import direct_io
-from toolkit.direct_io import ALIGNMENT, BLOCK, Appender, ReadAhead, Reader, Scatterer, block
+from toolkit.formats import direct_io
+from toolkit.formats.direct_io import (
+    ALIGNMENT,
+    BLOCK,
+    Appender,
+    ReadAhead,
+    Reader,
+    Scatterer,
+    block,
+)
 
 DIRECT = getattr(os, "O_DIRECT", 0)
 REFUSALS = ("none", "at open", "at the first use", "by the user")

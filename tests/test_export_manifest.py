@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from toolkit import export_manifest
 from toolkit.errors import ExportError
-from toolkit.hf_format import read_header
+from toolkit.formats import manifest as export_manifest
+from toolkit.formats.hf_folder import read_header
 
 
 @pytest.fixture

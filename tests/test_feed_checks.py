@@ -5,16 +5,16 @@ import pytest
 from distributed import run_ranks
 
 from toolkit import ranks
-from toolkit.config import (
+from toolkit.config.settings import (
     CheckpointConfig,
     FinetuneConfig,
     FinetuneModelConfig,
     FinetuneTrainConfig,
 )
-from toolkit.data.feed import Feed
-from toolkit.data.sets import Shape, Source
+from toolkit.data.checks import check_feed
+from toolkit.data.feed.map_style import Feed
+from toolkit.data.feed.sets import Shape, Source
 from toolkit.errors import ConfigError, DataError
-from toolkit.feed_checks import check_feed
 
 
 def feed(rows: int, eval_split: float = 0.0, max_repeats: float | None = None) -> Feed:

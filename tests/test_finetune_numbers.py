@@ -24,23 +24,24 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
-from toolkit import checkpoint, loss
-from toolkit.config import (
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import (
     CheckpointConfig,
     FinetuneTrainConfig,
     ModelConfig,
     OptimConfig,
     ShardingConfig,
 )
-from toolkit.early_stopping import KEY, EarlyStopping, early_stopping
 from toolkit.errors import ConfigError, ModelError, TrainingError
-from toolkit.loading import check_fits, load_pretrained, materialise
-from toolkit.loss import loss_sum, supervised_tokens
-from toolkit.models import build_on_meta
-from toolkit.neftune import EmbeddingNoise, sample_lengths
-from toolkit.optim import build_optimizer
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import evaluate, evaluate_sources, train_step
+from toolkit.loading.pretrained import check_fits, load_pretrained, materialise
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training import loss
+from toolkit.training.early_stopping import KEY, EarlyStopping, early_stopping
+from toolkit.training.loss import loss_sum, supervised_tokens
+from toolkit.training.neftune import EmbeddingNoise, sample_lengths
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import evaluate, evaluate_sources, train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 CLOSE = 1e-5
@@ -674,7 +675,7 @@ def test_a_checkpoint_keeps_it_and_another_metric_is_refused():
 
 
 def test_a_multiple_without_resizing_is_refused():
-    from toolkit import config
+    from toolkit.config import settings as config
 
     flags = ["--model.name_or_path", "x", "--model.pad_to_multiple_of", "64"]
     with pytest.raises(ConfigError, match=r"needs model\.resize_embeddings"):

@@ -9,8 +9,8 @@ from conftest import ROOT, accelerate, free_port, plain, run_recipe, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import cli
-from toolkit.commit import find_checkpoint
-from toolkit.metrics import read_metrics
+from toolkit.checkpoint.commit import find_checkpoint
+from toolkit.training.metrics import read_metrics
 
 TEMPLATE = ROOT / "recipes/configs/chat_template.jinja"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from toolkit.consolidate import consolidate
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.models import decoder_layers
+from toolkit.export.consolidation import consolidate
+from toolkit.models.causal_lm import decoder_layers
 
 KINDS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "moe": {}}
 

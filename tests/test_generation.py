@@ -16,14 +16,14 @@ from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.config import LoraConfig, ModelConfig, ShardingConfig
+from toolkit.adapters.lora import add_adapters
+from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import TrainingError
-from toolkit.generation import encoded_prompts, generate
-from toolkit.loading import load_pretrained
-from toolkit.lora import add_adapters
-from toolkit.models import build_on_meta
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import train_step
+from toolkit.loading.pretrained import load_pretrained
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training.generation import encoded_prompts, generate
+from toolkit.training.step import train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 PROMPTS = ["def f(x):", "a", "What is the capital of nowhere?", "import os", "zz top 12"]

@@ -20,7 +20,10 @@ import yaml
 from conftest import ROOT, free_port, save_byte_tokenizer, save_tiny_model, torchrun
 from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Large, Repo
 
-from toolkit import commit, export_manifest, model_card
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.facts import run_facts
+from toolkit.formats import manifest as export_manifest
+from toolkit.hub import card as model_card
 from toolkit.redact import REMOVED, is_secret_name, scrub
 
 NAME = "me/tiny"
@@ -193,7 +196,7 @@ def test_what_was_pushed_loads_and_verifies(hub, push, export, tmp_path):
     push("push", export, NAME)
     for name, content in hub.repos[NAME].content().items():
         (tmp_path / name).write_bytes(content)
-    from toolkit.verify import verify_export
+    from toolkit.verify.reports import verify_export
 
     assert verify_export(None, tmp_path).ok
 
@@ -651,7 +654,7 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     lines = [{"step": s, "loss": 9.0 - s / 100, "tokens": s} for s in range(1, 601)]
     lines[399]["eval_loss"] = 5.5
     (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    facts = model_card.run_facts(run, 500)
+    facts = run_facts(run, 500)
     text = json.dumps(facts)
     for word in ("canary", TOKEN, str(tmp_path), "private"):
         assert word not in text
@@ -661,7 +664,7 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     assert facts["metrics"]["eval_loss"] == 5.5
     curve = facts["curve"]["loss"]
     assert (len(curve), curve[0][0], curve[-1][0]) == (200, 1, 500)
-    assert model_card.run_facts(tmp_path / "no") == {}
+    assert run_facts(tmp_path / "no") == {}
 
     manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
     card = model_card.render(manifest, NAME, "ab" * 32)
@@ -697,7 +700,7 @@ def test_facts_of_a_fine_tuning(tmp_path):
 
     def facts() -> dict:
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-        return model_card.run_facts(tmp_path)
+        return run_facts(tmp_path)
 
     found = facts()
     assert "private" not in json.dumps(found)

@@ -11,15 +11,16 @@ import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
 
-from toolkit import checkpoint, export_manifest
-from toolkit.config import CheckpointConfig, ModelConfig, ShardingConfig
-from toolkit.consolidate import consolidate
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError
-from toolkit.live_export import export_live, export_step
-from toolkit.loading import load_pretrained
-from toolkit.models import build_on_meta
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.verify import verify_export
+from toolkit.export.consolidation import consolidate
+from toolkit.export.live import export_live, export_step
+from toolkit.formats import manifest as export_manifest
+from toolkit.loading.pretrained import load_pretrained
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.verify.reports import verify_export
 
 KINDS = ("llama", "tied", "moe")
 

@@ -19,19 +19,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import checkpoint, disk, units
-from toolkit.adapted import (
-    adapted_modules,
-    bare,
-    base_of,
-    copies,
-    saved_modules,
-    trained_tensors,
-)
-from toolkit.adapter_coverage import coverage, coverage_lines, covered_share, idle_adapters
-from toolkit.adapter_source import adapter_entry, base_digest
-from toolkit.adapter_switch import has_moved
-from toolkit.config import (
+from toolkit.adapters.base import adapter_entry, base_digest
+from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
+from toolkit.adapters.lora import add_adapters
+from toolkit.adapters.switch import has_moved
+from toolkit.checkpoint import disk
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint.summary import render, summarise
+from toolkit.config.settings import (
     CheckpointConfig,
     FinetuneConfig,
     LoraConfig,
@@ -41,16 +36,23 @@ from toolkit.config import (
     parse,
 )
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError
-from toolkit.hf_format import HFAssets
-from toolkit.loading import check_fits, init_weights, load_pretrained, materialise
-from toolkit.lora import add_adapters
-from toolkit.loss import _linear_head
-from toolkit.models import build_on_meta, decoder_layers
-from toolkit.optim import build_optimizer
-from toolkit.sharding import apply_fsdp, init_mesh, plan_of
-from toolkit.summary import render, summarise
-from toolkit.training import train_step
-from toolkit.verify import verify_checkpoint
+from toolkit.formats.hf_folder import HFAssets
+from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
+from toolkit.models.adapted import (
+    adapted_modules,
+    bare,
+    base_of,
+    copies,
+    saved_modules,
+    trained_tensors,
+)
+from toolkit.models.causal_lm import build_on_meta, decoder_layers
+from toolkit.sharding import units
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
+from toolkit.training.loss import _linear_head
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import train_step
+from toolkit.verify.reports import verify_checkpoint
 
 FP32 = ShardingConfig(param_dtype="float32")
 KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2")
@@ -240,7 +242,7 @@ def test_a_layer_and_its_adapters_are_one_unit(served):
 
 def unreduced(rank: int, world: int, folder: str) -> Any:
     """Adapters that are plain parameters on each rank: averaged, and as the control not."""
-    from toolkit import training
+    from toolkit.training import step as training
 
     model = build_on_meta(ModelConfig(folder, dtype="auto"))
     apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)

@@ -9,8 +9,8 @@ import torch
 from conftest import tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
-from toolkit import packing_probe, tiny_copy
-from toolkit.packing_probe import keeps_apart
+from toolkit.models import packing_probe, tiny_copy
+from toolkit.models.packing_probe import keeps_apart
 
 SAFE = {
     "llama": {},

@@ -24,27 +24,34 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from toolkit import checkpoint, quantise
-from toolkit.adapted import base_of
-from toolkit.config import CheckpointConfig, LoraConfig, ModelConfig, OptimConfig, ShardingConfig
+from toolkit.adapters.lora import add_adapters
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import (
+    CheckpointConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ShardingConfig,
+)
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError, ShardingError
-from toolkit.hf_format import read_weights, weight_files
-from toolkit.live_export import export_live
-from toolkit.loading import check_fits, load_pretrained
-from toolkit.lora import add_adapters
-from toolkit.models import build_on_meta
-from toolkit.optim import build_optimizer
-from toolkit.packed_linear import (
+from toolkit.export.live import export_live
+from toolkit.formats.hf_folder import read_weights, weight_files
+from toolkit.loading.pretrained import check_fits, load_pretrained
+from toolkit.models import quantise
+from toolkit.models.adapted import base_of
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.packed_linear import (
     BLOCK,
     PackedLinear,
     count_values,
     packed_linear,
     packed_weights,
 )
-from toolkit.quantise import quantise_on_meta
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import evaluate, train_step
-from toolkit.unit_table import dtype_ledger, unit_rows
+from toolkit.models.quantise import quantise_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.sharding.unit_table import dtype_ledger, unit_rows
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import evaluate, train_step
 
 FP32, BF16 = ShardingConfig(param_dtype="float32"), ShardingConfig()
 LORA = LoraConfig(r=4, load_in_4bit=True)

@@ -25,11 +25,14 @@ from conftest import (
     torchrun,
 )
 
-from toolkit import checkpoint, commit, export_manifest, publish
-from toolkit.commit import find_checkpoint
-from toolkit.consolidate import consolidate
-from toolkit.data.order import SampleOrder
-from toolkit.metrics import read_metrics
+from toolkit.checkpoint import commit
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint.commit import find_checkpoint
+from toolkit.data.order.position import SampleOrder
+from toolkit.export.consolidation import consolidate
+from toolkit.formats import manifest as export_manifest
+from toolkit.hub import publish
+from toolkit.training.metrics import read_metrics
 
 STEPS, GLOBAL_BATCH, LENGTH = 20, 8, 32
 

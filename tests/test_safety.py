@@ -24,18 +24,21 @@ import torch
 from conftest import save_byte_tokenizer, save_tiny_model
 from safetensors.torch import save_file
 
-from toolkit import cli, commit, config, export_manifest, run_dir
-from toolkit.checkpoint import TrainState, resume, save
-from toolkit.config import CheckpointConfig, ModelConfig, PretrainConfig
-from toolkit.consolidate import consolidate
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.dcp_format import read_metadata
+from toolkit import cli
+from toolkit.checkpoint import commit, run_dir
+from toolkit.checkpoint.saving import TrainState, resume, save
+from toolkit.checkpoint.summary import summarise
+from toolkit.config import settings as config
+from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
+from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import LoadingError, ModelError, ToolkitError
-from toolkit.hf_format import HFAssets, read_header, weight_files
-from toolkit.loading import load_pretrained, materialise
-from toolkit.models import build_on_meta
-from toolkit.summary import summarise
-from toolkit.verify import verify_checkpoint, verify_export
+from toolkit.export.consolidation import consolidate
+from toolkit.formats import manifest as export_manifest
+from toolkit.formats.dcp import read_metadata
+from toolkit.formats.hf_folder import HFAssets, read_header, weight_files
+from toolkit.loading.pretrained import load_pretrained, materialise
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.verify.reports import verify_checkpoint, verify_export
 
 CANARY = "canary_7f3a9c51"
 STEP = "step-00000002"

@@ -14,16 +14,18 @@ from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import checkpoint, commit, loading
-from toolkit.config import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
-from toolkit.consolidate import consolidate
-from toolkit.launch import seed_everything
-from toolkit.loading import init_weights, load_pretrained
-from toolkit.loss import loss_sum
-from toolkit.models import build_on_meta
-from toolkit.optim import build_optimizer
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import evaluate, train_step
+from toolkit.checkpoint import commit
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
+from toolkit.export.consolidation import consolidate
+from toolkit.loading import pretrained as loading
+from toolkit.loading.pretrained import init_weights, load_pretrained
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training.launch import seed_everything
+from toolkit.training.loss import loss_sum
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import evaluate, train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 SAVING = CheckpointConfig()
@@ -406,7 +408,7 @@ def test_ranks_draw_different_dropout_and_runs_repeat_it():
 
 def test_chunks_of_the_loss_equal_the_whole(folders, monkeypatch):
     """Many chunks, one chunk and transformers' own loss: the same value and gradients."""
-    from toolkit import loss
+    from toolkit.training import loss
 
     model = plain(folders["tied"]).train()
     rows = batch(4)

@@ -21,17 +21,17 @@ from distributed import run_ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM
 
-from toolkit.config import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.errors import ModelError, ShardingError
-from toolkit.fake_world import fake_world
-from toolkit.layout import reshard
-from toolkit.loading import load_pretrained
-from toolkit.loss import loss_sum
-from toolkit.models import build_on_meta
-from toolkit.optim import build_optimizer
-from toolkit.sharding import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
-from toolkit.training import evaluate, train_step
-from toolkit.unit_table import dtype_ledger, ledger_line, unit_rows, unit_table
+from toolkit.formats.layout import reshard
+from toolkit.loading.pretrained import load_pretrained
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fake_world import fake_world
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
+from toolkit.sharding.unit_table import dtype_ledger, ledger_line, unit_rows, unit_table
+from toolkit.training.loss import loss_sum
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import evaluate, train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 LAYERS = 4

@@ -19,11 +19,14 @@ from test_checkpoint_resume import Trainer
 from test_checkpoint_saving import small_state
 from torch import nn
 
-from toolkit import checkpoint, cli, commit, config, dcp_reader, disk, run_dir, store, store_commit
-from toolkit.config import CheckpointConfig, ModelConfig, PretrainConfig
-from toolkit.dcp_format import BlobView, read_metadata
+from toolkit import cli
+from toolkit.checkpoint import commit, dcp_reader, disk, run_dir, store, store_commit
+from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint.fetch import at_hand
+from toolkit.config import settings as config
+from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.fetch import at_hand
+from toolkit.formats.dcp import BlobView, read_metadata
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
 
@@ -492,7 +495,7 @@ def test_a_root_on_a_disk(tmp_path):
 
 
 def test_the_disk_is_asked_for_the_exports_only(tiny_llama, tmp_path, url):
-    from toolkit.models import build_on_meta
+    from toolkit.models.causal_lm import build_on_meta
 
     model = build_on_meta(ModelConfig(str(tiny_llama)))
     on_disk = disk.need(model, tmp_path, CheckpointConfig(), 1000, 1)

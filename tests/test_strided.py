@@ -2,7 +2,7 @@
 
 import torch
 
-from toolkit.strided import trace_views
+from toolkit.export.strided import trace_views
 
 
 def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessExitedException
 from transformers import AutoModelForCausalLM
 
-from toolkit.config import ModelConfig, OptimConfig, ShardingConfig
-from toolkit.loading import load_pretrained
-from toolkit.loss import loss_sum
-from toolkit.models import build_on_meta
-from toolkit.optim import build_optimizer
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import train_step
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.loading.pretrained import load_pretrained
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training.loss import loss_sum
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 MAX_NORM = 0.25
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_averaged_is_seen(folders, monkeypatch):
 
 
 def not_averaged(rank: int, world: int, folder: str) -> list[torch.Tensor]:
-    from toolkit import training
+    from toolkit.training import step as training
 
     training._average_replicated = lambda model, world: None
     model = build(

@@ -18,11 +18,16 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 
-from toolkit import checkpoint_check, cli, commit, export_check, export_manifest, hf_format
-from toolkit.consolidate import consolidate
-from toolkit.dcp_format import read_metadata, tensor_chunks
+from toolkit import cli
+from toolkit.checkpoint import commit
 from toolkit.errors import CheckpointError, ExportError
-from toolkit.verify import verify_checkpoint, verify_export
+from toolkit.export.consolidation import consolidate
+from toolkit.formats import hf_folder as hf_format
+from toolkit.formats import manifest as export_manifest
+from toolkit.formats.dcp import read_metadata, tensor_chunks
+from toolkit.verify import checkpoint as checkpoint_check
+from toolkit.verify import export as export_check
+from toolkit.verify.reports import verify_checkpoint, verify_export
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

@@ -31,7 +31,12 @@ WARM = (
         "torch.distributed.tensor",
     ),
     *("pytest", "transformers", "datasets", "accelerate"),
-    *("toolkit.checkpoint", "toolkit.consolidate", "toolkit.loading", "toolkit.training"),
+    *(
+        "toolkit.checkpoint.saving",
+        "toolkit.export.consolidation",
+        "toolkit.loading.pretrained",
+        "toolkit.training.step",
+    ),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
 )
 """Imported before a fork: whatever most of the tests need in their ranks. None starts a thread that

@@ -158,8 +158,8 @@ def _parser() -> argparse.ArgumentParser:
 def _consolidate(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit.consolidate import consolidate
-    from toolkit.fetch import at_hand
+    from toolkit.checkpoint.fetch import at_hand
+    from toolkit.export.consolidation import consolidate
 
     logging.set_verbosity_error()
     with at_hand(args.checkpoint) as source:
@@ -185,8 +185,8 @@ def _consolidate(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit.fetch import at_hand
-    from toolkit.verify import is_export, verify_checkpoint, verify_export
+    from toolkit.checkpoint.fetch import at_hand
+    from toolkit.verify.reports import is_export, verify_checkpoint, verify_export
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -218,8 +218,8 @@ def _inspect(args: argparse.Namespace) -> int:
         return _inspect_data(args)
     if args.world_size is not None:
         return _fail("--world_size goes with --plan CONFIG", code=2)
-    from toolkit.fetch import at_hand
-    from toolkit.summary import render, summarise
+    from toolkit.checkpoint.fetch import at_hand
+    from toolkit.checkpoint.summary import render, summarise
 
     with at_hand(args.path) as path:
         summary = summarise(path)
@@ -228,8 +228,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _inspect_plan(args: argparse.Namespace) -> int:
-    from toolkit import config
-    from toolkit.unit_table import plan_summary, render_plan
+    from toolkit.config import settings as config
+    from toolkit.sharding.unit_table import plan_summary, render_plan
 
     # What pretraining knows, fine-tuning knows too.
     plan = plan_summary(config.load(config.FinetuneConfig, args.plan), args.world_size)
@@ -240,9 +240,9 @@ def _inspect_plan(args: argparse.Namespace) -> int:
 def _inspect_data(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit import config
+    from toolkit.config import settings as config
+    from toolkit.data.finetune import inspect_data
     from toolkit.data.report import render
-    from toolkit.finetune_data import inspect_data
 
     logging.set_verbosity_error()
     report = inspect_data(config.load(config.FinetuneConfig, args.data))
@@ -257,7 +257,7 @@ def _inspect_data(args: argparse.Namespace) -> int:
 def _push(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit.hub import preview, push
+    from toolkit.hub.upload import preview, push
 
     logging.set_verbosity_error()
     where = {"revision": args.revision, "private": not args.public}

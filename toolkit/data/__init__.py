@@ -1,1 +1,1 @@
-"""From files to the micro-batches of a rank: text, tokens, samples, order."""
+"""From files to the micro-batches of a rank: rows, examples, tokens, samples, order."""

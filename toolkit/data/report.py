@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.encode import Encoded
+from toolkit.data.tokens.encode import Encoded
 from toolkit.errors import DataError
 from toolkit.tables import table
 

@@ -1,0 +1,82 @@
+"""Imports point one way; import-linter holds it, with the contracts in pyproject.toml."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ONE_DOOR = {
+    "torch.distributed.fsdp": "sharding",
+    "bitsandbytes": "models",
+    "fsspec": "checkpoint",
+    "huggingface_hub": "hub",
+}
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts of the tree in `folder`."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def imported(file: Path) -> set[str]:
+    """Return every module that `file` imports anywhere, functions included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+def users(root: Path, library: str) -> set[str]:
+    """Return the packages of the toolkit in which a file imports `library`."""
+    return {
+        file.relative_to(root / "toolkit").parts[0].removesuffix(".py")
+        for file in (root / "toolkit").rglob("*.py")
+        if any(f"{name}.".startswith(f"{library}.") for name in imported(file))
+    }
+
+
+def test_imports_go_down() -> None:
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("config/settings.py", "from toolkit.training import launch"),
+        ("formats/dcp.py", "import toolkit.models"),
+        ("verify/reports.py", "from toolkit.export import consolidate"),
+        ("errors.py", "import torch"),
+        ("hub/upload.py", "import accelerate"),
+    ],
+)
+def test_a_planted_import_is_found(file: str, line: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "toolkit", tmp_path / "toolkit")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    planted = tmp_path / "toolkit" / file
+    planted.write_text(planted.read_text("utf-8") + f"\n\n{line}\n", "utf-8")
+    assert lint(tmp_path).returncode == 1
+
+
+def test_some_libraries_enter_through_one_room(tmp_path: Path) -> None:
+    for library, room in ONE_DOOR.items():
+        assert users(ROOT, library) <= {room}, library
+    (tmp_path / "toolkit").mkdir()
+    (tmp_path / "toolkit" / "cli.py").write_text("import fsspec.core\n", "utf-8")
+    assert users(tmp_path, "fsspec") == {"cli"}
+
+
+def test_help_knows_no_torch() -> None:
+    code = "import sys, toolkit.cli; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "False"]

@@ -1,0 +1,212 @@
+"""Which base a checkpoint of adapters belongs to, and whether a run goes on with the same.
+
+Owns the `adapter` entry of state.json and of the manifest, and the digest of a base model's files.
+Knows nothing of how adapters are made or stored.
+
+[Note: digest of a base] Two models that differ only in their values have the same headers, so the
+digest looks at values too: of every tensor name, dtype and shape, and four blocks of its bytes. A
+base that was trained on, merged or quantised otherwise differs in all of them. Every byte would
+cost a second read of the whole base on each start; that the files are undamaged is not asked here.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from toolkit.errors import CheckpointError, LoadingError
+from toolkit.formats.hf_folder import (
+    DTYPE_NAMES,
+    TensorEntry,
+    assets_of,
+    read_weights,
+    weight_files,
+)
+from toolkit.models.adapted import ADAPTER, adapter_config, base_of, is_adapted
+from toolkit.models.causal_lm import vocabulary_size
+from toolkit.models.quantise import quantisation_settings
+
+_BLOCK, _BLOCKS = 4096, 4  # bytes of a block, and how many of a tensor
+_TOLD_BY_PATH = {"base_model_name_or_path", "revision"}  # the digest says which base it is
+
+
+def base_digest(folder: Path, name_or_path: str | None = None, revision: str | None = None) -> str:
+    """Return what identifies the weights of a checkpoint folder: 64 hexadecimal digits.
+
+    The same wherever the folder lies and however its tensors are spread over files. Reads 16 kB a
+    tensor. See [Note: digest of a base].
+
+    Args:
+        folder: what `local_folder` returned.
+        name_or_path: the Hub id, of which missing weights may be downloaded; `revision`: of it.
+
+    Raises:
+        LoadingError: the folder holds no weights, or damaged ones.
+    """
+    whole = hashlib.sha256()
+    entries = read_weights(weight_files(folder, name_or_path, revision))
+    for name in sorted(entries):
+        entry = entries[name]
+        about = f"{name} {DTYPE_NAMES[entry.dtype]} {list(entry.shape)}\n"
+        whole.update(about.encode() + _sample(entry))
+    return whole.hexdigest()
+
+
+def _sample(entry: TensorEntry) -> bytes:
+    """Return blocks of a tensor, evenly spread from its first byte to its last; all of a small
+    one.
+    """
+    last = max(0, entry.nbytes - _BLOCK)
+    begins = sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)})
+    found = []
+    try:
+        with open(entry.file, "rb") as file:
+            for begin in begins:
+                file.seek(entry.begin + begin)
+                found.append(file.read(min(_BLOCK, entry.nbytes - begin)))
+    except OSError as error:
+        raise LoadingError(f"{entry.file} cannot be read: {error.strerror}") from error
+    return b"".join(found)
+
+
+def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
+    """Note in the assets of adapted `model` which base was loaded into it: here, and only here, is
+    it known whose values the adapters are trained on.
+
+    Args:
+        path: as the weights were asked for; `folder`: where they were read.
+        digest: `base_digest` of them.
+    """
+    assets = assets_of(model)
+    assets.digest = digest
+    if assets.folder is None or not _is_same_folder(folder, assets.folder):
+        named = os.path.abspath(folder) if os.path.isdir(os.path.expanduser(path)) else path
+        assets.name_or_path, assets.revision, assets.folder = named, None, folder
+        settled: Any = model.peft_config[ADAPTER]  # type: ignore[index, union-attr]
+        settled.base_model_name_or_path, settled.revision = named, None
+
+
+def _is_same_folder(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them is gone
+        return False
+
+
+def adapter_entry(model: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint of adapted `model` says of its base and of its adapters.
+
+    Keys: `name_or_path`, `revision`, `digest` (of a random start `random, seed N`), `dtype`, in
+    which the base is stored, `config`, the content of adapter_config.json, `quantised`, how the
+    base is held in 4 bits (None: it is not), and `rows`, those of the embedding where it was
+    resized, else None. Reads no file.
+
+    Raises:
+        CheckpointError: neither `load_pretrained` nor `init_weights` filled the base, so that
+            nobody knows which one it is.
+    """
+    entry = _entry(model, _known_digest(model))
+    if entry["digest"] is None:
+        raise CheckpointError(
+            f"which base the adapters of {entry['name_or_path']} belong to is not known: nothing "
+            "was loaded into it. Fill it with load_pretrained or init_weights before a save"
+        )
+    return entry
+
+
+def _known_digest(model: nn.Module) -> str | None:
+    assets = assets_of(model)
+    if assets.digest is None and assets.drawn_from is not None:
+        return f"random, seed {assets.drawn_from}"
+    return assets.digest
+
+
+def _entry(model: nn.Module, digest: str | None) -> dict[str, Any]:
+    assets = assets_of(model)
+    quantised = quantisation_settings(model)
+    return {
+        "name_or_path": assets.name_or_path,
+        "revision": assets.revision,
+        "digest": digest,
+        "dtype": _stored(model) if quantised is None else None,
+        "config": adapter_config(model),
+        "quantised": quantised,
+        "rows": vocabulary_size(base_of(model)) if assets.resized else None,
+    }
+
+
+def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: object) -> None:
+    """Refuse to go on with another base or other adapters than a checkpoint's.
+
+    Before the base is loaded its files are read, 16 kB a tensor: those that are about to be.
+
+    Args:
+        saved: content of the checkpoint's state.json.
+        checkpoint: its path, for the message.
+
+    Raises:
+        CheckpointError: names what changed.
+        LoadingError: the base is not loaded, and its files are damaged.
+    """
+    before = saved.get("adapter")
+    if not is_adapted(model):
+        if before is not None:
+            raise CheckpointError(
+                f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model; "
+                "set lora.r and the other settings of that run, or another output_dir"
+            )
+        return
+    if before is None:
+        raise CheckpointError(
+            f"{checkpoint} holds a whole model, not adapters; leave out lora.r, or give another "
+            "output_dir"
+        )
+    digest, assets = _known_digest(model), assets_of(model)
+    if digest is None and assets.source is not None and assets.folder is not None:
+        digest = base_digest(assets.folder, assets.name_or_path, assets.revision)
+    now = _entry(model, digest)
+    if now["digest"] is not None and before.get("digest") != now["digest"]:
+        raise CheckpointError(
+            f"{checkpoint} belongs to another base: its adapters were trained on "
+            f"{_base(before)}, this is {_base(now)}. Give that model as model.name_or_path, or "
+            "another output_dir"
+        )
+    if before.get("dtype") != now["dtype"] and before.get("quantised") == now["quantised"]:
+        raise CheckpointError(
+            f"{checkpoint}: its adapters were trained on a base stored in {before.get('dtype')}, "
+            f"this is stored in {now['dtype']}; set model.dtype as it was, or another output_dir"
+        )
+    if before.get("quantised") != now["quantised"]:
+        raise CheckpointError(
+            f"{checkpoint}: its adapters were trained on {_bits(before.get('quantised'))}, this "
+            f"run has {_bits(now['quantised'])}. Give the settings lora.load_in_4bit, "
+            "lora.bnb_4bit_* and those that leave layers out as they were, or another output_dir"
+        )
+    then, config = before.get("config") or {}, now["config"]
+    names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
+    # A setting that another version of PEFT does not know is off there.
+    changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
+    if changed:
+        listed = "; ".join(f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
+        raise CheckpointError(
+            f"{checkpoint} has other adapters: {listed}. Give the lora settings it was trained "
+            "with, or another output_dir"
+        )
+
+
+def _stored(model: nn.Module) -> str:
+    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
+    return "/".join(sorted(kinds))
+
+
+def _base(entry: dict[str, Any]) -> str:
+    revision = f" at {entry['revision']}" if entry.get("revision") else ""
+    return f"{entry.get('name_or_path')}{revision} (digest {str(entry.get('digest'))[:20]})"
+
+
+def _bits(settings: dict[str, Any] | None) -> str:
+    if settings is None:
+        return "a base that is not quantised"
+    return ", ".join(f"{key} {value}" for key, value in settings.items())

@@ -1,0 +1,215 @@
+"""What of a base its adapters reach: a table, and what a run should know before it starts.
+
+Owns the count and the words. Knows nothing of PEFT: which module is wrapped says `adapted`.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit import ranks
+from toolkit.models.adapted import (
+    ADAPTER,
+    adapted_parameters,
+    adapter_config,
+    bare,
+    is_adapted,
+    saved_modules,
+)
+from toolkit.tables import fold, table, without_numbers
+
+_NUMBERS_OF_EXPERTS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    *("num_routed_experts", "n_experts"),
+)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """One matrix of the base, and what is trained for it."""
+
+    name: str
+    """Of the parameter, in the base."""
+    shape: tuple[int, ...]
+    elements: int
+    how: str
+    """`LoRA`, `rsLoRA` or `DoRA`, `in full`, or `-`: stays as it is."""
+    trained: int
+    """Elements that are trained for it."""
+    part: str
+    """`layer`, `experts` (routed), `router`, or `embedding` (the head too)."""
+
+    @property
+    def covered(self) -> bool:
+        """Whether anything is trained for it."""
+        return self.how != "-"
+
+
+def coverage(model: nn.Module) -> list[CoverageRow]:
+    """Return a row for every matrix of the base of adapted `model`, in the order of definition.
+
+    Matrices are parameters of two dimensions or more; tied ones are one. Sharded or not; a walk
+    over the modules.
+    """
+    layers = adapted_parameters(model) if is_adapted(model) else {}
+    saved = saved_modules(model) if is_adapted(model) else {}
+    copied = {f"{name}.{leaf}": p for name, m in saved.items() for leaf, p in m.named_parameters()}
+    how = _kind(model)
+    rows = []
+    with bare(model) as base:
+        outside: set[int] = set()
+        for module in (base.get_input_embeddings(), base.get_output_embeddings()):
+            outside.update(map(id, () if module is None else module.parameters()))
+        experts = _numbers_of_experts(base)
+        for name, parameter in base.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            owner = base.get_submodule(path)
+            shape = tuple(getattr(owner, "shape", parameter.shape))  # of what is in 4 bits its own
+            if len(shape) < 2 or "bias" in leaf:  # experts have a bias each, stacked
+                continue
+            inner = id(parameter) not in outside
+            part = _part(name, owner, shape, experts) if inner else "embedding"
+            said, trained = "-", 0
+            if name in copied:
+                said, trained = "in full", copied[name].numel()
+            elif name in layers:
+                said, trained = how, _own(layers[name])
+            rows.append(CoverageRow(name, shape, math.prod(shape), said, trained, part))
+    return rows
+
+
+def covered_share(rows: Iterable[CoverageRow]) -> float:
+    """Return the share of the base's matrices, by elements, for which something is trained.
+
+    Without embedding and head.
+    """
+    counted = [row for row in rows if row.part != "embedding"]
+    total = sum(row.elements for row in counted)
+    return sum(row.elements for row in counted if row.covered) / total if total else 0.0
+
+
+def coverage_lines(model: nn.Module) -> list[str]:
+    """Return what a run prints of its adapters: a summary, the table, and what may surprise."""
+    rows, config = coverage(model), adapter_config(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(row.elements for row in rows)
+    lines = [
+        f"adapters   {_kind(model)} of rank {config['r']}, alpha {config['lora_alpha']}: "
+        f"{trained:,} elements are trained, {trained / max(1, total):.2%} of the base's matrices; "
+        f"{covered_share(rows):.1%} of what lies between embedding and head is covered",
+        *_table(rows),
+    ]
+    left = [row for row in rows if row.part == "experts" and not row.covered]
+    if left:
+        names = ", ".join(sorted({_short(row.name) for row in left}))
+        share = sum(r.elements for r in left) / total
+        lines.append(
+            f"WARNING    the routed experts are not adapted: {names} ({share:.0%} of the base's "
+            "matrices). "
+            + (
+                f"If they are to learn too: lora.target_parameters: [{names}] (without dropout "
+                "and DoRA)"
+                if all(len(row.shape) > 2 for row in left)
+                else "PEFT has no adapter for them"
+            )
+        )
+    if routers := [row for row in rows if row.part == "router" and row.covered]:
+        shown = fold([row.name for row in routers])[0][0]
+        lines.append(
+            f"WARNING    the router is adapted too ({shown}): which expert a token goes to will "
+            "change. lora.target_modules with a list of names leaves it alone"
+        )
+    return lines
+
+
+def idle_adapters(model: nn.Module) -> list[str]:
+    """Return the modules of the base whose adapters still add nothing, after a step or more.
+
+    Some architectures read a weight without calling its module (mamba's `dt_proj`): an adapter on
+    it gets no gradient, and nothing says so. None are named while all of them add nothing: the
+    learning rate was still zero. Routed experts are not named: no token may have come to them yet.
+    Collective; counts this rank's shards of B.
+    """
+    layers = adapted_parameters(model)
+    experts = {row.name for row in coverage(model) if row.part == "experts"}
+    moved = ranks.gather([_adds(layer) for layer in layers.values()])
+    idle = [n for n, *said in zip(layers, *moved, strict=True) if not any(said)]
+    if len(idle) == len(layers):
+        return []
+    return [n.removesuffix(".weight") for n in idle if n not in experts]
+
+
+def _adds(layer: nn.Module) -> bool:
+    """Whether this rank's part of an adapter's zero matrix is zero no more."""
+    for zeros in (layer.lora_B, layer.lora_embedding_A):
+        for part in zeros.parameters():  # type: ignore[union-attr]
+            local = part.to_local() if isinstance(part, DTensor) else part
+            if bool(local.detach().any()):
+                return True
+    return False
+
+
+def _short(name: str) -> str:
+    """Return the end of a parameter's name that is the same in every layer."""
+    return ".".join(without_numbers(name).split(".")[-3:]).rpartition("{}.")[2]
+
+
+def _kind(model: nn.Module) -> str:
+    if not is_adapted(model):
+        return "-"
+    config = adapter_config(model)
+    return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"
+
+
+def _numbers_of_experts(base: nn.Module) -> set[int]:
+    """Return how many experts a layer may have, by the settings of the config and its sections."""
+    found: set[int] = set()
+    sections = [base.config.to_dict()]  # type: ignore[operator, union-attr]
+    while sections:
+        section = sections.pop()
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        found |= {n for k, n in section.items() if k in _NUMBERS_OF_EXPERTS and type(n) is int}
+    return found - {0, 1}
+
+
+def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:
+    """Return which part of a layer a matrix is: a router answers one value an expert."""
+    parts = name.split(".")
+    routes = any("router" in p or p in ("gate", "wg") for p in parts)
+    if routes and len(shape) == 2 and shape[0] in experts:
+        return "router"
+    stacked = len(shape) > 2 and shape[0] in experts and not isinstance(owner, _CONVOLUTIONS)
+    if stacked or any("expert" in p and "shared" not in p for p in parts):
+        return "experts"
+    return "layer"
+
+
+def _own(layer: nn.Module) -> int:
+    """Return the elements of one LoRA layer's own adapter, without those of layers inside it."""
+    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+    tables = [getattr(layer, name, None) for name in names]
+    return sum(p.numel() for t in tables if t is not None and ADAPTER in t for p in t.parameters())
+
+
+def _table(rows: list[CoverageRow]) -> list[str]:
+    groups: dict[tuple, list[CoverageRow]] = {}
+    for row in rows:
+        groups.setdefault((without_numbers(row.name), row.shape, row.how), []).append(row)
+    lines = [["  matrix", "count", "shape", "trained as", "trained"]]
+    for alike in groups.values():
+        for name, indices in fold([row.name for row in alike]):
+            first = alike[0]
+            lines.append(
+                [
+                    f"  {name}",
+                    str(len(indices)),
+                    " x ".join(map(str, first.shape)),
+                    first.how,
+                    f"{first.trained * len(indices):,}" if first.covered else "",
+                ]
+            )
+    return table(lines, right={1, 4})

@@ -1,0 +1,152 @@
+"""The first values of adapters: the same for any number of ranks, each rank its own rows.
+
+Owns which distribution each trained tensor begins with, which is PEFT's. Refuses to know where the
+values are put: `loading` does that, after the base has its weights.
+
+PEFT's own `reset_lora_parameters` draws a shard's rows on every rank alike, and computes DoRA's
+magnitudes from weights that are not there yet.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import LoadingError
+from toolkit.formats.layout import laid_out_as, local_slices
+from toolkit.models.adapted import ADAPTER, base_of, copies, trained_module
+
+_Value = Callable[[torch.Tensor], torch.Tensor]  # from the parameter to this rank's part of it
+
+
+def first_values(
+    model: nn.Module, seed: int, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, this rank's part) of everything that is trained, in the order of the modules.
+
+    A is drawn as `nn.Linear` draws (Kaiming, a = sqrt 5), B is zero, an embedding's the other way
+    round; values depend on `seed` and the parameter's name alone. DoRA's magnitudes are the row
+    norms of the base weight, modules trained in full begin as the base's. Collective where a norm
+    runs over several ranks. Draws a whole adapter matrix at a time, on the CPU.
+
+    Args:
+        model: adapted, the base loaded.
+        device: where ranks exchange tensors.
+
+    Raises:
+        LoadingError: something is trained that has no first value.
+    """
+    rules = _rules(model, seed, device)
+    for name, parameter in list(model.named_parameters()):  # the caller replaces them on the way
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in rules:
+            raise LoadingError(
+                f"{name} is trained and nothing says with which value it begins; leave its module "
+                "out of lora.target_modules"
+            )
+        part, shape = rules[id(parameter)](parameter), _local(parameter).shape
+        if part.shape != shape:
+            raise LoadingError(
+                f"{name} holds {list(shape)} on this rank and its first value is of shape "
+                f"{list(part.shape)}; its base weight is not stored as a matrix of that size. "
+                "Leave its module out of lora.target_modules"
+            )
+        yield name, part
+
+
+def copied_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, value) of the buffers of the modules that are trained in full."""
+    for name, module in model.named_modules():
+        copy = trained_module(module)
+        if copy is not module and copy is not None:
+            original = dict(module._modules["original_module"].named_buffers())  # type: ignore[union-attr]
+            for leaf, _ in copy.named_buffers():
+                yield f"{name}.modules_to_save.{ADAPTER}.{leaf}", original[leaf].clone()
+
+
+def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Value]:
+    """Return how each trained parameter begins, by its id."""
+    rules: dict[int, _Value] = {id(copy): _as_in(own) for own, copy in copies(model)}
+    prefix = next(n for n, m in model.named_modules() if m is base_of(model))
+    for name, module in model.named_modules():
+        if "lora_A" not in module._modules:
+            continue
+        layer, own = _parts(module), name.removeprefix(prefix + ".")
+        for part, value in (
+            ("lora_A", _drawn(_kaiming, f"{seed}/{own}.lora_A")),
+            ("lora_B", _zeros),
+            ("lora_embedding_A", _zeros),
+            ("lora_embedding_B", _drawn(nn.init.normal_, f"{seed}/{own}.lora_embedding_B")),
+            ("lora_magnitude_vector", _norms(module, device)),
+        ):
+            for parameter in layer[part]:
+                rules[id(parameter)] = value
+    return rules
+
+
+def _parts(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each part of a LoRA layer."""
+    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+    return {n: list(getattr(layer, n).parameters()) if hasattr(layer, n) else [] for n in names}
+
+
+def _kaiming(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+
+
+def _drawn(draw: Callable[..., torch.Tensor], key: str) -> _Value:
+    def value(parameter: torch.Tensor) -> torch.Tensor:
+        digest = hashlib.sha256(key.encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        whole = draw(torch.empty(parameter.shape, dtype=torch.float32), generator=generator)
+        return _rows(whole, parameter)
+
+    return value
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(_local(parameter), device="cpu")
+
+
+def _as_in(original: torch.Tensor) -> _Value:
+    def value(parameter: torch.Tensor) -> torch.Tensor:
+        if isinstance(original, DTensor) == isinstance(parameter, DTensor):
+            return _local(original).detach().clone()
+        # One of them is replicated: what the model keeps in fp32, or was told to keep whole.
+        whole = original.full_tensor() if isinstance(original, DTensor) else original
+        return _rows(whole.detach(), parameter).clone()
+
+    return value
+
+
+def _norms(layer: Any, device: torch.device) -> _Value:
+    """Return how DoRA's magnitudes begin: the norms of the base weight's rows, in fp32."""
+
+    def value(parameter: torch.Tensor) -> torch.Tensor:
+        weight: Any = layer.get_base_layer().weight.detach()
+        dora = layer.lora_magnitude_vector[ADAPTER]
+        own = _local(weight)
+        by_row = type(layer.get_base_layer()) is nn.Linear and not dora.fan_in_fan_out
+        alike = isinstance(weight, DTensor) == isinstance(parameter, DTensor)
+        if by_row and alike and own.shape[:1] == _local(parameter).shape:
+            return torch.linalg.norm(own.float(), dim=1)
+        if isinstance(weight, DTensor):
+            weight = laid_out_as(weight, own.to(device)).full_tensor()
+        # With B at zero the adapter adds nothing.
+        norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
+        return _rows(norms, parameter)
+
+    return value
+
+
+def _rows(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return whole[local_slices(parameter)] if isinstance(parameter, DTensor) else whole
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

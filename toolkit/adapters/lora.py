@@ -1,0 +1,131 @@
+"""Adapters (LoRA, rsLoRA, DoRA, modules trained in full) on a model that has no bytes yet.
+
+Owns what is adapted and refuses what PEFT would take without a word: names that match nothing, ties
+that come apart. The only file that imports `peft`. Knows nothing of sharding or of files; values
+come from `adapter_init`, what is base and what is not `adapted` says.
+
+[Note: order] Adapters go on while the model is on meta and before `apply_fsdp`, so that each layer
+and its adapters are gathered, reduced and freed together. Put on afterwards they are plain
+parameters whose gradients nobody reduces: every rank then trains adapters of its own.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from toolkit.adapters.targets import Targets, check_adapted, check_saved, refusal, targets_of
+from toolkit.config.settings import LoraConfig
+from toolkit.errors import ConfigError, ModelError
+from toolkit.formats.hf_folder import assets_of
+from toolkit.models.adapted import (
+    ADAPTER,
+    adapted_modules,
+    adapted_parameters,
+    adapter_config,
+    base_of,
+    copies,
+    is_adapted,
+    saved_modules,
+)
+from toolkit.models.causal_lm import kept_in_fp32, plain_name
+
+__all__ = ["adapter_config", "add_adapters", "base_of", "is_adapted"]
+
+
+def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
+    """Return `model` inside PEFT, with adapters as `cfg` asks for; only they are trained.
+
+    On meta and before `apply_fsdp`; see [Note: order]. What is trained has `cfg.adapter_dtype`, the
+    base keeps its storage dtype. `model.hf_assets` is reachable as before. Milliseconds a layer, no
+    memory. Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
+    DoRA https://arxiv.org/abs/2402.09353.
+
+    Raises:
+        ConfigError: settings that cannot hold together.
+        ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
+    """
+    _refuse(model, cfg)
+    targets = targets_of(model, cfg)
+    if targets.unfit:
+        raise ModelError(refusal(model, cfg, targets))
+    kept = {id(model.get_parameter(n)) for n in kept_in_fp32(model)}
+    config = _peft_config(cfg, targets)
+    with warnings.catch_warnings():
+        # PEFT settles the orientation of each module itself, and says so for each.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        # Of fused experts' ranks, which PEFT compares with the names of modules only.
+        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did")
+        # PEFT asks transformers by the old name.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        try:
+            with torch.device("meta"):
+                adapted = get_peft_model(model, config, ADAPTER, autocast_adapter_dtype=False)
+        except Exception as error:  # PEFT refuses by any class of error
+            raise ModelError(refusal(model, cfg, targets, error)) from error
+    settled: Any = adapted.peft_config[ADAPTER]
+    parameters = set(adapted_parameters(adapted))
+    check_adapted(
+        cfg, targets, set(adapted_modules(adapted)), parameters, settled.target_modules or ()
+    )
+    check_saved(targets, saved_modules(adapted))
+    _store(adapted, getattr(torch, cfg.adapter_dtype), kept)
+    assets = assets_of(adapted)
+    settled.base_model_name_or_path = assets.name_or_path
+    settled.revision = assets.revision
+    return adapted
+
+
+def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
+    if cfg.r < 1:
+        raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}")
+    for given, name in ((cfg.lora_dropout, "lora_dropout"), (cfg.use_dora, "use_dora")):
+        if cfg.target_parameters and given:
+            raise ConfigError(
+                f"lora.target_parameters {cfg.target_parameters} cannot be adapted with "
+                f"lora.{name}: the adapter is added to the weight itself, not to what a module "
+                f"answers. Leave out one of the two"
+            )
+    if is_adapted(model):
+        raise ModelError("the model has adapters already; build it anew to adapt it otherwise")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ModelError(
+            f"{plain_name(model)} is sharded already: adapters that are put on now would be "
+            "reduced by nobody. Call add_adapters before apply_fsdp"
+        )
+    if not all(p.is_meta for p in model.parameters()):
+        raise ModelError(
+            f"{plain_name(model)} has bytes already; put adapters on what build_on_meta returns, "
+            "then apply_fsdp, then load"
+        )
+
+
+def _peft_config(cfg: LoraConfig, targets: Targets) -> PeftConfig:
+    alpha, named = cfg.lora_alpha, cfg.target_modules
+    return PeftConfig(
+        task_type="CAUSAL_LM",
+        r=cfg.r,
+        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]
+        lora_dropout=cfg.lora_dropout,
+        target_modules=named if isinstance(named, str) else list(named),
+        target_parameters=sorted(cfg.target_parameters) or None,
+        exclude_modules=sorted(cfg.exclude_modules) or None,
+        modules_to_save=sorted(targets.saved) or None,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        ensure_weight_tying=targets.ties,
+        bias="none",
+    )
+
+
+def _store(adapted: PeftModel, dtype: torch.dtype, kept: set[int]) -> None:
+    """Give what is trained its storage dtype; copies of what the model keeps in fp32 stay so."""
+    own = {id(copy) for original, copy in copies(adapted) if id(original) in kept}
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in own:
+            parameter.data = torch.empty_like(parameter, dtype=dtype)

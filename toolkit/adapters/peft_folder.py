@@ -1,0 +1,363 @@
+"""Adapters as PEFT keeps them: their config, their key names, and what each of them adapts.
+
+    adapter_config.json          what is adapted, and of which base model
+    adapter_model.safetensors    the trained tensors under PEFT's own keys, without adapter names
+
+Owns everything that is asked of PEFT about a folder or about a model on meta: nothing here spells a
+key by hand. Knows nothing of ranks, of DCP, or of training.
+
+[Note: a base without bytes] PEFT loads an adapter into a model that is there. `hollow` gives it one
+whose parameters have their shapes and one element of memory each (stride 0): PEFT's own
+`from_pretrained` then runs unchanged, at the cost of the adapter alone, whatever the base weighs.
+"""
+
+import contextlib
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import ExportError
+from toolkit.models.adapted import ADAPTER
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_ADDED = 2**22  # elements that are added at a time
+ENTRY = "adapter"
+"""Of a checkpoint's manifest: which base was adapted."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of the adapter: which parameter of the base it adapts, and with what."""
+
+    parameter: str
+    """Of the base model, as that calls it."""
+    kind: str
+    """linear, transposed (Conv1D), embedding, experts, or saved: trained as a whole."""
+    module: str
+    """PEFT's layer, in the adapted model."""
+    tensors: dict[str, str]
+    """A, B, magnitude or saved -> parameter of the adapted model."""
+    rank: int = 0
+    alpha: float = 0.0
+    """With the rank: by what B A is scaled. Both may be PEFT's own for this layer."""
+    experts: int = 1
+    swapped: bool = False
+    """Of experts: whether PEFT took the parameter as [experts, out, in]."""
+
+
+@dataclass
+class Twin:
+    """An adapted model on meta, and how its parameters are called elsewhere."""
+
+    model: Any
+    """The PeftModel."""
+    base: PreTrainedModel
+    """The base inside it."""
+    keys: dict[str, str]
+    """Key in adapter_model.safetensors -> parameter of the adapted model; tied ones: the first."""
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    """Parameter of the base -> what adapts it; of tied parameters under the first name."""
+
+
+# Settings of PEFT's that the export follows, and those that say nothing alone. Any other one that
+# is switched on is refused: what it does to the layers, or imports, is not known here.
+_KNOWN = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+    *("base_model_name_or_path", "revision", "runtime_config", "megatron_core"),
+    *("r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "use_dora"),
+    *("target_modules", "target_parameters", "exclude_modules", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
+    *("init_lora_weights", "qalora_group_size", "ensure_weight_tying"),
+}
+# Ways to begin that leave the base as it is; others subtract what they begin with from it.
+_STARTS = (True, False, None, "gaussian", "orthogonal")
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder is a PEFT folder, or was one."""
+    return (folder / CONFIG_FILE).is_file() or (folder / WEIGHTS_FILE).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    It may come from anybody: nothing of it is imported or asked for here.
+
+    Raises:
+        ExportError: there is none, it is not that of a LoRA adapter, or it has a setting that the
+            export does not support (names it).
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ExportError(f"{folder} has no {CONFIG_FILE}; it is no folder of an adapter")
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        kind, rank = content["peft_type"], content["r"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ExportError(f"{file} is no config of an adapter: {error!r}") from error
+    if kind != "LORA" or type(rank) is not int or rank < 1:
+        raise ExportError(f"{file} is of peft_type {kind!r} and r {rank!r}, LORA is expected")
+    for name in ("base_model_name_or_path", "revision"):
+        if not isinstance(content.get(name), str | None):
+            raise ExportError(f"{file}: {name} is {content[name]!r}, a text or null is expected")
+    odd = {name: value for name, value in content.items() if value and name not in _KNOWN}
+    if content.get("bias") not in (None, "none"):
+        odd["bias"] = content["bias"]
+    if not any(content.get("init_lora_weights") is start for start in _STARTS[:3]) and (
+        content.get("init_lora_weights") not in _STARTS[3:]
+    ):
+        odd["init_lora_weights"] = content["init_lora_weights"]
+    if odd:
+        shown = "; ".join(f"{name} is {str(value)[:60]!r}" for name, value in odd.items())
+        raise ExportError(
+            f"{file} has settings that are not supported here ({shown}): known are LoRA, DoRA and "
+            "rsLoRA of linear layers, embeddings and fused experts, and whole modules "
+            "(modules_to_save)"
+        )
+    return content
+
+
+def adapted(base: PreTrainedModel, config: dict[str, Any]) -> Any:
+    """Return `base` with the adapters of `config` put in, as a PeftModel; on meta it stays there.
+
+    Raises:
+        ExportError: PEFT cannot put them in.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    meta = all(p.is_meta for p in base.parameters())
+    where = torch.device("meta") if meta else contextlib.nullcontext()
+    try:
+        with _quiet(), _own_draws(), where:
+            peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**config))
+            return get_peft_model(base, peft_config, ADAPTER)
+    except Exception as error:  # a config from outside: PEFT may raise anything
+        raise ExportError(
+            f"PEFT cannot put the adapter of {CONFIG_FILE} into {type(base).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def twin_of(base: PreTrainedModel, config: dict[str, Any]) -> Twin:
+    """Return the adapted model of `base`, on meta, with PEFT's names.
+
+    Raises:
+        ExportError: PEFT cannot put the adapter in, or something is trained that no part covers.
+    """
+    names = {id(tensor): name for name, tensor in reversed(list(_tensors(base)))}
+    model = adapted(base, config)
+    twin = Twin(model, base, _keys(model))
+    for part in _parts(model, names):
+        twin.parts.setdefault(part.parameter, []).append(part)
+    held = {n for parts in twin.parts.values() for p in parts for n in p.tensors.values()}
+    odd = sorted(set(twin.keys.values()) - held)
+    if odd:
+        raise ExportError(
+            f"{odd[0]} is trained and not known to the export: it knows LoRA, DoRA and rsLoRA of "
+            "linear layers, embeddings and fused experts, and whole modules (modules_to_save)"
+        )
+    return twin
+
+
+def _keys(model: Any) -> dict[str, str]:
+    """Return key in the file -> parameter, as PEFT's own saving names them."""
+    from peft import get_peft_model_state_dict
+
+    first: dict[int, str] = {}
+    # PEFT passes the values on untouched: here they say which parameter they stand for.
+    state = {name: first.setdefault(id(tensor), name) for name, tensor in _tensors(model)}
+    with _quiet():
+        # No embedding layers: PEFT would add the frozen matrix of an embedding that is adapted.
+        return get_peft_model_state_dict(
+            model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False
+        )
+
+
+def _parts(model: Any, names: dict[int, str]) -> Iterator[Part]:
+    """Yield the layers of the adapter; `names`: id of a parameter of the base -> its name."""
+    from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
+    from peft.utils.other import ModulesToSaveWrapper
+    from transformers.pytorch_utils import Conv1D
+
+    first = {id(tensor): name for name, tensor in reversed(list(_tensors(model)))}
+    for path, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            saved = dict(_tensors(module.modules_to_save[ADAPTER]))
+            for leaf, tensor in _tensors(module.original_module):
+                yield Part(names[id(tensor)], "saved", path, {"saved": first[id(saved[leaf])]})
+        elif isinstance(module, ParamWrapper):
+            if not hasattr(module, "_did_swap_in_out_features"):
+                raise ExportError(
+                    f"PEFT does not say how it took {path}.{module.parameter_name} "
+                    "(_did_swap_in_out_features); install peft 0.21"
+                )
+            parameter = getattr(module.get_base_layer(), module.parameter_name)
+            yield Part(
+                names[id(parameter)],
+                "experts",
+                path,
+                _factors(module, first, "lora_A", "lora_B"),
+                module.r[ADAPTER],
+                module.lora_alpha[ADAPTER],
+                module.num_experts,
+                bool(module._did_swap_in_out_features),
+            )
+        elif isinstance(module, Embedding):
+            tensors = _factors(module, first, "lora_embedding_A", "lora_embedding_B")
+            scale = module.r[ADAPTER], module.lora_alpha[ADAPTER]
+            yield Part(
+                names[id(module.get_base_layer().weight)], "embedding", path, tensors, *scale
+            )
+        elif isinstance(module, Linear):
+            kind = "transposed" if isinstance(module.get_base_layer(), Conv1D) else "linear"
+            tensors = _factors(module, first, "lora_A", "lora_B")
+            scale = module.r[ADAPTER], module.lora_alpha[ADAPTER]
+            yield Part(names[id(module.get_base_layer().weight)], kind, path, tensors, *scale)
+        elif isinstance(module, LoraLayer):
+            raise ExportError(
+                f"{path} is adapted by {type(module).__name__}, which the export does not know; "
+                "leave it out with lora.exclude_modules"
+            )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter, tied ones under each name, and every persistent buffer."""
+    yield from module.named_parameters(remove_duplicate=False)
+    persistent = module.state_dict().keys()
+    yield from ((n, b) for n, b in module.named_buffers(remove_duplicate=False) if n in persistent)
+
+
+def _factors(module: Any, first: dict[int, str], a: str, b: str) -> dict[str, str]:
+    found = {}
+    for role, leaf in (("A", a), ("B", b), ("magnitude", "lora_magnitude_vector")):
+        table = getattr(module, leaf, None)
+        if table is not None and ADAPTER in table:
+            held = table[ADAPTER]
+            found[role] = first[id(held if isinstance(held, nn.Parameter) else held.weight)]
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# As a reader loads it
+# --------------------------------------------------------------------------------------------------
+
+
+def hollow(base: PreTrainedModel) -> PreTrainedModel:
+    """Give a model on meta parameters that have their shape and no memory; see the note above."""
+    made: dict[int, torch.Tensor] = {}
+    for module in base.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, False) if is_parameter else empty
+                table[name] = made[id(tensor)]
+    return base
+
+
+def read_as_peft(
+    base: PreTrainedModel, folder: Path, *, empty: bool = False
+) -> tuple[Any, list[str]]:
+    """Load an adapter as its readers do, with `PeftModel.from_pretrained`; return the model and
+    what PEFT warned of: keys that it did not find.
+
+    Args:
+        base: with its weights, or `hollow`.
+        empty: whether it is hollow. PEFT then begins with adapters on meta, where it can, and
+            does not compute first values (norms of the base for DoRA); what was not in the folder
+            is still on meta.
+
+    Raises:
+        ExportError: PEFT cannot load it.
+    """
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings(record=True) as caught, _own_draws():
+            warnings.simplefilter("always")
+            model = PeftModel.from_pretrained(
+                base,
+                str(folder),
+                ADAPTER,
+                torch_device="cpu",
+                # Copies of whole modules would lose their ties there.
+                low_cpu_mem_usage=empty and not read_config(folder).get("modules_to_save"),
+            )
+    except Exception as error:  # whatever is in the folder: PEFT may raise anything
+        raise ExportError(
+            f"{folder} is not loaded by PeftModel.from_pretrained: {type(error).__name__}: {error}"
+        ) from error
+    said = [" ".join(str(w.message).split()) for w in caught]
+    return model, [text for text in said if "missing adapter keys" in text]
+
+
+# --------------------------------------------------------------------------------------------------
+# Merging
+# --------------------------------------------------------------------------------------------------
+
+
+def merged(twin: Twin, part: Part, weight: torch.Tensor, factors: dict[str, torch.Tensor]) -> Any:
+    """Return `weight` with one part of the adapter merged in, as PEFT's own layer computes it.
+
+    So it is what `merge_and_unload` makes of that parameter, to the bit. `weight` is given away:
+    it is changed in place. Holds two tensors of its size in fp32 beside it (DoRA: five).
+
+    Args:
+        factors: A, B and magnitude, in float32: as PEFT lifts them when it loads an adapter.
+    """
+    layer = twin.model.get_submodule(part.module)
+    base = layer.get_base_layer()
+    leaf = getattr(layer, "parameter_name", "weight")
+    held = [(base, leaf, nn.Parameter(weight, False))]
+    for role, name in part.tensors.items():
+        path, _, last = name.rpartition(".")
+        held.append((twin.model.get_submodule(path), last, nn.Parameter(factors[role], False)))
+    before = [(module, name, module._parameters[name]) for module, name, _ in held]
+    for module, name, value in held:
+        module._parameters[name] = value
+    try:
+        with torch.no_grad(), _quiet():
+            if "magnitude" in part.tensors:
+                layer.merge(safe_merge=False, adapter_names=[ADAPTER])
+                return base._parameters[leaf].data
+            delta = layer.get_delta_weight(ADAPTER)
+    finally:
+        for module, name, value in before:
+            module._parameters[name] = value
+        layer.merged_adapters.clear()
+        getattr(layer, "_caches", {}).clear()
+    # What its merge does then, a few rows at a time: as a whole it would copy both to fp32.
+    rounded = part.kind in ("experts", "embedding")
+    for into, add in zip(_rows(weight), _rows(delta), strict=True):
+        into += add.to(weight.dtype) if rounded else add
+    return weight
+
+
+def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    width = max(1, math.prod(tensor.shape[1:]))
+    return tensor.split(max(1, _ADDED // width))
+
+
+def _own_draws() -> contextlib.AbstractContextManager[None]:
+    """Keep the random state of a run from PEFT, which draws first values for every adapter."""
+    return torch.random.fork_rng(devices=[])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

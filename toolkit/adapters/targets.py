@@ -1,0 +1,347 @@
+"""Which modules and parameters adapters are asked for, by their names in the base.
+
+Owns what a name of the `lora` section means and the errors for names that match nothing, for ties
+that an adapter would break and for modules that cannot be adapted. Refuses to know PEFT: `lora`
+hands over what PEFT made of it.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.config.settings import LoraConfig
+from toolkit.errors import ConfigError, ModelError
+from toolkit.formats.hf_folder import assets_of
+from toolkit.models.causal_lm import plain_name
+from toolkit.models.patterns import no_match, numbered
+
+ALL_LINEAR = "all-linear"
+# What the export knows; PEFT adapts convolutions, too, which no merge or proof of ours can follow.
+_ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What `cfg` names in a model; whole names of the base."""
+
+    names: tuple[str, ...]
+    """Every module."""
+    modules: frozenset[str]
+    """What gets an adapter."""
+    excluded: frozenset[str]
+    """What is left alone, as asked for."""
+    saved: frozenset[str]
+    """What is trained in full, as asked for."""
+    tied: frozenset[str]
+    """The modules that are one matrix with the input embedding, itself among them; often empty."""
+    unfit: frozenset[str]
+    """Of `modules`, what PEFT has no adapter for, or the export no way to write it."""
+
+    @property
+    def ties(self) -> bool:
+        """Whether a tied matrix is trained in full: PEFT must then keep its copies one."""
+        return bool(self.saved & self.tied)
+
+
+def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
+    """Return what `cfg` names in `model`, which has no adapters yet.
+
+    Raises:
+        ConfigError: `target_modules` is no regular expression.
+        ModelError: a name matches nothing, or names a tied matrix that would come apart.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    saved = _modules_to_save(model, cfg)
+    excluded = _named("lora.exclude_modules", cfg.exclude_modules, names)
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    named_parameters = _named("lora.target_parameters", cfg.target_parameters, parameters)
+    _refuse_flat_experts(model, named_parameters)
+    modules = _expected(model, cfg, names, excluded | set(_inside(names, saved)))
+    tied = _tied_modules(model)
+    _refuse_tied(model, tied, modules, saved)
+    _refuse_new_rows(model, saved | tied if saved & tied else saved)
+    named = dict(model.named_modules())
+    unfit = {n for n in modules if not _fits(named[n])}
+    return Targets(tuple(names), *map(frozenset, (modules, excluded, saved, tied, unfit)))  # type: ignore[arg-type]
+
+
+def _named(setting: str, patterns: list[str], names: list[str]) -> set[str]:
+    """Return which of `names` the patterns name: whole or their end at a dot. None may miss."""
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {n for n in names if _is_end(pattern, n)}
+        if not matched:
+            raise ModelError(_unknown(setting, pattern, names))
+        found |= matched
+    return found
+
+
+def _unknown(setting: str, pattern: str, names: Iterable[str]) -> str:
+    what = "parameter" if setting == "lora.target_parameters" else "module"
+    return no_match(setting, pattern, what, {numbered(n) for n in names})
+
+
+def _is_end(pattern: str, name: str) -> bool:
+    return name == pattern or name.endswith("." + pattern)
+
+
+def _inside(names: list[str], outer: set[str]) -> list[str]:
+    return [n for n in names if any(n == o or n.startswith(o + ".") for o in outer)]
+
+
+def _modules_to_save(model: nn.Module, cfg: LoraConfig) -> set[str]:
+    """Return the whole names of the modules that are trained in full.
+
+    PEFT takes every module whose name ends in what it is given, at a dot or not: `norm` would be
+    `input_layernorm` too.
+    """
+    named = {name: module for name, module in model.named_modules() if name}
+    found = _named("lora.modules_to_save", cfg.modules_to_save, list(named))
+    for name in sorted(found):
+        if isinstance(named[name], nn.ModuleList | nn.ModuleDict):
+            raise ModelError(
+                f"lora.modules_to_save: {name} only holds modules and is never called; name those"
+            )
+        if outer := [o for o in found if name.startswith(o + ".")]:
+            raise ModelError(
+                f"lora.modules_to_save names {name} and {outer[0]}, which holds it; name one of "
+                "them"
+            )
+    return found
+
+
+def _expected(
+    model: PreTrainedModel, cfg: LoraConfig, names: list[str], left: set[str]
+) -> set[str]:
+    """Return the modules that `target_modules` names, without those that are left alone."""
+    targets = cfg.target_modules
+    if isinstance(targets, list):
+        matched = {n for n in names if any(_is_end(pattern, n) for pattern in targets)}
+    elif targets.lower() == ALL_LINEAR:
+        head = model.get_output_embeddings()
+        linear = (nn.Linear, Conv1D)
+        named = model.named_modules()
+        matched = {n for n, m in named if isinstance(m, linear) and m is not head}
+    else:
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise ConfigError(
+                f"lora.target_modules {targets!r} is no regular expression: {error}"
+            ) from error
+        matched = {n for n in names if pattern.fullmatch(n)}
+        if not matched:
+            raise ModelError(
+                _unknown("lora.target_modules", targets, names)
+                + "; a text is one regular expression of whole names, a list is of ends of names"
+            )
+    return matched - left
+
+
+def _tied_modules(model: PreTrainedModel) -> set[str]:
+    """Return the modules that share a parameter with the input embedding, where any does."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    found: set[str] = set()
+    embedding = model.get_input_embeddings()
+    for parameter in () if embedding is None else embedding.parameters():
+        shared = owners[id(parameter)]
+        found |= shared if len(shared) > 1 else set()
+    return found
+
+
+def _refuse_tied(
+    model: PreTrainedModel, tied: set[str], expected: set[str], saved: set[str]
+) -> None:
+    if both := sorted(tied & expected):
+        raise ModelError(
+            f"lora.target_modules names {both[0]}, which is one matrix with "
+            f"{', '.join(sorted(tied - set(both[:1])))}: an adapter on one of them would untie "
+            "them. Train it in full (lora.modules_to_save), or leave it out "
+            "(lora.exclude_modules)"
+        )
+    if saved & tied and not _keeps_ties(tied):
+        raise ModelError(
+            f"lora.modules_to_save names {min(saved & tied)}, which is one matrix with "
+            f"{', '.join(sorted(tied - {min(saved & tied)}))}; PEFT keeps such a tie only between "
+            f"embed_tokens and lm_head, so that {plain_name(model)} would come apart. Leave it out"
+        )
+
+
+def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
+    """Refuse new tokens whose rows nobody would train, and no adapter would hold."""
+    if not assets_of(model).resized:
+        return
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    lacking = [n for n, m in model.named_modules() if any(m is e for e in ends) and n not in saved]
+    if lacking:
+        leaves = ", ".join(name.rpartition(".")[2] for name in lacking)
+        raise ModelError(
+            f"model.resize_embeddings adds rows to {', '.join(lacking)}, which adapters neither "
+            f"train nor hold; set lora.modules_to_save: [{leaves}]"
+        )
+
+
+def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
+    """Refuse experts that are the rows of one matrix: their module is never called as such."""
+    for name in sorted(names):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)
+        if flat and "expert" in name:
+            raise ModelError(
+                f"lora.target_parameters names {name}, in which the experts lie one below the "
+                "other; PEFT adapts stacked ones only ([experts, rows, columns]). Leave it out"
+            )
+
+
+def _keeps_ties(tied: set[str]) -> bool:
+    return {name.rpartition(".")[2] for name in tied} == {"embed_tokens", "lm_head"}
+
+
+def _fits(module: nn.Module) -> bool:
+    """Whether PEFT has an adapter for the module, and what it answers can be added to.
+
+    Some routers are linear layers by their class and answer several tensors.
+    """
+    if not isinstance(module, _ADAPTABLE):
+        return False
+    own = type(module).forward
+    if not isinstance(module, nn.Linear) or own is nn.Linear.forward:
+        return True
+    if any(kind.__module__.startswith("bitsandbytes") for kind in type(module).__mro__):
+        return True  # stored otherwise, and answers as nn.Linear does
+    probe = torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta")
+    try:
+        answer = module(probe)
+    except Exception:  # any code of a model; what it answers stays unknown
+        return False
+    return isinstance(answer, torch.Tensor) and tuple(answer.shape) == (1, module.out_features)
+
+
+# --------------------------------------------------------------------------------------------------
+# What PEFT made of it
+# --------------------------------------------------------------------------------------------------
+
+
+def refusal(
+    model: nn.Module, cfg: LoraConfig, targets: Targets, error: Exception | None = None
+) -> str:
+    """Return what to say where modules cannot be adapted, with the setting that helps.
+
+    Args:
+        error: of PEFT; None where `targets.unfit` alone is the reason.
+    """
+    said = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+    said = said if len(said) <= 300 else said[:300].rsplit(" ", 1)[0] + " ..."
+    unfit = {n.rpartition(".")[2] for n in targets.unfit}
+    if named := re.search(r"[Mm]odule '([\w.]+)'", said):
+        unfit.add(named[1])
+        also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", said)
+        others = re.findall(r"'([\w.]+)'", also[1]) if also else []
+        unfit |= {o for o in others if any(_is_end(o, n) for n in targets.modules)}
+    if "lora_dropout" in said or "use_dora" in said:
+        remedy = (
+            "PEFT adapts fused experts of this model as parameters, which works without "
+            "lora.lora_dropout and lora.use_dora only; leave those out, or list the modules in "
+            "lora.target_modules"
+        )
+    elif unfit:
+        listed = [*dict.fromkeys([*cfg.exclude_modules, *sorted(unfit)])]
+        remedy = f"set lora.exclude_modules: [{', '.join(listed)}]"
+    else:
+        remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
+    if not said:
+        first = min(targets.unfit)
+        said = f"{first} does not answer as a linear layer does"
+        if not isinstance(kind := model.get_submodule(first), _ADAPTABLE):
+            said = f"{first} is {type(kind).__name__}, of which no adapter could be exported"
+    return f"PEFT cannot adapt {plain_name(model)} as asked ({said}); {remedy}"
+
+
+def check_adapted(
+    cfg: LoraConfig,
+    targets: Targets,
+    modules: set[str],
+    parameters: set[str],
+    left_over: Iterable[str],
+) -> None:
+    """Refuse what PEFT left out or added without a word.
+
+    Args:
+        modules: base's names of the modules that it wrapped.
+        parameters: base's names of the parameters that it adapted.
+        left_over: names that PEFT still looks for as modules; others it took for the parts of a
+            fused parameter, as older checkpoints of some types have them.
+
+    Raises:
+        ModelError: names the module, the parameter or the setting.
+    """
+    names, expected = targets.names, targets.modules
+    for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
+        if any(_is_end(pattern, n) for n in modules):
+            continue
+        if not any(_is_end(pattern, n) for n in names):
+            if pattern in left_over:
+                raise ModelError(_unknown("lora.target_modules", pattern, names))
+        elif not any(_is_end(pattern, n) for n in expected):
+            raise ModelError(
+                f"lora.target_modules: every module that {pattern!r} names is in "
+                "lora.exclude_modules or lora.modules_to_save; leave it out of one of them"
+            )
+    for pattern in cfg.target_parameters:
+        if not any(_is_end(pattern, n) for n in parameters):
+            raise ModelError(
+                f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
+                "itself (mlp.experts.gate_up_proj), and not also its module"
+            )
+    if touched := sorted(_inside(list(parameters), set(targets.excluded))):
+        raise ModelError(
+            f"PEFT adapts {touched[0]} although lora.exclude_modules names its module: it takes it "
+            "for a part of the fused experts, or lora.target_parameters names it too. Give "
+            "lora.target_modules as a list of the names that are meant"
+        )
+    by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
+    if wider := sorted(modules - expected - by_parameter):
+        raise ModelError(
+            f"PEFT adapts {len(wider)} module(s) beyond lora.target_modules, such as {wider[0]}; "
+            "give a list of names instead of a regular expression"
+        )
+    if lost := sorted(expected - modules):
+        leaves = sorted({n.rpartition(".")[2] for n in lost})
+        listed = ", ".join(dict.fromkeys([*cfg.exclude_modules, *leaves]))
+        raise ModelError(
+            f"PEFT left {len(lost)} module(s) unadapted that lora.target_modules names, such as "
+            f"{lost[0]}: of this type it takes {', '.join(leaves)} for parts of the fused experts; "
+            f"set lora.exclude_modules: [{listed}]"
+        )
+
+
+def check_saved(targets: Targets, found: dict[str, nn.Module]) -> None:
+    """Refuse modules that PEFT trains without being asked, and ties that came apart.
+
+    Args:
+        found: base's name of each module that is trained in full -> its copy.
+
+    Raises:
+        ModelError: names the modules.
+    """
+    tied = targets.tied
+    asked = targets.saved | (tied if targets.ties else set())
+    if found.keys() != asked:
+        odd = sorted(found.keys() ^ asked)
+        raise ModelError(
+            f"lora.modules_to_save names {', '.join(sorted(asked))}, and PEFT would train "
+            f"{', '.join(sorted(found))}: they differ in {odd[0]}, since PEFT compares the ends "
+            "of names. Name other modules"
+        )
+    if targets.ties and len({id(m.weight) for n, m in found.items() if n in tied}) != 1:
+        raise ModelError(
+            f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not; leave them out "
+            "of lora.modules_to_save"
+        )

@@ -1,0 +1,216 @@
+"""What a run or a checkpoint holds, for `toolkit inspect`: from metadata alone, no tensor is read.
+
+Owns the summary and its table. Knows nothing of models: names, shapes and chunks are what the
+checkpoint says.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.commit import CHECKPOINTS, find_checkpoint, is_committed
+from toolkit.errors import CheckpointError
+from toolkit.formats.dcp import METADATA_FILE, read_metadata
+from toolkit.tables import fold, table, without_numbers
+
+_STEP = re.compile(r"step-(\d+)(\..*)?")
+
+
+def summarise(path: str | Path) -> dict[str, Any]:
+    """Return what a run, a checkpoint or a plain DCP folder holds, ready for JSON.
+
+    Keys: `path`; `checkpoints` (of a run: folder, step, committed, bytes), else None; of the newest
+    committed one, or the one given: `checkpoint` (its folder), `step`, `world_size`,
+    `global_batch_size`, `saved_with` (the rest of state.json's plain values), `adapter` (of
+    adapters: their base and settings, else None), `model`
+    (architecture), `parameters` (elements of the floating model tensors; tied ones are stored, and
+    counted, once), `bytes` (by section: model, optimizer, ..., and `files`: all that is on the
+    disk), `dtypes` (section -> dtype -> elements) and `tensors` (name, section, shape, dtype,
+    bytes, chunks, sharded_dims, sizes).
+
+    Costs one read of `.metadata` and one stat a file.
+
+    Raises:
+        CheckpointError: nothing of the kind is there, or its metadata is damaged.
+    """
+    path = Path(path).expanduser()
+    if (path / METADATA_FILE).is_file():
+        checkpoint, dcp, runs = path, path, None
+    else:
+        checkpoint = find_checkpoint(path)
+        dcp, runs = checkpoint / "dcp", None if checkpoint == path else _checkpoints(path)
+    metadata = read_metadata(dcp)
+    tensors = [
+        _tensor(name, entry)
+        for name, entry in metadata.state_dict_metadata.items()
+        if hasattr(entry, "properties")
+    ]
+    tensors.sort(key=lambda t: _natural(t["name"]))
+    sections: dict[str, int] = defaultdict(int)
+    dtypes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for tensor in tensors:
+        sections[tensor["section"]] += tensor["bytes"]
+        dtypes[tensor["section"]][tensor["dtype"]] += math.prod(tensor["shape"])
+    floating = {
+        n for n, d in vars(torch).items() if isinstance(d, torch.dtype) and d.is_floating_point
+    }
+    state = _read_json(checkpoint / "state.json")
+    config = _read_json(checkpoint / "hf" / "config.json")
+    plain = {k: v for k, v in state.items() if isinstance(v, str | int | float) or v is None}
+    step, world_size = plain.pop("step", None), plain.pop("world_size", None)
+    position = state.get("data")
+    batch = position.get("global_batch") if isinstance(position, dict) else None
+    batch = plain.pop("global_batch_size", batch)
+    return {
+        "path": str(path),
+        "checkpoints": runs,
+        "checkpoint": str(checkpoint),
+        "step": step,
+        "world_size": world_size,
+        "global_batch_size": batch,
+        "saved_with": plain,
+        "adapter": state.get("adapter"),
+        "model": (config.get("architectures") or [config.get("model_type")])[0],
+        "parameters": sum(n for dtype, n in dtypes.get("model", {}).items() if dtype in floating),
+        "bytes": {**sections, "files": _folder_bytes(checkpoint)},
+        "dtypes": {section: dict(found) for section, found in dtypes.items()},
+        "tensors": tensors,
+    }
+
+
+def render(summary: dict[str, Any]) -> str:
+    """Return the summary as text: checkpoints, totals, and one line for tensors that are alike.
+
+    Names that differ in numbers only, with equal shape, dtype and chunks, share a line:
+    `model.layers.{0..31}.mlp.up_proj.weight`.
+    """
+    lines = []
+    if summary["checkpoints"] is not None:
+        lines.append(f"run         {summary['path']}")
+        rows = [
+            [
+                f"  {c['folder']}",
+                _bytes(c["bytes"]),
+                "committed" if c["committed"] else "NOT COMMITTED",
+            ]
+            for c in summary["checkpoints"]
+        ]
+        lines += table(rows, right={1})
+    lines.append(f"checkpoint  {summary['checkpoint']}")
+    facts = [
+        ("architecture", summary["model"]),
+        *_adapter(summary["adapter"]),
+        ("step", summary["step"]),
+        ("saved by ranks", summary["world_size"]),
+        ("global batch", summary["global_batch_size"]),
+        *summary["saved_with"].items(),
+        ("parameters", f"{summary['parameters']:,}"),
+    ]
+    rows = [[f"  {name}", str(value)] for name, value in facts if value is not None]
+    for section, elements in summary["dtypes"].items():
+        kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in sorted(elements.items()))
+        rows.append([f"  {section}", f"{_bytes(summary['bytes'][section])} ({kinds})"])
+    rows.append(["  all files", _bytes(summary["bytes"]["files"])])
+    lines += [*table(rows, right=set()), ""]
+    head = ["tensor", "tensors", "shape", "dtype", "bytes", "chunks"]
+    return "\n".join([*lines, *table([head, *_grouped(summary["tensors"])], right={1, 4})])
+
+
+def _checkpoints(run: Path) -> list[dict[str, Any]]:
+    found = []
+    for folder in sorted((run / CHECKPOINTS).iterdir()):
+        match = _STEP.fullmatch(folder.name)
+        if match and folder.is_dir():
+            committed = match[2] is None and is_committed(folder)
+            entry = {"folder": folder.name, "step": int(match[1]), "committed": committed}
+            found.append(entry | {"bytes": _folder_bytes(folder)})
+    return found
+
+
+def _tensor(name: str, entry: Any) -> dict[str, Any]:
+    shape, dtype = list(entry.size), entry.properties.dtype
+    chunks = [c for c in entry.chunks if math.prod(c.sizes) > 0]
+    dims = [d for d in range(len(shape)) if any(c.sizes[d] != shape[d] for c in chunks)]
+    sizes = sorted((tuple(c.offsets), list(c.sizes)) for c in chunks)
+    return {
+        "name": name,
+        "section": name.partition(".")[0],
+        "shape": shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "bytes": math.prod(shape) * dtype.itemsize,
+        "chunks": len(chunks),
+        "sharded_dims": dims,
+        "sizes": [size[dims[0]] if len(dims) == 1 else size for _, size in sizes] if dims else [],
+    }
+
+
+def _grouped(tensors: Iterable[dict[str, Any]]) -> list[list[str]]:
+    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for t in tensors:
+        like = (without_numbers(t["name"]), str(t["shape"]), t["dtype"], _sharding(t))
+        groups[like].append(t)
+    rows = []
+    for (_, shape, dtype, sharding), members in groups.items():
+        for name, indices in fold([t["name"] for t in members]):
+            size = _bytes(sum(members[i]["bytes"] for i in indices))
+            rows.append([name, str(len(indices)), shape, dtype, size, sharding])
+    return rows
+
+
+def _sharding(tensor: dict[str, Any]) -> str:
+    """Return such as `2 x 64 rows`, `3: 2+2+1 rows`, or `1` for a tensor that is whole."""
+    dims, sizes = tensor["sharded_dims"], tensor["sizes"]
+    if not dims:
+        return str(tensor["chunks"])
+    if len(dims) > 1:
+        return f"{tensor['chunks']} over dims {', '.join(map(str, dims))}"
+    what = "rows" if dims[0] == 0 else f"of dim {dims[0]}"
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} x {sizes[0]} {what}"
+    if len(sizes) <= 4:
+        return f"{len(sizes)}: {'+'.join(map(str, sizes))} {what}"
+    return f"{len(sizes)}: {min(sizes)} to {max(sizes)} {what}"
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return what a line says of adapters, and which base they are for."""
+    if not isinstance(entry, dict):
+        return []
+    config = entry.get("config") or {}
+    kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
+    revision = f" at {entry['revision']}" if entry.get("revision") else ""
+    return [
+        ("adapters", f"{kind} of rank {config.get('r')}, alpha {config.get('lora_alpha')}"),
+        ("base", f"{entry.get('name_or_path')}{revision}"),
+    ]

@@ -1,0 +1,1 @@
+"""Conversations in their chat template, and which characters of them are learned."""

@@ -1,0 +1,1 @@
+"""Rows as examples: text, prompt and completion, conversation, tokens."""

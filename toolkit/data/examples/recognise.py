@@ -1,0 +1,325 @@
+"""From a row to what is to be learned of it: text, prompt and completion, conversation, tokens.
+
+Owns the formats, their recognition, and the full check of a row. Refuses to know files, tokenizers
+and templates, and which turns of a conversation the loss covers.
+
+[Note: formats]
+    text               a column of text (data.text_column)
+    prompt/completion  `prompt` and `completion`: two texts, or two lists of turns
+    conversation       `messages`, `conversations` or `conversation`: a list of turns, each with
+                       `role` and `content` (and `tool_calls`) or, after ShareGPT, `from` and
+                       `value`; or Alpaca's `instruction`, `input`, `output`. A list may be JSON
+                       text, as in a CSV file. Beside it: `tools`, `chat_template_kwargs`, and for
+                       ShareGPT and Alpaca `system`
+    already tokenised  `input_ids`, with `labels`, `completion_mask` or `assistant_masks`
+
+What templates would print wrong is brought into the form that they are written for: a content in
+parts of text becomes one text, arguments of a tool call in JSON text become a mapping, ShareGPT's
+names become roles. Everything else in a turn is passed on as it came.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from toolkit.data.examples.token_columns import MASKS, ids_and_labels
+from toolkit.data.examples.turns import (
+    from_alpaca,
+    from_messages,
+    from_sharegpt,
+    says_something,
+    template_kwargs_of,
+    tools_of,
+    with_system,
+)
+from toolkit.data.sources.row_values import BadRow, named, shown, string
+
+Format = Literal["text", "prompt_completion", "conversation", "tokenised"]
+Shape = Literal[
+    "text",
+    "pieces",
+    "prompt_completion",
+    "turn_lists",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "tokenised",
+]
+
+_TURN_COLUMNS = ("messages", "conversations", "conversation")
+_EXTRAS: dict[Shape, tuple[str, ...]] = {
+    "messages": ("tools", "chat_template_kwargs"),
+    "turn_lists": ("tools", "chat_template_kwargs"),
+    "sharegpt": ("tools", "chat_template_kwargs", "system"),
+    "alpaca": ("input", "history", "tools", "chat_template_kwargs", "system"),
+    "tokenised": (*MASKS, "attention_mask"),
+}
+_FORMATS: dict[Shape, Format] = {
+    "text": "text",
+    "pieces": "text",
+    "prompt_completion": "prompt_completion",
+    "tokenised": "tokenised",
+}
+_STATED: dict[Shape, str] = {
+    "text": "text",
+    "pieces": "text files",
+    "prompt_completion": "prompts and completions",
+    "turn_lists": "prompts and completions as lists of turns",
+    "messages": "conversations (turns with role and content)",
+    "sharegpt": "conversations (ShareGPT: turns with from and value)",
+    "alpaca": "instructions (Alpaca)",
+    "tokenised": "token ids",
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to learn as it is.
+
+    Attributes:
+        text: the text.
+        start: whether a document begins with it; a big text file comes in pieces.
+        end: whether the document ends with it.
+    """
+
+    text: str
+    start: bool = True
+    end: bool = True
+
+
+@dataclass(frozen=True)
+class PromptCompletion:
+    """A text and how it goes on; no chat template stands around them."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns as a chat template takes them, with a turn of the assistant that says something.
+
+    Attributes:
+        messages: each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only
+            beside `tool_calls`), and whatever else the row gave it. `tool_calls` have the form
+            `{"function": {"name": text, "arguments": mapping}}`.
+        tools: JSON schemas of tools, or None.
+        template_kwargs: further arguments of the template, from `chat_template_kwargs`.
+        supervised_from: turns before this index are a prompt, whatever their role.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    supervised_from: int = 0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids; `labels` are unshifted, each its token's id or -100; None: learn all."""
+
+    input_ids: list[int]
+    labels: list[int] | None = None
+
+
+Example = Text | PromptCompletion | Conversation | Tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns of a source hold what. See [Note: formats].
+
+    Attributes:
+        shape: the form within the format.
+        columns: those that every row must have, the main one first.
+    """
+
+    shape: Shape
+    columns: tuple[str, ...]
+
+    @property
+    def format(self) -> Format:
+        """What examples of these rows are."""
+        return _FORMATS.get(self.shape, "conversation")
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Columns that are read where they are there."""
+        return _EXTRAS.get(self.shape, ())
+
+    def __str__(self) -> str:
+        return f"{_STATED[self.shape]}, in {' and '.join(map(repr, self.columns))}"
+
+
+PIECES = Layout("pieces", ("text", "start", "end"))
+"""Layout of text files; see [Note: documents] in `toolkit/data/text.py`."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Recognition
+# --------------------------------------------------------------------------------------------------
+
+
+def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
+    """Return the layout that most of `rows` have, the first rows of a source.
+
+    Where columns of several formats are there, the more telling one wins: `input_ids`, turns,
+    prompt and completion, Alpaca, text. A `text_column` other than `text` wins over all but
+    `input_ids`: somebody asked for it.
+
+    Raises:
+        BadRow: none of them has the columns of any format; names those of the first one.
+    """
+    found = Counter(layout for row in rows if (layout := _layout_of(row, text_column)) is not None)
+    if found:
+        return found.most_common(1)[0][0]
+    came = named(rows[0] if rows else ())
+    raise BadRow(
+        f"expected the columns of a format, got {came}. {expected_columns(text_column)}",
+        "unknown format",
+    )
+
+
+def known_columns(text_column: str = "text") -> tuple[str, ...]:
+    """Return the columns that are of use in any format."""
+    extras = (name for names in _EXTRAS.values() for name in names)
+    needed = ("input_ids", *_TURN_COLUMNS, "prompt", "completion", "instruction", "output")
+    return tuple(dict.fromkeys((text_column, *needed, *extras)))
+
+
+def expected_columns(text_column: str = "text") -> str:
+    """Return a sentence with the columns of every format."""
+    return (
+        f"Known are: text ({text_column!r}, set by data.text_column); prompts and completions "
+        "('prompt' and 'completion'); conversations ('messages' or 'conversations', or Alpaca's "
+        "'instruction' and 'output'); token ids ('input_ids', with 'labels', 'completion_mask' or "
+        "'assistant_masks'). Rename the columns, or set data.text_column"
+    )
+
+
+def _layout_of(row: dict[str, Any], text_column: str) -> Layout | None:
+    if "input_ids" in row:
+        return Layout("tokenised", ("input_ids",))
+    if text_column != "text" and text_column in row:
+        return Layout("text", (text_column,))
+    if column := next((c for c in _TURN_COLUMNS if c in row), None):
+        return Layout(_turn_style(row[column], column), (column,))
+    if "prompt" in row and "completion" in row:
+        lists = isinstance(row["completion"], list)
+        return Layout("turn_lists" if lists else "prompt_completion", ("prompt", "completion"))
+    if "instruction" in row and "output" in row:
+        return Layout("alpaca", ("instruction", "output"))
+    return Layout("text", (text_column,)) if text_column in row else None
+
+
+def _turn_style(turns: Any, column: str) -> Shape:
+    try:
+        turns = json.loads(turns) if isinstance(turns, str) else turns
+    except (ValueError, RecursionError):
+        turns = None  # judged with the row
+    keys = [turn.keys() for turn in turns if isinstance(turn, dict)] if turns else []
+    if any("role" in k for k in keys):
+        return "messages"
+    if any("from" in k for k in keys):
+        return "sharegpt"
+    return "sharegpt" if column == "conversations" else "messages"
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows
+# --------------------------------------------------------------------------------------------------
+
+
+def example_of(row: dict[str, Any], layout: Layout) -> Example:
+    """Return what is to be learned of `row`, after a full check of it.
+
+    Costs a walk over the row's values; no row is changed.
+
+    Raises:
+        BadRow: a column is missing or of the wrong type; text, a conversation, a completion or an
+            assistant's turn is empty; a role is unknown; no turn is the assistant's; text holds a
+            lone surrogate or a NUL character; labels or masks do not fit their tokens.
+    """
+    for column in layout.columns:
+        if column not in row:
+            raise BadRow(
+                f"expected a column {column!r} ({layout}), got {named(row)}", "missing column"
+            )
+    try:
+        return _READERS[layout.shape](row, layout)
+    except RecursionError as error:
+        raise BadRow("expected plain values, got lists in lists without end", "nesting") from error
+
+
+def _text(row: dict[str, Any], layout: Layout) -> Text:
+    text = string(row[layout.columns[0]], layout.columns[0])
+    if not text.strip():
+        raise BadRow(f"expected text in {layout.columns[0]!r}, got {shown(text)}", "empty text")
+    return Text(text)
+
+
+def _piece(row: dict[str, Any], layout: Layout) -> Text:
+    return Text(string(row["text"], "text"), bool(row["start"]), bool(row["end"]))
+
+
+def _prompt_completion(row: dict[str, Any], layout: Layout) -> PromptCompletion:
+    prompt, completion = (string(row[name], name) for name in layout.columns)
+    if not completion.strip():
+        raise BadRow(f"expected text in 'completion', got {shown(completion)}", "empty completion")
+    return PromptCompletion(prompt, completion)
+
+
+def _turn_lists(row: dict[str, Any], layout: Layout) -> Conversation:
+    prompt, completion = (from_messages(row[name], name) for name in layout.columns)
+    return _conversation(row, [*prompt, *completion], supervised_from=len(prompt))
+
+
+def _messages(row: dict[str, Any], layout: Layout) -> Conversation:
+    return _conversation(row, from_messages(row[layout.columns[0]], layout.columns[0]))
+
+
+def _sharegpt(row: dict[str, Any], layout: Layout) -> Conversation:
+    turns = from_sharegpt(row[layout.columns[0]], layout.columns[0])
+    return _conversation(row, with_system(row, turns))
+
+
+def _alpaca(row: dict[str, Any], layout: Layout) -> Conversation:
+    return _conversation(row, with_system(row, from_alpaca(row)))
+
+
+def _tokens(row: dict[str, Any], layout: Layout) -> Tokens:
+    return Tokens(*ids_and_labels(row))
+
+
+def _conversation(
+    row: dict[str, Any], messages: list[dict[str, Any]], supervised_from: int = 0
+) -> Conversation:
+    for i, turn in enumerate(messages):
+        if turn["role"] == "assistant" and not says_something(turn):
+            raise BadRow(
+                f"expected an answer in turn {i} (assistant), got content "
+                f"{shown(turn.get('content'))} and no tool_calls",
+                "empty assistant turn",
+            )
+    learned = [turn["role"] for turn in messages[supervised_from:]]
+    if "assistant" not in learned:
+        raise BadRow(
+            "expected a turn of the assistant to learn from, got the roles "
+            f"{', '.join(learned)}{' in the completion' if supervised_from else ''}",
+            "no assistant turn",
+        )
+    return Conversation(messages, tools_of(row), template_kwargs_of(row), supervised_from)
+
+
+_READERS: dict[Shape, Callable[[dict[str, Any], Layout], Example]] = {
+    "text": _text,
+    "pieces": _piece,
+    "prompt_completion": _prompt_completion,
+    "turn_lists": _turn_lists,
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "tokenised": _tokens,
+}

@@ -1,0 +1,78 @@
+"""Rows that are tokenised already: ids, and which of them are learned.
+
+Owns the columns of masks and labels and their checks. Refuses to know vocabularies.
+"""
+
+from typing import Any
+
+from toolkit.data.sources.row_values import BadRow, listed, parsed, wrong
+
+IGNORED = -100
+"""Label of a token that is not learned, as in transformers."""
+
+MASKS = ("labels", "completion_mask", "assistant_masks")
+"""Columns that say what is learned."""
+
+
+def ids_and_labels(row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+    """Return the token ids of a row and their unshifted labels; None: all are learned.
+
+    `labels`, `completion_mask` and `assistant_masks` narrow what is learned, each further; what
+    `attention_mask` leaves out is padding and is left out.
+
+    Raises:
+        BadRow: they are no integers, differ in length, or leave nothing to learn.
+    """
+    ids = _integers(row["input_ids"], "input_ids")
+    if not ids:
+        raise BadRow("expected token ids in 'input_ids', got an empty list", "empty text")
+    if (low := min(ids)) < 0:
+        raise BadRow(f"expected token ids from 0 up, got {low}", "negative token id")
+    given = [name for name in MASKS if row.get(name) is not None]
+    masks = [_mask(row[name], name, ids) for name in given]
+    labels = None
+    if masks:
+        learned = [all(at) for at in zip(*masks, strict=True)]
+        labels = [token if yes else IGNORED for token, yes in zip(ids, learned, strict=True)]
+    if row.get("attention_mask") is not None:  # padding is no part of the example
+        given.append("attention_mask")
+        kept = _mask(row["attention_mask"], "attention_mask", ids)
+        ids = [token for token, yes in zip(ids, kept, strict=True) if yes]
+        labels = labels and [label for label, yes in zip(labels, kept, strict=True) if yes]
+    if not ids or (labels is not None and not any(label != IGNORED for label in labels)):
+        raise BadRow(
+            f"expected a token to learn, got {' and '.join(given)} that leave none",
+            "no supervised token",
+        )
+    return ids, labels
+
+
+def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
+    """Return which of `ids` the labels or the mask in column `name` leave."""
+    values = _integers(value, name)
+    if len(values) != len(ids):
+        raise BadRow(
+            f"expected as many {name} as input_ids ({len(ids)}), got {len(values)}",
+            "lengths that differ",
+        )
+    if name != "labels":
+        if other := set(values) - {0, 1}:
+            raise BadRow(f"expected 0 and 1 in {name!r}, got {min(other)}", "wrong mask")
+        return [bool(value) for value in values]
+    for i, (label, token) in enumerate(zip(values, ids, strict=True)):
+        if label not in (IGNORED, token):
+            raise BadRow(
+                f"expected 'labels[{i}]' to be its token's id {token} or {IGNORED}, got {label}; "
+                "labels stand at the place of their token, the loss shifts them",
+                "labels that are not the tokens",
+            )
+    return [label != IGNORED for label in values]
+
+
+def _integers(value: Any, where: str) -> list[int]:
+    values = listed(parsed(value, where), where)
+    allowed = {int} if where in ("input_ids", "labels") else {int, bool}
+    if not set(map(type, values)) <= allowed:
+        i = next(i for i, v in enumerate(values) if type(v) not in allowed)
+        wrong(values[i], f"{where}[{i}]", "an integer")
+    return values

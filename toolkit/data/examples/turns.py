@@ -1,0 +1,253 @@
+"""Turns of a conversation in their several spellings, as the messages that chat templates take.
+
+Owns what a turn, a tool call, a list of tools and the template's further arguments look like.
+Refuses to know which columns hold them, and which turns are learned. See [Note: formats] in
+`toolkit/data/examples.py`.
+"""
+
+from typing import Any
+
+from toolkit.data.sources.row_values import (
+    BadRow,
+    clean,
+    listed,
+    named,
+    optional_string,
+    parsed,
+    shown,
+    string,
+    wrong,
+)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of turns, as chat templates know them."""
+
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_CALLS = ("function_call", "tool_call")
+_RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt"}
+
+
+def from_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return turns of `role` and `content`, checked.
+
+    A content in parts of text is joined, arguments of tool calls in JSON text are parsed; all other
+    keys of a turn are passed on.
+
+    Raises:
+        BadRow: the first thing that is wrong, with its place in the list.
+    """
+    return [_message(turn, f"{where}[{i}]") for i, turn in enumerate(_turns(value, where))]
+
+
+def from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return ShareGPT's turns of `from` and `value` as messages; a function call's value is JSON.
+
+    Raises:
+        BadRow: as for `from_messages`.
+    """
+    return [_sharegpt(turn, f"{where}[{i}]") for i, turn in enumerate(_turns(value, where))]
+
+
+def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return Alpaca's instruction, input and output as two messages, after those of `history`.
+
+    Instruction and input are joined by an empty line; `history` is a list of pairs of text.
+
+    Raises:
+        BadRow: as for `from_messages`.
+    """
+    messages = []
+    history = parsed(row.get("history") or [], "history")
+    for i, pair in enumerate(listed(history, "history")):
+        if not isinstance(pair, list) or len(pair) != 2:
+            wrong(pair, f"history[{i}]", "an instruction and its answer")
+        for at, role in enumerate(("user", "assistant")):
+            messages.append({"role": role, "content": string(pair[at], f"history[{i}][{at}]")})
+    instruction = string(row["instruction"], "instruction")
+    given = optional_string(row, "input")
+    asked = "\n\n".join(part for part in (instruction, given) if part.strip())
+    if not asked:
+        raise BadRow("expected text in 'instruction', got none", "empty instruction")
+    messages.append({"role": "user", "content": asked})
+    messages.append({"role": "assistant", "content": string(row["output"], "output")})
+    return messages
+
+
+def with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `messages` after the text of the column `system`, where there is one.
+
+    Raises:
+        BadRow: there is a system turn already.
+    """
+    system = optional_string(row, "system")
+    if not system.strip():
+        return messages
+    if messages and messages[0]["role"] == "system":
+        raise BadRow(
+            "expected one system text, got a column 'system' and a turn", "two system texts"
+        )
+    return [{"role": "system", "content": system}, *messages]
+
+
+def tools_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the JSON schemas in the column `tools`, a list or JSON text; None where empty.
+
+    Raises:
+        BadRow: they are no list of mappings.
+    """
+    value = row.get("tools")
+    if value is None or value in ("", []):
+        return None
+    tools = listed(parsed(value, "tools"), "tools")
+    tools = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict) or not tool:
+            wrong(tool, f"tools[{i}]", "the JSON schema of a tool (a mapping)")
+    clean(tools, "tools")
+    return tools or None
+
+
+def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return further arguments of the template from the column `chat_template_kwargs`.
+
+    Raises:
+        BadRow: it is no mapping, or names what the toolkit sets.
+    """
+    value = row.get("chat_template_kwargs")
+    value = {} if value is None or value == "" else parsed(value, "chat_template_kwargs")
+    if not isinstance(value, dict):
+        wrong(value, "chat_template_kwargs", "a mapping")
+    clean(value, "chat_template_kwargs")
+    if taken := _RESERVED.intersection(value):
+        raise BadRow(
+            "expected further arguments of the template in 'chat_template_kwargs', got "
+            f"{named(sorted(taken))}, which the toolkit sets",
+            "reserved template argument",
+        )
+    return value
+
+
+def says_something(message: dict[str, Any]) -> bool:
+    """Whether a turn has a tool call, or a content that is more than white space."""
+    return bool(message.get("tool_calls")) or bool((message.get("content") or "").strip())
+
+
+def _turns(value: Any, where: str) -> list[dict[str, Any]]:
+    turns = listed(parsed(value, where), where)
+    if not turns:
+        raise BadRow(f"expected turns in {where!r}, got an empty list", "empty conversation")
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            wrong(turn, f"{where}[{i}]", "a turn (a mapping)")
+    clean(turns, where)
+    return turns
+
+
+def _message(turn: dict[str, Any], where: str) -> dict[str, Any]:
+    if "role" not in turn:
+        raise BadRow(
+            f"expected 'role' and 'content' in {where!r}, got {named(turn)}", "missing role"
+        )
+    role, calls = turn["role"], turn.get("tool_calls")
+    if role not in ROLES:
+        raise BadRow(
+            f"expected one of the roles {', '.join(ROLES)} in {where!r}, got {shown(role)}",
+            "unknown role",
+        )
+    if turn.get("weight", 1) in (0, False):
+        # To learn what the author marked as not to be learned would be worse than to stop.
+        raise BadRow(
+            f"expected turns that all count, got weight 0 in {where!r}; give such rows as 'prompt' "
+            "and 'completion' lists of turns",
+            "turn of weight 0",
+        )
+    message = dict(turn)
+    if calls is not None and calls != []:
+        if role != "assistant":
+            raise BadRow(
+                f"expected tool_calls in turns of the assistant only, got some in {where!r} "
+                f"({role})",
+                "tool calls of another role",
+            )
+        message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    elif "content" not in turn:
+        raise BadRow(f"expected 'content' in {where!r}, got {named(turn)}", "missing content")
+    if turn.get("content") is not None:
+        message["content"] = _content(turn["content"], f"{where}.content")
+    elif role != "assistant":
+        wrong(None, f"{where}.content", "text")
+    return message
+
+
+def _content(value: Any, where: str) -> str:
+    """Return the text; of a list of parts, which text-only templates would print as a list."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        wrong(value, where, "text")
+    texts = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            wrong(kind, f"{where}[{i}]", "a part of type text")
+        texts.append(string(part.get("text"), f"{where}[{i}].text"))
+    return "".join(texts)
+
+
+def _sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
+    for key in ("from", "value"):
+        if key not in turn:
+            raise BadRow(
+                f"expected 'from' and 'value' in {where!r}, got {named(turn)}", f"missing {key}"
+            )
+    name = turn["from"]
+    role = _SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise BadRow(
+            f"expected one of {', '.join(_SHAREGPT_ROLES)} in '{where}.from', got {shown(name)}",
+            "unknown role",
+        )
+    value = string(turn["value"], f"{where}.value")
+    if name not in _CALLS:
+        return {"role": role, "content": value}
+    calls = parsed(value, f"{where}.value")
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": role, "tool_calls": _tool_calls(calls, f"{where}.value")}
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(listed(value, where))]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        wrong(call, where, "a tool call (a mapping)")
+    bare = "function" not in call and "name" in call  # its fields without a `function` around them
+    function = call if bare else call.get("function")
+    if not isinstance(function, dict):
+        wrong(function, f"{where}.function", "a mapping of name and arguments")
+    name = string(function.get("name"), f"{where}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parsed(arguments, f"{where}.function.arguments") if arguments.strip() else {}
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        wrong(arguments, f"{where}.function.arguments", "a mapping")
+    function = {**function, "name": name, "arguments": arguments}
+    if not bare:
+        return {**call, "function": function}
+    around = {key: function.pop(key) for key in ("id", "type") if key in function}
+    return {"type": "function", **around, "function": function}

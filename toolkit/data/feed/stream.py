@@ -1,0 +1,316 @@
+"""A source that is read while training: rows to samples in windows, with an exact place.
+
+Owns how a stream is read, shuffled and packed, and the place in it that a checkpoint keeps.
+Refuses to know other sources, ranks, micro-batches and how a row is encoded.
+
+[Note: streams]
+A shuffle buffer cannot be saved: its rows are lost or read twice. So rows are read in the order of
+the stream, and its place is counted: pass, file, rows of that file. The files of a pass come in a
+permuted order. N consecutive rows are a window; its rows are permuted, encoded, and packed (or cut,
+or left alone), and its samples permuted again. A window ends with its pass, so each row is in
+one window of each pass. A place in the stream is where the window in hand begins and how many of
+its samples were given: to continue, the stream skips to that row, makes the same window again, and
+leaves those samples out.
+
+Every rank reads all rows, so that all see the same samples whatever their number, and each builds
+the tensors of its own only.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import datasets
+import numpy as np
+
+from toolkit.data.feed.sets import Shape
+from toolkit.data.order.position import derived_seed, permute
+from toolkit.data.samples.fixed_length import IGNORED
+from toolkit.data.samples.packing import best_fit
+from toolkit.data.samples.sequences import Sample, labels_of, packed_sample, padded_sample
+from toolkit.data.sources.row_values import BadRow
+from toolkit.errors import DataError
+
+WINDOW = 1000
+"""Rows that are shuffled and packed together."""
+
+
+class Encoded(Protocol):
+    """What a row becomes: `encode.EncodedExample`."""
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """Token ids, n of them."""
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Ranges (begin, end) of the tokens that are learned."""
+
+    @property
+    def cut_off(self) -> int:
+        """Tokens of the row that are not among them: what was too long for a sample."""
+
+
+@dataclass
+class StreamSource:
+    """Rows that are read while training."""
+
+    name: str
+    rows: datasets.IterableDataset
+    encode: Callable[[dict[str, Any], int], Encoded | BadRow]
+    """(row as it is read, its number in its pass) -> what it becomes; a `BadRow`, which names the
+    row, leaves it out. Its result must depend on nothing else."""
+    weight: float | None = None
+    max_repeats: float | None = None
+    """Passes at most: whole ones."""
+
+
+@dataclass
+class Place:
+    """Where a window of a stream begins, and what was read before."""
+
+    epoch: int = 0
+    """Passes that are done."""
+    shard: int = 0
+    """Files (shards) of this pass that are done."""
+    row: int = 0
+    """Rows read of the next one."""
+    rows: int = 0
+    """Rows read in this pass."""
+    window: int = 0
+    """Windows read in this pass."""
+    samples: int = 0
+    """Samples made in this pass."""
+    rows_read: int = 0
+    """Rows read in all passes."""
+    left_out: int = 0
+    """Rows that were left out, in all passes."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Reason -> how many of these."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Reason -> the first of these, and what is wrong with it."""
+    truncated: int = 0
+    """Rows whose end was cut off, in all passes."""
+    cut_off: int = 0
+    """Tokens of these ends."""
+
+    def leave_out(self, reason: str, said: str) -> None:
+        """Count a row that is left out."""
+        self.left_out += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        self.first.setdefault(reason, said)
+
+    def read(self) -> dict[str, Any]:
+        """Return what is counted over all passes, as JSON values."""
+        return {name: asdict(self)[name] for name in _OF_ALL_PASSES}
+
+
+_OF_ALL_PASSES = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
+_NO_TOKEN = "no token"
+Piece = tuple[np.ndarray, np.ndarray]
+
+
+class Item(NamedTuple):
+    """A sample before it becomes tensors."""
+
+    pieces: list[Piece]
+    length: int
+    """Tokens."""
+    source: int
+    epoch: int
+    """Passes over its source that were done before."""
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What the first window of a stream holds."""
+
+    name: str
+    rows: int
+    """Rows read for it."""
+    left_out: int
+    """Of those, rows that were left out."""
+    samples: int
+    tokens: int
+    supervised: int
+    """Of the tokens, those that the loss covers."""
+
+
+class SourceStream:
+    """The samples of one source, one after another. See [Note: streams].
+
+    Args:
+        source: the rows.
+        number: which source it is, for its samples and its order.
+        shape: how rows become samples.
+        seed: of the orders.
+        window: rows that are shuffled and packed together.
+
+    Raises:
+        DataError: max_repeats is not a whole number of passes.
+    """
+
+    def __init__(
+        self, source: StreamSource, number: int, shape: Shape, seed: int, window: int = WINDOW
+    ) -> None:
+        limit = source.max_repeats
+        if limit is not None and (limit < 1 or limit != int(limit)):
+            raise DataError(
+                f"expected a whole number of passes as max_repeats of {source.name}, which is "
+                f"streamed, so that nobody knows how long a part of one is, got {limit}"
+            )
+        self.source, self.number, self.shape, self.window = source, number, shape, window
+        self.seed = derived_seed(seed, "stream", number)
+        self.load_state_dict(asdict(Place()) | {"given": 0})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place as JSON values."""
+        return asdict(self._place) | {"given": self._given}
+
+    def read(self) -> dict[str, Any]:
+        """Return what came of the rows read so far, those of the window in hand included."""
+        return {"passes": self._place.epoch} | self._next.read()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a place; the next sample costs a skip to it and the making of its window."""
+        place = {k: v for k, v in state.items() if k != "given"}
+        self._place, self._next = Place(**place), Place(**place)
+        self._given = 0
+        self._items: list[Item] = []
+        self._rows: Iterator[dict[str, Any]] | None = None
+        if state["given"]:
+            self._fill()
+            if len(self._items) < state["given"]:
+                raise DataError(
+                    f"the checkpoint's position counts on {state['given']} samples or more from "
+                    f"row {self._place.rows} of {self.source.name} on, there are "
+                    f"{len(self._items)}: the stream gives other rows than before; give the same, "
+                    "or start anew in another output_dir"
+                )
+            self._given = state["given"]
+
+    def next(self) -> Item | None:
+        """Return the next sample; None when all passes are over.
+
+        Raises:
+            DataError: a pass gave no sample, or a row is refused.
+        """
+        while self._given == len(self._items):
+            if self.source.max_repeats is not None and self._next.epoch >= self.source.max_repeats:
+                return None
+            self._fill()
+        self._given += 1
+        return self._items[self._given - 1]
+
+    def glance(self) -> Glance:
+        """Return what the next window with a sample holds. Reads and encodes it.
+
+        Raises:
+            DataError: see `next`.
+        """
+        if self.next() is None:
+            raise DataError(f"expected rows in the stream {self.source.name}, all passes are over")
+        labels = [labels[1:] for item in self._items for _, labels in item.pieces]
+        rows, left_out = self._next.rows_read, self._next.left_out
+        return Glance(
+            self.source.name,
+            rows - self._place.rows_read,
+            left_out - self._place.left_out,
+            len(self._items),
+            sum(item.length for item in self._items),
+            sum(int((part != IGNORED).sum()) for part in labels),
+        )
+
+    def _fill(self) -> None:
+        """Make the samples of the next window."""
+        self._place, self._given = self._next, 0
+        examples, after, ended = self._read(self._place)
+        order = permute(np.arange(len(examples)), max(1, len(examples)), *self._key("rows"))
+        self._items = self._samples([examples[i] for i in order])
+        after.samples += len(self._items)
+        if ended:
+            if not after.samples:
+                raise DataError(
+                    f"expected samples in the stream {self.source.name}, a whole pass of "
+                    f"{after.rows} rows gave none: {after.left_out} were left out; see "
+                    "data.on_bad_row, data.too_long and the format of the rows"
+                )
+            after = Place(epoch=after.epoch + 1, **after.read())
+        self._next = after
+
+    def _key(self, what: str) -> tuple[int, int]:
+        return derived_seed(self.seed, what, self._place.window), self._place.epoch
+
+    def _read(self, start: Place) -> tuple[list[Piece], Place, bool]:
+        """Return the pieces of a window of rows, the place after it, and whether the pass ended."""
+        at = Place(**asdict(start))
+        pieces: list[Piece] = []
+        while at.rows - start.rows < self.window:
+            if self._rows is None:
+                if at.shard == self.source.rows.num_shards:
+                    return pieces, at, True
+                shard = self._shard(at)
+                self._rows = iter(shard.skip(at.row) if at.row else shard)
+            row = next(self._rows, None)
+            if row is None:
+                self._rows, at.shard, at.row = None, at.shard + 1, 0
+                continue
+            encoded = self.source.encode(row, at.rows)
+            at.row, at.rows, at.rows_read = at.row + 1, at.rows + 1, at.rows_read + 1
+            if isinstance(encoded, BadRow):
+                at.leave_out(encoded.reason, str(encoded))
+            elif not len(encoded.input_ids):
+                at.leave_out(_NO_TOKEN, f"row {at.rows - 1} of a pass (counted from 0)")
+            else:
+                at.truncated += bool(encoded.cut_off)
+                at.cut_off += encoded.cut_off
+                spans = [edge for span in encoded.spans for edge in span]
+                pieces += self._cut(encoded.input_ids, labels_of(encoded.input_ids, spans))
+        at.window += 1
+        return pieces, at, False
+
+    def _shard(self, at: Place) -> datasets.IterableDataset:
+        rows = self.source.rows
+        if rows.num_shards == 1:
+            return rows
+        seed = derived_seed(self.seed, "shards")
+        return rows.shard(rows.num_shards, int(permute(at.shard, rows.num_shards, seed, at.epoch)))
+
+    def _cut(self, ids: np.ndarray, labels: np.ndarray) -> list[Piece]:
+        """Return a row in pieces that fit into a sample; a whole one where rows are joined."""
+        limit = len(ids) if self.shape.packing == "wrapped" else self.shape.sequence_length
+        return [(ids[i : i + limit], labels[i : i + limit]) for i in range(0, len(ids), limit)]
+
+    def _samples(self, pieces: list[Piece]) -> list[Item]:
+        if not pieces:
+            return []
+        if self.shape.packing == "wrapped":
+            joined = [np.concatenate(column) for column in zip(*pieces, strict=True)]
+            length = self.shape.sequence_length
+            groups = [
+                [(joined[0][i : i + length], joined[1][i : i + length])]
+                for i in range(0, len(joined[0]), length)
+            ]
+        elif self.shape.packing == "bfd":
+            plan = best_fit(np.array([len(p[0]) for p in pieces]), self.shape.sequence_length)
+            groups = [[pieces[i] for i in plan.bin(b)] for b in range(len(plan))]
+        else:
+            groups = [[piece] for piece in pieces]
+        order = permute(np.arange(len(groups)), len(groups), *self._key("samples"))
+        return [
+            Item(groups[i], sum(len(p[0]) for p in groups[i]), self.number, self._place.epoch)
+            for i in order
+        ]
+
+
+def sample_of(item: Item, shape: Shape) -> Sample:
+    """Return the tensors of a sample; see `data/sequences.py`."""
+    if shape.packing == "bfd":
+        return packed_sample(item.pieces, shape.sequence_length, shape.pad_id)
+    ids, labels = item.pieces[0]
+    if shape.packing == "none":
+        return padded_sample(ids, labels)
+    # The last window of its kind is filled up; nothing after it looks at the filling.
+    missing = (0, shape.sequence_length - len(ids))
+    ids = np.pad(ids, missing, constant_values=shape.pad_id)
+    return padded_sample(ids, np.pad(labels, missing, constant_values=IGNORED))

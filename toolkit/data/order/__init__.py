@@ -1,0 +1,1 @@
+"""The order of samples, and how far a run has come in it."""

@@ -1,0 +1,1 @@
+"""Token ids as samples: cut, packed or padded; collated."""

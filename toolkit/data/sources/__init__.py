@@ -1,0 +1,1 @@
+"""Files, folders and data sets as rows."""

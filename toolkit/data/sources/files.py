@@ -1,0 +1,195 @@
+"""Which sources a config names, and which files, of which kind, paths, folders and globs mean.
+
+Owns the search on disk, the recognition by ending, and the names of sources. Refuses to know what
+is inside a file.
+"""
+
+import glob
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from toolkit.config.settings import DataConfig, SourceConfig
+from toolkit.errors import DataError
+
+Kind = Literal["json", "csv", "parquet", "arrow", "text"]
+What = Literal["train", "eval"]
+
+DATA_ENDINGS: dict[str, Kind] = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+"""Endings of files that hold rows; a file with any other ending is text."""
+
+_TEXT = (
+    "txt text md rst tex html py pyi c h cc cpp hpp cu rs go java js ts rb sh r jl sql lua scala"
+)
+TEXT_ENDINGS = frozenset(f".{name}" for name in _TEXT.split(" "))
+"""Endings of text that are taken from beneath a folder; a file named itself may have any."""
+
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
+    """Return what `cfg` names as (setting, source), each source with a name of its own.
+
+    To train on: `sources`, or one made of `train_files` or `dataset_name`; empty where nothing is
+    named. To evaluate on: one source for each entry of `eval_files`. A source without a name gets
+    that of its first file, without endings, or of its data set; names that come twice are numbered.
+
+    Raises:
+        DataError: a pattern finds no file.
+    """
+    if what == "eval":
+        files = [cfg.eval_files] if isinstance(cfg.eval_files, str) else cfg.eval_files
+        found = [("data.eval_files", SourceConfig(files=entry)) for entry in files]
+    elif cfg.sources:
+        found = [(f"data.sources[{i}].files", source) for i, source in enumerate(cfg.sources)]
+    elif cfg.train_files or cfg.dataset_name:
+        found = [("data.train_files", single(cfg, cfg.train_files))]
+    else:
+        found = []
+    names = [source.name or _name(source, setting) for setting, source in found]
+    seen: Counter[str] = Counter()
+    for i, name in enumerate(names):
+        seen[name] += 1
+        while seen[name] > 1 and (numbered := f"{name}-{seen[name]}") in names:
+            seen[name] += 1
+        if seen[name] > 1:
+            names[i] = numbered
+    return [(s, replace(source, name=n)) for (s, source), n in zip(found, names, strict=True)]
+
+
+def single(cfg: DataConfig, files: str | list[str]) -> SourceConfig:
+    """Return `files`, or where there are none the data set of `cfg`, as a source."""
+    if files:
+        return SourceConfig(files=files)
+    return SourceConfig(
+        dataset_name=cfg.dataset_name,
+        dataset_config_name=cfg.dataset_config_name,
+        dataset_split=cfg.dataset_split,
+    )
+
+
+def _name(source: SourceConfig, setting: str) -> str:
+    if source.dataset_name:
+        return Path(source.dataset_name).name or source.dataset_name
+    first = find_files(source.files, setting)[0]
+    packed = first.suffix.lower() in _COMPRESSED
+    return (Path(first.stem).stem if packed else first.stem) or first.name
+
+
+def find_files(patterns: str | list[str], what: str) -> list[Path]:
+    """Return the files that `patterns` name: absolute, each once, in the order given.
+
+    A pattern is a file, a folder (every file beneath it of a known ending, hidden ones and
+    `__pycache__` left out) or a glob (`**` goes into folders; `~` is the home folder). What one
+    glob or folder finds is sorted by path, so that the order is the same on every machine.
+
+    Args:
+        patterns: one pattern or several.
+        what: the setting they come from, for the message.
+
+    Raises:
+        DataError: a pattern finds no file.
+    """
+    found: dict[Path, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        expanded = os.path.expanduser(pattern)
+        matches = _matches(expanded)
+        if not matches:
+            raise DataError(f"{what}: {_why_nothing(pattern, Path(expanded))}")
+        found |= dict.fromkeys(Path(os.path.abspath(m)) for m in matches)
+    return list(found)
+
+
+def kind_of(files: list[Path], what: str) -> Kind:
+    """Return the one kind that all of `files` are of.
+
+    Raises:
+        DataError: they are of several kinds; one file of each is named.
+    """
+    examples: dict[Kind, Path] = {}
+    for file in files:
+        examples.setdefault(_kind(file), file)
+    if len(examples) > 1:
+        mixed = ", ".join(f"{kind}: {file}" for kind, file in examples.items())
+        raise DataError(
+            f"{what}: expected files of one kind, got several ({mixed}). Name one kind with a glob "
+            "such as data/*.jsonl, or convert the others"
+        )
+    return next(iter(examples))
+
+
+def named_files(files: list[Path]) -> str:
+    """Return the first of `files` and how many more there are, for messages."""
+    return str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+
+
+def stdlib_files() -> list[Path]:
+    """Return the source files of Python's standard library, without tests and installed packages.
+
+    Real text of about 11 MB that every machine has; sorted by path.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    return [
+        file
+        for file in _beneath(root)
+        if file.suffix == ".py" and _NOT_TEXT.isdisjoint(file.relative_to(root).parts)
+    ]
+
+
+def _matches(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    if _is_data_set(path):
+        return []
+    if path.is_dir():
+        known = TEXT_ENDINGS.union(DATA_ENDINGS)
+        return [p for p in _beneath(path) if _ending(p) in known]
+    if path.is_file():  # before the glob: a file's own name may hold brackets
+        return [path]
+    return sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
+
+
+def _beneath(root: Path) -> Iterator[Path]:
+    """Yield the files beneath `root`, sorted within each folder; neither hidden ones nor caches."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
+        yield from (Path(folder, n) for n in sorted(names) if not n.startswith("."))
+
+
+def _why_nothing(pattern: str, path: Path) -> str:
+    if _is_data_set(path):
+        return f"{pattern} is a data set folder; give it as data.dataset_name instead"
+    if path.is_dir():
+        known = " ".join([*DATA_ENDINGS, *sorted(TEXT_ENDINGS)])
+        return (
+            f"the folder {pattern} holds no file of a known ending ({known}); name files of other "
+            f"endings with a glob such as {pattern}/*.log"
+        )
+    return f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
+
+
+def _is_data_set(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _kind(file: Path) -> Kind:
+    return DATA_ENDINGS.get(_ending(file), "text")
+
+
+def _ending(file: Path) -> str:
+    """Return the lower-case ending, that of `a.jsonl` for `a.jsonl.gz`."""
+    inner = Path(file.stem).suffix.lower()
+    if file.suffix.lower() in _COMPRESSED and DATA_ENDINGS.get(inner) in ("json", "csv"):
+        return inner
+    return file.suffix.lower()

@@ -1,0 +1,142 @@
+"""Instructions and answers that every machine has: made of the functions of the standard library.
+
+Owns the choice of functions and the words around them. Knows no model and no template.
+
+A function with a docstring gives two conversations: from its signature and docstring to its body,
+and from its code to the first sentence of its docstring. Nothing is invented, so an answer is as
+right as Python's own source; short ones only, since they are for trying things out.
+"""
+
+import ast
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from toolkit.data.sources.columnar import as_data_error
+from toolkit.data.sources.files import stdlib_files
+from toolkit.data.sources.raw_rows import stamped
+
+BODY_LINES = 30
+"""A function whose body has more lines is left out."""
+
+BODY_CHARACTERS = 1200
+"""The same for its characters."""
+
+DOCSTRING_CHARACTERS = 400
+"""The docstring of a question is cut at the paragraph that goes beyond this."""
+
+_VERSION = 1
+"""Part of the cache key: raise it when the same files give other pairs."""
+
+_ROWS = datasets.Features(
+    messages=datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")})
+)
+_WRITE = (
+    "Write the body of this Python function.",
+    "Complete this Python function.",
+    "Here are the signature and the docstring of a Python function. What is its body?",
+)
+_EXPLAIN = (
+    "What does this Python function do? Answer in one sentence.",
+    "Write the first line of the docstring of this Python function.",
+    "Describe this Python function in one sentence.",
+)
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def pairs() -> datasets.Dataset:
+    """Return several thousand conversations of two turns, in a column `messages`.
+
+    The same on every machine with the same Python. Made once, in a few seconds, and cached.
+
+    Raises:
+        DataError: the standard library's source cannot be read.
+    """
+    try:
+        return datasets.Dataset.from_generator(
+            _rows,
+            features=_ROWS,
+            gen_kwargs={"files": stamped(stdlib_files()), "version": _VERSION},
+        )
+    except Exception as error:
+        raise as_data_error(error, "the built-in instructions") from error
+
+
+def _rows(files: tuple[tuple[str, int, int], ...], version: int) -> Iterator[dict[str, Any]]:
+    seen: set[tuple[str, str]] = set()
+    for file, _, _ in files:
+        for question, answer in _pairs_of(Path(file)):
+            if (question, answer) not in seen:
+                seen.add((question, answer))
+                turns = (("user", question), ("assistant", answer))
+                yield {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:
+    source = file.read_bytes().decode("utf-8", "replace")
+    with warnings.catch_warnings(action="ignore"):  # of escapes in old strings
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # a template of code, not code
+            return
+    lines = source.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, _Function) and (found := _parts(node, lines)):
+            signature, docstring, body = found
+            # Which words are used follows from the function, so that it does not depend on others.
+            style = len(node.name) + len(body)
+            inside = textwrap.indent(f'"""{docstring}"""', "    ")
+            documented = f"{signature}\n{inside}"
+            yield f"{_WRITE[style % len(_WRITE)]}\n\n{documented}", body
+            question = f"{_EXPLAIN[style % len(_EXPLAIN)]}\n\n{signature}\n{body}"
+            if summary := _first_sentence(docstring):
+                yield question, summary
+
+
+def _parts(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
+    """Return signature, docstring and body of a function; None where it does not suit."""
+    docstring = _short(ast.get_docstring(node) or "")
+    if not docstring or len(node.body) < 2:
+        return None
+    first = node.body[0]
+    if node.lineno == first.lineno or node.body[1].lineno == first.end_lineno:
+        return None  # several on one line
+    signature = textwrap.dedent("\n".join(lines[node.lineno - 1 : first.lineno - 1])).rstrip()
+    body = textwrap.dedent("\n".join(lines[first.end_lineno : node.end_lineno])).strip("\n")
+    # A string that reaches to the left margin keeps `dedent` from taking the indentation away.
+    if body[:1].isspace() or "\0" in body or not signature.endswith(":"):
+        return None
+    if len(body) > BODY_CHARACTERS or body.count("\n") >= BODY_LINES or _says_nothing(node):
+        return None
+    return signature, docstring, textwrap.indent(body, "    ")
+
+
+def _says_nothing(node: _Function) -> bool:
+    last = node.body[-1]
+    return len(node.body) == 2 and isinstance(last, ast.Pass | ast.Raise)
+
+
+def _short(docstring: str) -> str:
+    """Return the first paragraphs, as far as they are short; empty where the first one is not."""
+    if '"""' in docstring or "\\" in docstring or "\0" in docstring:
+        return ""
+    kept = ""
+    for paragraph in docstring.split("\n\n"):
+        longer = f"{kept}\n\n{paragraph}" if kept else paragraph
+        if len(longer) > DOCSTRING_CHARACTERS or ">>>" in paragraph:
+            break
+        kept = longer
+    return kept.strip()
+
+
+def _first_sentence(docstring: str) -> str:
+    """Return the sentence; empty where it is a signature or a word."""
+    text = " ".join(docstring.partition("\n\n")[0].split())
+    sentence = text.partition(". ")[0]
+    if "->" in sentence or " " not in sentence:
+        return ""
+    return sentence if sentence.endswith((".", ":", "!", "?")) else f"{sentence}."

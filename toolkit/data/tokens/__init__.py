@@ -1,0 +1,1 @@
+"""Text and examples as token ids, and which of them are learned."""

@@ -1,0 +1,274 @@
+"""One example to token ids and the ranges of them that are learned.
+
+Owns the settings on what is learned and what is too long. Refuses to know files, templates
+(`chat.py` renders), and what a row that cannot be used does to the run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.config.settings import FinetuneDataConfig
+from toolkit.data.chat.conversations import Chat, Rendered
+from toolkit.data.chat.sandbox import Renderers
+from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
+from toolkit.data.samples.fixed_length import IGNORED
+from toolkit.data.sources.row_values import BadRow
+from toolkit.data.tokens.token_spans import SpanTokenizer
+from toolkit.data.tokens.tokenise import frame_of
+from toolkit.data.tokens.tokenizer import largest_id
+from toolkit.errors import DataError
+
+ACROSS = "tokens across the edge of what is learned"
+"""Kind of note: they are not learned."""
+
+
+class LeftOut(BadRow):
+    """A row that the settings leave out, whatever `on_bad_row` says."""
+
+
+class TooLong(BadRow):
+    """A row that ends the run, whatever `on_bad_row` says."""
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """Token ids of one example, and which of them are learned.
+
+    Attributes:
+        input_ids: int32 [n], n from 1 to `sequence_length`; of plain text any number: packing cuts
+            it, and loses nothing.
+        spans: ranges (begin, end) of token positions that are learned, in order, disjoint.
+        cut_off: tokens at its end that were cut off, which are not among `input_ids`.
+        notes: what is to be counted of it, by kind (such as `ACROSS`).
+        piece: tokens of the pieces that packing cuts it into; None: it stays whole.
+    """
+
+    input_ids: np.ndarray
+    spans: list[tuple[int, int]]
+    cut_off: int = 0
+    notes: dict[str, int] = field(default_factory=dict)
+    piece: int | None = None
+
+    @property
+    def supervised(self) -> int:
+        """Tokens that the loss covers: those in spans but the first of all, or of each piece, since
+        nothing predicts it.
+        """
+        piece = self.piece or max(1, len(self.input_ids))
+        firsts = [-(-end // piece) - -(-begin // piece) for begin, end in self.spans]
+        return sum(end - begin for begin, end in self.spans) - sum(firsts)
+
+
+class Encoder:
+    """Examples to token ids and spans: `encoder(example)`, or many at a time with `batch`.
+
+    Conversations are rendered with the chat template and tokenised without adding any special
+    token. Texts and pairs of prompt and completion are tokenised as one text, with the special
+    tokens that the tokenizer puts around a text and, with `append_eos`, the end-of-sequence token,
+    which is learned. Token ids are taken as they are, with the labels that came with them.
+
+    Processes for templates start with the first conversation; `close` ends them.
+
+    Args:
+        tokenizer: None only where all examples are tokenised already.
+        cfg: `supervise`, `chat_template`, `too_long`, `sequence_length` (no bound where packing is
+            `wrapped`: samples are cut later), `append_eos` are read. Neither bound nor `too_long`
+            concern plain text: all of it is learned, in as many pieces as it takes.
+        vocab_size: rows of the model's embedding.
+        renderers: the processes that render conversations; empty: one of its own.
+
+    Raises:
+        DataError: the tokenizer gives ids for which the model has no embedding.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        cfg: FinetuneDataConfig,
+        vocab_size: int,
+        *,
+        renderers: Renderers | None = None,
+    ) -> None:
+        self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
+        self.limit = None if cfg.packing == "wrapped" else cfg.sequence_length
+        self._renderers = renderers
+        self._chat: Chat | None = None
+        if tokenizer is None:
+            return
+        if (largest := largest_id(tokenizer)) >= vocab_size:
+            raise DataError(
+                f"expected token ids from 0 to {vocab_size - 1} (the model's embedding has "
+                f"{vocab_size} rows), the tokenizer gives ids up to {largest}; set "
+                "model.resize_embeddings: true, or model.tokenizer_name_or_path to the model's own"
+            )
+        self._spans = SpanTokenizer(tokenizer)
+        self._frame = frame_of(tokenizer)
+        self._eos = [tokenizer.eos_token_id] if cfg.append_eos else []
+        self._eos = [] if tokenizer.eos_token_id is None else self._eos
+
+    def __call__(self, example: Example) -> EncodedExample:
+        """Return one example as token ids.
+
+        Raises:
+            BadRow: it cannot be used: the template refuses it, none of it is learned, an id is out
+                of the vocabulary. `LeftOut`: the settings leave it out for its length; `TooLong`:
+                the settings end the run for it.
+            DataError: see `batch`.
+        """
+        (result,) = self.batch([example])
+        if isinstance(result, BadRow):
+            raise result
+        return result
+
+    def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedExample | BadRow]:
+        """Return each example as token ids, or what is wrong with it, in order.
+
+        Raises:
+            DataError: there is no tokenizer, no chat template, or `supervise` does not go with what
+                the examples are.
+        """
+        out: list[EncodedExample | BadRow | None] = [
+            e if isinstance(e, BadRow) else None for e in examples
+        ]
+        texts: list[tuple[int, str, list[tuple[int, int]], dict[str, int]]] = []
+        chats = [(at, e) for at, e in enumerate(examples) if isinstance(e, Conversation)]
+        for at, example in enumerate(examples):
+            match example:
+                case Tokens():
+                    out[at] = self._tokens(example)
+                case Text(text=text):
+                    self._check_mode("texts", "auto", "all")
+                    texts.append((at, text, [(0, len(text))], {}))
+                case PromptCompletion(prompt=prompt, completion=completion):
+                    self._check_mode("prompts and completions", "auto", "completion", "all")
+                    text = prompt + completion
+                    begin = 0 if self.cfg.supervise == "all" else len(prompt)
+                    texts.append((at, text, [(begin, len(text))], {}))
+        if chats:
+            for (at, _), rendered in zip(chats, self._render([c for _, c in chats]), strict=True):
+                if isinstance(rendered, BadRow):
+                    out[at] = rendered
+                else:
+                    texts.append((at, rendered.text, rendered.spans, rendered.notes))
+        if texts:
+            self._check_tokenizer()
+            marked = self._spans.encode([t[1] for t in texts], [t[2] for t in texts])
+            for (at, _, _, notes), result in zip(texts, marked, strict=True):
+                if isinstance(result, BadRow):
+                    out[at] = result
+                    continue
+                notes = notes | ({ACROSS: result.across} if result.across else {})
+                ids, spans = self._framed(examples[at], result.ids, result.spans)
+                example = examples[at]
+                if not isinstance(example, Text):
+                    out[at] = self._fitted(ids, spans, notes, self.limit)
+                elif len(ids) and not (example.start and example.end):
+                    # A part of a document may be one token, which only the document learns.
+                    out[at] = EncodedExample(ids, spans, notes=notes, piece=self.limit)
+                else:
+                    fitted = self._fitted(ids, spans, notes, None)
+                    if isinstance(fitted, EncodedExample):
+                        fitted = replace(fitted, piece=self.limit)
+                    out[at] = fitted
+        return [o if o is not None else BadRow("no example") for o in out]
+
+    def close(self) -> None:
+        """End the processes that render; they start anew when needed."""
+        if self._chat is not None:
+            self._chat.close()
+
+    def _render(self, conversations: list[Conversation]) -> list[Rendered | BadRow]:
+        if self._chat is None:
+            self._chat = Chat(
+                self._check_tokenizer(),
+                supervise=self.cfg.supervise,
+                chat_template=self.cfg.chat_template,
+                renderers=self._renderers,
+            )
+        return self._chat.render(conversations)
+
+    def _check_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise DataError(
+                "expected a tokenizer, since the data is text; set model.tokenizer_name_or_path, "
+                "or give data with a column input_ids"
+            )
+        return self.tokenizer
+
+    def _check_mode(self, what: str, *modes: str) -> None:
+        if self.cfg.supervise not in modes:
+            raise DataError(
+                f"data.supervise {self.cfg.supervise} does not go with {what}; expected one of "
+                f"{', '.join(modes)}"
+            )
+
+    def _tokens(self, example: Tokens) -> EncodedExample | BadRow:
+        ids = np.asarray(example.input_ids, np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
+            return BadRow(
+                f"expected token ids from 0 to {self.vocab_size - 1} (the model's embedding has "
+                f"{self.vocab_size} rows), got {wrong}",
+                "token id out of the vocabulary",
+            )
+        if example.labels is None:
+            self._check_mode("token ids without labels", "auto", "all")
+            return self._fitted(ids, [(0, len(ids))], {}, self.limit)
+        learned = np.concatenate([[0], np.asarray(example.labels) != IGNORED, [0]]).astype(np.int8)
+        turns = np.flatnonzero(np.diff(learned)).tolist()
+        return self._fitted(ids, list(zip(turns[::2], turns[1::2], strict=True)), {}, self.limit)
+
+    def _framed(
+        self, example: Any, ids: np.ndarray, spans: list[tuple[int, int]]
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Put the tokenizer's special tokens around a text that no template did."""
+        if isinstance(example, Conversation):
+            return ids, spans
+        start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
+        if not len(ids) and start and end:
+            return ids, spans
+        before = self._frame.before if start else []
+        after = self._frame.after if end else []
+        if end and self._eos and [*ids[-1:], *after][-1:] != self._eos:
+            after = after + self._eos
+        framed = np.concatenate([before, ids, after]).astype(np.int32)
+        spans = [(first + len(before), last + len(before)) for first, last in spans]
+        if isinstance(example, Text) or self.cfg.supervise == "all":
+            spans = [(0, len(framed))]
+        elif after:  # the end of a completion is learned with it
+            inner = len(before) + len(ids)
+            joined = spans and spans[-1][1] == inner
+            spans = [*spans[:-1], (spans[-1][0] if joined else inner, len(framed))]
+        return framed, spans
+
+    def _fitted(
+        self,
+        ids: np.ndarray,
+        spans: list[tuple[int, int]],
+        notes: dict[str, int],
+        limit: int | None,
+    ) -> EncodedExample | BadRow:
+        if not len(ids):
+            return LeftOut("the tokenizer gives no token for it", "no token")
+        cut = 0 if limit is None else max(0, len(ids) - limit)
+        if limit is not None and cut:
+            said = f"expected at most {limit} tokens (data.sequence_length), got {len(ids)}"
+            if self.cfg.too_long == "error":
+                return TooLong(f"{said}; set data.too_long to truncate or drop", "too long")
+            if self.cfg.too_long == "drop":
+                return LeftOut(said, "too long")
+            ids = ids[:limit]
+            spans = [(begin, min(end, limit)) for begin, end in spans if begin < limit]
+        example = EncodedExample(ids.astype(np.int32, copy=False), spans, cut, notes)
+        if example.supervised:
+            return example
+        if cut:
+            return LeftOut(
+                f"none of its first {limit} tokens (data.sequence_length) is learned",
+                "no supervised token within sequence_length",
+            )
+        return BadRow("expected a token to learn, got none", "no supervised token")

@@ -1,0 +1,334 @@
+"""The tokenizer of a run: the model's own, one that is named, or one trained on the text.
+
+Owns finding, loading and training it, and the check that it fits the embedding. Refuses to know how
+documents become samples.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.compute as pc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import cached_file
+
+from toolkit import ranks
+from toolkit.config.settings import DataConfig, ModelConfig
+from toolkit.data.sources.columnar import as_data_error
+from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.rows import Source, load_sources
+from toolkit.data.sources.text import document_value, load_documents
+from toolkit.errors import ConfigError, DataError, ModelError
+
+END_OF_TEXT = "<|endoftext|>"
+"""The only special token of a trained tokenizer; its id is 0."""
+
+TRAINING_BYTES = 32 << 20
+"""A tokenizer is trained on at most this much text, taken evenly from all of it."""
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Any of these makes a folder a tokenizer's."""
+
+_MADE_OF = "made_of.txt"
+"""Beside a trained tokenizer: the fingerprint of its text, and its vocabulary size."""
+
+log = logging.getLogger(__name__)
+
+
+def prepare_tokenizer(
+    model: ModelConfig, data: DataConfig, folder: Path, *, keep: bool = False
+) -> ModelConfig:
+    """Return `model` with `tokenizer_name_or_path` set to the tokenizer that the run will use.
+
+    The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
+    byte-level BPE of the model's vocabulary size, trained on the training text into `folder` (or
+    found there from an earlier start on the same text). Where there is none and the data is
+    tokenised already, `model` comes back as it is. Of streams (`data.streaming`) only the first
+    rows are read: `TRAINING_BYTES` of text at most. Writes files: call it on one rank first.
+
+    Args:
+        model: the model, and what is said about its tokenizer.
+        data: the training text.
+        folder: where a trained tokenizer goes; it appears there whole or not at all.
+        keep: a run has trained with the one in `folder`: use it, whatever the text is now.
+
+    Raises:
+        DataError: there is none, and the data is text.
+        ConfigError: the model's vocabulary is too small for a byte-level tokenizer.
+        ModelError: the model's config cannot be read.
+    """
+    model = own_tokenizer(model)
+    if model.tokenizer_name_or_path is not None:
+        return model
+    trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
+    if trained and keep:
+        return replace(model, tokenizer_name_or_path=str(folder))
+    documents = _first_documents(data) if data.streaming else load_documents(data, data.train_files)
+    if documents is None or "input_ids" in documents.column_names:
+        return model
+    if not model.train_tokenizer:
+        raise DataError(
+            f"expected a tokenizer for the text, {model.name_or_path} comes with none; set "
+            "model.tokenizer_name_or_path to a folder or Hub id, or model.train_tokenizer: true to "
+            "train one on the text, or give data with a column input_ids"
+        )
+    vocab_size = _vocab_size(model)
+    made_of = f"{documents._fingerprint} {vocab_size}"
+    if trained and _read(folder / _MADE_OF) == made_of:
+        return replace(model, tokenizer_name_or_path=str(folder))
+    if trained:
+        shutil.rmtree(folder)  # of an earlier start on other text, which came to nothing
+    if model.init == "pretrained" and ranks.rank() == 0:
+        log.warning(
+            "training a new tokenizer for the pretrained weights of %s: their embeddings were "
+            "learned with another one. Set model.tokenizer_name_or_path where that one is known",
+            model.name_or_path,
+        )
+    train_tokenizer(documents, vocab_size, folder)
+    (folder / _MADE_OF).write_text(made_of, "utf-8")
+    return replace(model, tokenizer_name_or_path=str(folder))
+
+
+def own_tokenizer(model: ModelConfig) -> ModelConfig:
+    """Return `model` with `tokenizer_name_or_path` set: the one that is named, or the model's own;
+    as it is where there is none.
+
+    Raises:
+        ModelError: whether the model has one cannot be seen.
+    """
+    if model.tokenizer_name_or_path is not None or not _has_tokenizer(model):
+        return model
+    return replace(model, tokenizer_name_or_path=model.name_or_path)
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer at `model.tokenizer_name_or_path`; None where that is empty.
+
+    Raises:
+        DataError: it is not there or cannot be loaded.
+    """
+    name = model.tokenizer_name_or_path
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    if path.is_dir() and not _tokenizer_files(path):
+        raise DataError(
+            f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
+            "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path) if path.exists() else name,
+            revision=model.revision if name == model.name_or_path else None,
+            trust_remote_code=model.trust_remote_code,
+        )
+        size = len(tokenizer.get_vocab())
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise DataError(
+            f"the tokenizer {name} cannot be loaded ({said}); check the files of that folder, or "
+            "set model.tokenizer_name_or_path to another one"
+        ) from error
+    if not size:
+        raise DataError(
+            f"the tokenizer {name} has an empty vocabulary; its folder lacks the vocabulary file"
+        )
+    return tokenizer
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id that the tokenizer can give, added tokens included."""
+    added = [int(i) for i in tokenizer.added_tokens_decoder]
+    return max([*tokenizer.get_vocab().values(), *added])
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, resize: bool = False
+) -> None:
+    """Refuse a tokenizer that gives ids for which the model has no embedding.
+
+    Raises:
+        DataError: its largest id is `vocab_size` or more, and the embedding will not be resized.
+    """
+    largest = largest_id(tokenizer)
+    if largest < vocab_size or resize:
+        return
+    raise DataError(
+        f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, the model's embedding "
+        f"has {vocab_size} rows (ids up to {vocab_size - 1}); set model.resize_embeddings: true to "
+        f"grow it to {largest + 1}, or model.tokenizer_name_or_path to the tokenizer that the "
+        "model was trained with"
+    )
+
+
+def train_tokenizer(documents: datasets.Dataset, vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE on `documents` and write it to `folder` as a Hugging Face tokenizer.
+
+    Id 0 is `END_OF_TEXT`, which begins and ends texts; then come the 256 bytes, so that nothing is
+    unknown; then merges up to `vocab_size` (fewer where the text is small). The same text gives the
+    same files. About 6 MB a second on two cores.
+
+    Raises:
+        ConfigError: `vocab_size` leaves no room for a merge.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(alphabet) + 2:
+        raise ConfigError(
+            f"model.train_tokenizer: expected a vocabulary of at least {len(alphabet) + 2} (256 "
+            f"bytes, {END_OF_TEXT} and a merge), the model's config has vocab_size {vocab_size}; "
+            "give it more or set model.tokenizer_name_or_path"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(documents, TRAINING_BYTES), trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.tmp-"))
+    try:
+        scratch.chmod(0o755)
+        wrapped.save_pretrained(scratch)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        os.rename(scratch, folder)
+    except OSError as error:
+        raise DataError(f"cannot write the tokenizer to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _first_documents(data: DataConfig) -> datasets.Dataset | None:
+    """Return the first documents of streams, `TRAINING_BYTES` of all together; None: token ids."""
+    sources = load_sources(data, builtin="text", documents=True)
+    formats = {source.layout.format for source in sources}
+    if formats == {"tokenised"}:
+        return None
+    if len(formats) > 1:
+        raise DataError("data.sources: expected text or token ids in all of them, got both")
+    texts: list[str] = []
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        left = TRAINING_BYTES // len(sources)
+        try:
+            for number, stored in enumerate(source.rows):
+                text = _text_of(source, stored, number, data)
+                texts.append(text[:left])
+                said = texts[-1].encode()
+                digest.update(len(said).to_bytes(8, "little") + said)
+                left -= len(said)
+                if left <= 0:
+                    break
+        except DataError:
+            raise
+        except Exception as error:
+            raise as_data_error(error, source.where) from error
+    if not any(texts):
+        where = ", ".join(source.where for source in sources)
+        raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
+    made = datasets.Dataset.from_dict({"text": texts})
+    return datasets.Dataset(made.data, info=made.info, fingerprint=digest.hexdigest())
+
+
+def _text_of(source: Source, stored: dict[str, Any], number: int, data: DataConfig) -> str:
+    try:
+        return str(document_value(source.row(stored), source.layout.columns[0]))
+    except BadRow as bad:
+        if data.on_bad_row == "error":
+            raise source.refusal((stored, number), bad) from bad
+        return ""
+
+
+def _read(file: Path) -> str | None:
+    return file.read_text("utf-8") if file.is_file() else None
+
+
+def _training_text(documents: datasets.Dataset, limit: int) -> Iterator[str]:
+    """Yield every k-th row, k such that about `limit` bytes come."""
+    column = documents.data.column("text")
+    total = sum(pc.sum(pc.binary_length(chunk)).as_py() or 0 for chunk in column.chunks)
+    stride = max(1, math.ceil(total / limit))
+    left = limit
+    for row in range(0, len(column), stride):
+        text = column[row].as_py()[:left]
+        left -= len(text)
+        yield text
+        if left <= 0:
+            return
+
+
+def _has_tokenizer(model: ModelConfig) -> bool:
+    path = Path(model.name_or_path).expanduser()
+    if path.is_dir():
+        return bool(_tokenizer_files(path))
+    if path.exists() or model.name_or_path.startswith((".", "/", "~")):
+        raise ModelError(f"model.name_or_path {model.name_or_path} is not a folder")
+    try:
+        return any(_on_hub(model, name) for name in _FILES)
+    except Exception as error:
+        # Unreachable is not absent: going on would train another tokenizer without a word.
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"cannot see whether {model.name_or_path} has a tokenizer ({said}); it is no folder "
+            "here (check the path), and the Hub did not answer for it"
+        ) from error
+
+
+def _on_hub(model: ModelConfig, name: str) -> bool:
+    found = cached_file(
+        model.name_or_path,
+        name,
+        revision=model.revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return found is not None
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    return [name for name in _FILES if (folder / name).is_file()]
+
+
+def _vocab_size(model: ModelConfig) -> int:
+    try:
+        config = AutoConfig.from_pretrained(
+            str(Path(model.name_or_path).expanduser()),
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+        )
+        return int(config.get_text_config().vocab_size)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ModelError(
+            f"expected a config.json with a vocab_size in {model.name_or_path}, to train a "
+            f"tokenizer of that size ({said})"
+        ) from error

@@ -1,0 +1,413 @@
+"""What an export consists of: names, dtypes, shapes, files. From shapes alone, no bytes.
+
+    model on meta + its assets + {stored name: (dtype, shape)}  ->  every output tensor's place in
+                                                                    every output file, the config
+
+Owns every decision about an exported folder that is not a byte of a weight, so that a checkpoint on
+the disk and a model that is still training give the same folder. Does not know where bytes come
+from: neither DCP nor ranks.
+"""
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from toolkit import __version__
+from toolkit.config.settings import ModelConfig
+from toolkit.errors import ExportError
+from toolkit.export.strided import View, trace_views
+from toolkit.formats.hf_folder import (
+    DTYPE_NAMES,
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    ExportGroup,
+    HFAssets,
+    convert_back,
+    export_groups,
+    use_source_names,
+)
+from toolkit.models.causal_lm import build_on_meta, tied_names
+
+DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
+CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.json must not say
+
+
+@dataclass(frozen=True)
+class Output:
+    """The place of one exported tensor."""
+
+    file: str
+    begin: int
+    """Offset of its first byte in the file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole exported folder but for the bytes of its weights."""
+
+    model: PreTrainedModel
+    """On meta."""
+    stored: dict[str, str]
+    """Parameter name -> stored name: another one of its family where it is tied."""
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Parameter name -> dtype and shape as stored."""
+    groups: list[ExportGroup]
+    views: dict[str, View | None]
+    """Exported name -> the part of a parameter that it is; None: the group must be converted."""
+    names: dict[str, str]
+    """Name in a group's outputs -> exported name."""
+    outputs: dict[str, Output]
+    """Exported name -> place."""
+    headers: dict[str, bytes]
+    """File name -> its first bytes: the length and the JSON of a safetensors file."""
+    sizes: dict[str, int]
+    """File name -> its whole size."""
+    assets: dict[str, bytes]
+    """Every other file of the folder."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the folder."""
+        return sum(self.sizes.values()) + sum(map(len, self.assets.values()))
+
+    def output(self, name: str) -> Output:
+        """Return the place of the tensor that a group calls `name`."""
+        return self.outputs[self.names[name]]
+
+    def digest(self) -> str:
+        """Return a sha256 over everything that decides the folder's bytes, given the weights."""
+        whole = hashlib.sha256()
+        made_by = f"{__version__} {torch.__version__} {transformers.__version__}"
+        for part in (made_by, repr(self.stored), repr(self.groups), repr(self.views)):
+            whole.update(part.encode() + b"\0")
+        for name, content in {**self.headers, **self.assets}.items():
+            whole.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+        return whole.hexdigest()
+
+
+def parse_size(size: str | int) -> int:
+    """Return the bytes of a size such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
+
+    Raises:
+        ExportError: it is not a positive size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", str(size).strip().upper())
+    number = 0.0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        number = float(match[1]) * base ** " KMGT".index(match[2] or " ")
+    if number < 1:
+        raise ExportError(
+            f'max_shard_size {size!r} is not a size; write "5GB", "500MB" or a number of bytes'
+        )
+    return int(number)
+
+
+def parse_dtype(dtype: str) -> torch.dtype | None:
+    """Return the dtype that `--dtype` asks for; None: per tensor, as the source has it.
+
+    Raises:
+        ExportError: it is not one of the choices.
+    """
+    if dtype not in DTYPE_CHOICES:
+        raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
+    return None if dtype == "auto" else getattr(torch, dtype)
+
+
+def model_of_assets(hf: Path) -> tuple[PreTrainedModel, HFAssets]:
+    """Return the model of a folder of assets, on meta, exporting under its source's names."""
+    assets = HFAssets.load(hf)
+    # `random` and float32: only shapes and names are used here.
+    model = build_on_meta(ModelConfig(name_or_path=str(hf), init="random"))
+    use_source_names(model, assets)
+    return model, assets
+
+
+def make_plan(
+    hf: Path,
+    model: PreTrainedModel,
+    assets: HFAssets,
+    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    override: torch.dtype | None,
+    limit: int,
+    *,
+    where: str,
+    prefix: str = "",
+) -> Plan:
+    """Decide names, dtypes and files of an export.
+
+    Args:
+        hf: the folder that `model` and `assets` are of (`model_of_assets`).
+        stored: parameter or buffer name -> dtype and shape of what there is.
+        override: dtype of all floating tensors; None: as the source has them.
+        limit: bytes of a weight file.
+        where: what holds the weights, for error messages.
+        prefix: of the stored names there, for error messages.
+
+    Raises:
+        ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
+            cannot be exported.
+    """
+    origin = _match(model, assets, stored, where, prefix, hf)
+    groups = export_groups(model, origin)
+    order = {name: i for i, name in enumerate(origin)}
+    groups.sort(key=lambda g: min(order[n] for n in g.sources))
+    default = _config_dtype(assets)
+    names = {name: _spelling(name, model, assets) for group in groups for name in group.outputs}
+    dtypes: dict[str, torch.dtype] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    views: dict[str, View | None] = {}
+    for group in groups:
+        kinds = {stored[origin[n]][0] for n in group.sources}
+        if len(kinds) > 1:
+            raise ExportError(f"{group.sources} leave together but are stored as {kinds}")
+        found = _views(model, group, stored, origin)
+        for name, shape in group.outputs.items():
+            exported = names[name]
+            dtypes[exported] = _export_dtype(
+                exported, min(kinds, key=str), assets, override, default
+            )
+            shapes[exported] = shape
+            views[exported] = found.get(name)
+    outputs, headers, sizes = lay_out(dtypes, shapes, limit)
+    written = override if override is not None else default if assets.source is None else None
+    files = dict(assets.files)
+    files["config.json"] = _config_file(hf, assets, model, written)
+    if len(headers) > 1:
+        total = sum(o.nbytes for o in outputs.values())
+        placed = {name: outputs[name].file for name in sorted(outputs)}
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
+    held = {name: stored[origin[name]] for name in origin}
+    return Plan(model, origin, held, groups, views, names, outputs, headers, sizes, files)
+
+
+def _views(
+    model: PreTrainedModel,
+    group: ExportGroup,
+    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    origin: dict[str, str],
+) -> dict[str, View | None]:
+    """Return which part of a source each output of `group` is, as far as it is one."""
+    shapes = {name: stored[origin[name]][1] for name in group.sources}
+    if not group.converted:
+        (source,), (output,) = group.sources, group.outputs
+        shape = shapes[source]
+        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        return {output: View(source, shape, strides, 0)}
+    views = trace_views(lambda tensors: convert_back(model, tensors), shapes)
+    return {n: v for n, v in views.items() if v is not None and v.size == group.outputs.get(n)}
+
+
+def _match(
+    model: PreTrainedModel,
+    assets: HFAssets,
+    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    where: str,
+    prefix: str,
+    hf: Path,
+) -> dict[str, str]:
+    """Return parameter name -> stored name for all that is exported, in the model's order.
+
+    Of tied parameters one name is exported: the one that the source has, else the one that
+    transformers keeps.
+    """
+    state = model.state_dict()
+    families = tied_families(model)
+    aliases = {name for family in families.values() for name in family[1:]}
+    unknown = sorted(set(stored) - set(state))
+    if unknown:
+        raise ExportError(
+            f"{where} holds {prefix}{unknown[0]}{_more(unknown)}, which "
+            f"{type(model).__name__} of {hf / 'config.json'} does not have; is it the "
+            "config of this checkpoint?"
+        )
+    owned = {name: families.get(name, [name]) for name in state if name not in aliases}
+    missing = [
+        name for name, family in owned.items() if not any(member in stored for member in family)
+    ]
+    if missing:
+        raise ExportError(
+            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which "
+            f"{type(model).__name__} needs; the checkpoint is incomplete or of another model"
+        )
+    origin = {}
+    for name, family in owned.items():
+        held = next(member for member in family if member in stored)
+        shape, expected = stored[held][1], tuple(state[name].shape)
+        if shape != expected:
+            raise ExportError(
+                f"{prefix}{held} is {shape} in {where}, {expected} in the model of "
+                f"{hf / 'config.json'}; is it the config of this checkpoint?"
+            )
+        origin[_exported_name(model, assets, family)] = held
+    return origin
+
+
+def tied_families(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return owner -> all names of each parameter that has several, the owner first."""
+    families: dict[str, list[str]] = {}
+    for alias, owner in tied_names(model).items():
+        families.setdefault(owner, [owner]).append(alias)
+    return families
+
+
+def _exported_name(model: PreTrainedModel, assets: HFAssets, family: list[str]) -> str:
+    """Return under which of its tied names a parameter is exported."""
+    if len(family) == 1:
+        return family[0]
+    dropped = getattr(model, "all_tied_weights_keys", None) or {}
+    ranked = sorted(family, key=lambda name: name in dropped)
+    for name in ranked:
+        (group,) = export_groups(model, [name])
+        outputs = [_spelling(output, model, assets) for output in group.outputs]
+        if assets.source is not None and all(output in assets.source for output in outputs):
+            return name
+    return ranked[0]
+
+
+def _spelling(name: str, model: PreTrainedModel, assets: HFAssets) -> str:
+    """Return `name` as the source spells it: some leave the base model's prefix out (`wte.weight`).
+
+    transformers accepts both when it loads and always writes the prefix.
+    """
+    prefix, source = f"{model.base_model_prefix}.", assets.source
+    if source is None or name in source:
+        return name
+    if name.startswith(prefix) and name.removeprefix(prefix) in source:
+        return name.removeprefix(prefix)
+    return prefix + name if prefix + name in source else name
+
+
+def _config_dtype(assets: HFAssets) -> torch.dtype:
+    """Return the dtype of what the source does not have: the config's, else its commonest."""
+    said = assets.config.get("dtype", assets.config.get("torch_dtype"))
+    dtype = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else None
+    if dtype in CASTABLE:
+        return dtype
+    kinds = [DTYPES.get(kind) for kind in (assets.source or {}).values()]
+    return max(CASTABLE, key=kinds.count) if set(kinds) & set(CASTABLE) else torch.bfloat16
+
+
+def _export_dtype(
+    name: str,
+    stored: torch.dtype,
+    assets: HFAssets,
+    override: torch.dtype | None,
+    default: torch.dtype,
+) -> torch.dtype:
+    if not stored.is_floating_point:
+        return stored
+    if override is not None:
+        return override
+    said = None if assets.source is None else assets.source.get(name)
+    if said is None:
+        return default
+    if DTYPES.get(said) not in CASTABLE:
+        raise ExportError(
+            f"{name} is {said} in the source checkpoint (quantized): trained weights cannot be "
+            "cast to that; pass --dtype bfloat16"
+        )
+    return DTYPES[said]
+
+
+def lay_out(
+    dtypes: dict[str, torch.dtype],
+    shapes: dict[str, tuple[int, ...]],
+    limit: int | None,
+    single: str = SINGLE_FILE,
+) -> tuple[dict[str, Output], dict[str, bytes], dict[str, int]]:
+    """Return outputs, headers and file sizes; the files are filled in the model's order.
+
+    Args:
+        limit: bytes of a file; None: one file for all.
+        single: name of that one.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPE_NAMES:
+            raise ExportError(f"{name} is {dtype}, which safetensors cannot store")
+        nbytes = math.prod(shapes[name]) * dtype.itemsize
+        if limit is not None and shards[-1] and filled + nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    outputs, headers, sizes = {}, {}, {}
+    for i, names in enumerate(shards):
+        file = single if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        # Widest dtype first, as safetensors' writer has it: all tensors are aligned to their items.
+        names = sorted(names, key=lambda n: -dtypes[n].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            end = offset + math.prod(shapes[name]) * dtypes[name].itemsize
+            header[name] = {
+                "dtype": DTYPE_NAMES[dtypes[name]],
+                "shape": list(shapes[name]),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = struct.pack("<Q", len(text)) + text
+        sizes[file] = len(headers[file]) + offset
+        for name in names:
+            begin = len(headers[file]) + header[name]["data_offsets"][0]
+            outputs[name] = Output(file, begin, dtypes[name], shapes[name])
+    return outputs, headers, sizes
+
+
+def _config_file(
+    hf: Path, assets: HFAssets, model: PreTrainedModel, written: torch.dtype | None
+) -> bytes:
+    """Return config.json: the source's bytes, unless those would change the bits that are loaded.
+
+    `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
+    replaced.
+    """
+    config = json.loads(json.dumps(assets.config))
+    changed = False
+    if written is not None:
+        name = str(written).removeprefix("torch.")
+        for section in [config, *(v for v in config.values() if isinstance(v, dict))]:
+            said = section.get("dtype", section.get("torch_dtype"))
+            if said != name and (said is not None or section is config):
+                section.pop("torch_dtype", None)
+                section["dtype"] = name
+                changed = True
+    said = config.get("architectures") or []
+    plain = [name.removeprefix(_WRAPPER) for name in said]
+    if plain != said and type(model).__name__ in plain:  # written by a sharded model
+        config["architectures"] = said = plain
+        changed = True
+    if type(model).__name__ not in said and (not said or said[0].endswith("Model")):
+        config["architectures"] = [type(model).__name__]  # also where a base model gained its head
+        changed = True
+    if not changed:
+        return (hf / "config.json").read_bytes()
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,169 @@
+"""The rows of stored tensors, read a block at a time: from a checkpoint's chunks or from a file.
+
+Owns the reading in bounded memory, and what is computed on the way: digests, and whether two
+tensors hold the same values. Knows neither models nor what a tensor is called elsewhere.
+
+Memory: blocks of 4 MB, or one row where that is larger.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit.errors import CheckpointError
+from toolkit.formats.dcp import Chunk, read_chunk
+from toolkit.formats.digests import LANES, hexadecimal, rows_digest
+from toolkit.formats.hf_folder import TensorEntry
+
+_BLOCK = 4 * 2**20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor on the disk: in one piece, or in chunks that cover it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Number of rows; a tensor of less than two dimensions is one."""
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    def block(self, first: int, last: int) -> torch.Tensor:
+        """Return rows `first` to `last` [last - first, ...].
+
+        Raises:
+            CheckpointError: a file ended too early, or a blob cannot be read.
+        """
+        inner = self.shape[1:] if len(self.shape) > 1 else (math.prod(self.shape),)
+        found = torch.empty(last - first, *inner, dtype=self.dtype)
+        for chunk in self.chunks:
+            offsets, sizes = _lifted(chunk)
+            begin, end = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
+            if begin >= end:
+                continue
+            place = found[(slice(begin - first, end - first), *_inner(offsets, sizes))]
+            _read(chunk, sizes, begin - offsets[0], end - offsets[0], place)
+        return found
+
+
+def in_file(entry: TensorEntry) -> StoredTensor:
+    """Return the tensor of a safetensors file."""
+    whole = tuple(0 for _ in entry.shape)
+    place = (entry.begin, entry.nbytes)
+    chunk = Chunk(
+        entry.file, place, entry.begin, entry.nbytes, whole, entry.shape, entry.dtype, entry.shape
+    )
+    return StoredTensor(entry.dtype, entry.shape, (chunk,) if entry.nbytes else ())
+
+
+def whole(tensor: StoredTensor) -> torch.Tensor:
+    """Return a stored tensor in memory, of its own shape."""
+    return tensor.block(0, tensor.rows).reshape(tensor.shape)
+
+
+def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (index of the first row, rows) over a tensor; `itemsize`: of the wider one of two."""
+    if tensor.nbytes == 0:
+        return
+    width = tensor.nbytes // tensor.rows // tensor.dtype.itemsize
+    step = max(1, _BLOCK // (width * max(itemsize, tensor.dtype.itemsize)))
+    for first in range(0, tensor.rows, step):
+        yield first, tensor.block(first, min(first + step, tensor.rows))
+
+
+def digest(
+    tensor: StoredTensor, name: str, also: Callable[[int, torch.Tensor], Any] = lambda i, rows: None
+) -> str:
+    """Return the digest of a tensor as a manifest has it; `also` sees every block on the way."""
+    total = torch.zeros(LANES, dtype=torch.int64)
+    for first, rows in blocks(tensor):
+        total += rows_digest(name, rows, first)
+        also(first, rows)
+    return hexadecimal(total)
+
+
+def same_values(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return which elements of two tensors of one dtype have the same bits, or are both NaN."""
+    kind = _INTEGERS[left.dtype.itemsize]
+    same = left.contiguous().view(kind) == right.contiguous().view(kind)
+    if left.is_floating_point() and not bool(same.all()):
+        same |= left.isnan() & right.isnan()  # a cast may choose among the NaNs
+    return same
+
+
+def first_difference(
+    left: StoredTensor, right: StoredTensor, name: str | None = None
+) -> tuple[str | None, str | None]:
+    """Compare `left`, cast to the dtype of `right`, with `right`; both have one shape.
+
+    Returns:
+        (what differs or None, digest of `left` where `name` is given): so that what is compared is
+        known to be what was digested.
+    """
+    total = torch.zeros(LANES, dtype=torch.int64)
+    wrong, where = 0, None
+    for first, rows in blocks(left, right.dtype.itemsize):
+        if name is not None:
+            total += rows_digest(name, rows, first)
+        came = right.block(first, first + rows.shape[0])
+        same = same_values(rows.to(right.dtype), came)
+        if not bool(same.all()):
+            wrong += int((~same).sum())
+            if where is None:
+                at = tuple(int(i) for i in (~same).nonzero()[0])
+                index = (first + at[0], *at[1:])[-max(1, len(right.shape)) :]
+                where = (
+                    f"at {list(index) if right.shape else []} it has {came[at].item()!r}, "
+                    f"expected {rows.to(right.dtype)[at].item()!r}"
+                )
+    count = math.prod(left.shape)
+    said = None if where is None else f"{wrong} of {count} values are others: {where}"
+    return said, None if name is None else hexadecimal(total)
+
+
+def _lifted(chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes with a dimension of rows, where the tensor has none."""
+    missing = 2 - len(chunk.shape)
+    if missing <= 0:
+        return chunk.offsets, chunk.sizes
+    return (0,) * missing + chunk.offsets, (1,) * missing + chunk.sizes
+
+
+def _inner(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(
+        slice(o, o + n) for o, n in itertools.islice(zip(offsets, sizes, strict=True), 1, None)
+    )
+
+
+def _read(chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor) -> None:
+    """Read rows `first` to `last` of a chunk into `place`, a view of that shape."""
+    if chunk.raw is None:
+        place.copy_(read_chunk(chunk).reshape(sizes)[first:last])
+        return
+    width = chunk.nbytes // sizes[0]
+    direct = place.is_contiguous()
+    rows = place if direct else torch.empty(place.shape, dtype=chunk.dtype)
+    room = memoryview(rows.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    done = 0
+    with open(chunk.file, "rb", buffering=0) as f:
+        while done < len(room):
+            count = os.preadv(f.fileno(), [room[done:]], chunk.raw + first * width + done)
+            if count == 0:
+                raise CheckpointError(f"{chunk.file} ends in the middle of a tensor")
+            done += count
+    if not direct:
+        place.copy_(rows)

@@ -1,0 +1,172 @@
+"""A model with adapters, seen from outside: what of it is the base, and what is trained.
+
+Owns how the two are told apart, from the modules alone. Refuses to know PEFT, whose import costs
+seconds: `lora` puts the adapters on; a model without adapters is its own base here, so that no
+caller asks twice.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+ADAPTER = "default"
+"""PEFT's name for the one adapter of a run."""
+_INNER = ("base_layer", "original_module")  # what PEFT calls the module that it wraps
+_ADDED = ("lora_A", "modules_to_save")  # and what it puts beside
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether `model` is a PeftModel, as `lora.add_adapters` returns it; sharded or not."""
+    kind = type(model)
+    return hasattr(kind, "get_base_model") and hasattr(kind, "active_peft_config")
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside the adapters; a model without them is its own base.
+
+    Its adapted modules are still wrapped; `bare` takes the wrappers off for a while.
+    """
+    return cast(Any, model).get_base_model() if is_adapted(model) else cast(PreTrainedModel, model)
+
+
+@contextlib.contextmanager
+def bare(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """Give the base as it was before the adapters: same modules, same names, same parameters.
+
+    While entered, each adapted module's base module stands in its parent again, so that loaders
+    that know a model by its names find it. Costs a walk over the modules. Do not run a forward
+    inside: the adapters would be left out.
+    """
+    base = base_of(model)
+    taken = []
+    for parent in list(base.modules()) if is_adapted(model) else ():
+        for name, child in parent._modules.items():
+            inner = unwrapped(child)
+            if inner is not child:
+                taken.append((parent, name, child))
+                parent._modules[name] = inner
+    try:
+        yield base
+    finally:
+        for parent, name, child in reversed(taken):
+            parent._modules[name] = child
+
+
+def unwrapped(module: nn.Module | None) -> nn.Module | None:
+    """Return the innermost module that an adapter wraps; `module` itself where none does."""
+    while module is not None and (inner := _wrapped_in(module)) is not None:
+        module = inner
+    return module
+
+
+def trained_module(module: nn.Module | None) -> nn.Module | None:
+    """Return the copy that is trained in full instead of `module`; itself where there is none."""
+    copies = None if module is None else module._modules.get("modules_to_save")
+    return module if copies is None else copies._modules[ADAPTER]
+
+
+def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return (the base's parameter, its copy) of the modules that are trained in full."""
+    found = []
+    for module in model.modules() if is_adapted(model) else ():
+        copy = trained_module(module)
+        if copy is not None and copy is not module:
+            original = cast(nn.Module, module._modules["original_module"])
+            own = dict(original.named_parameters())
+            found += [(own[leaf], parameter) for leaf, parameter in copy.named_parameters()]
+    return found
+
+
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the base's name of each adapted module -> its outermost LoRA layer."""
+    wrapped = _outermost(base_of(model), "")
+    return {name: module for name, module in wrapped if "lora_A" in module._modules}
+
+
+def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the base's name of each module trained in full -> the copy that is trained."""
+    wrapped = _outermost(base_of(model), "")
+    copied = {n: trained_module(m) for n, m in wrapped if "modules_to_save" in m._modules}
+    return {name: copy for name, copy in copied.items() if copy is not None}
+
+
+def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the base's name of each adapted parameter -> its LoRA layer.
+
+    For a module that is `<module>.weight`; for `target_parameters` the parameter, of which several
+    may be wrapped around one module.
+    """
+    found = {}
+    for name, module in adapted_modules(model).items():
+        layer: Any = module
+        while layer is not None and "lora_A" in layer._modules:
+            leaf = getattr(layer, "parameter_name", None) or "weight"
+            found[f"{name}.{leaf}"] = layer
+            layer = layer._modules.get("base_layer")
+    return found
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint of an adapted model holds, by PEFT's names: trained parameters
+    (shared ones once) and persistent buffers of the modules that are trained in full.
+    """
+    persistent = model.state_dict().keys()
+    tensors: dict[str, torch.Tensor] = {
+        n: p.detach() for n, p in model.named_parameters() if p.requires_grad
+    }
+    copies = f".modules_to_save.{ADAPTER}."
+    return tensors | {n: b for n, b in model.named_buffers() if n in persistent and copies in n}
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any]:
+    """Return the adapters' configuration as PEFT's adapter_config.json holds it, for inference.
+
+    Sets are sorted, so that equal adapters have equal texts.
+    """
+    content = cast(Any, model).peft_config[ADAPTER].to_dict() | {"inference_mode": True}
+    return {key: _plain(value) for key, value in sorted(content.items())}
+
+
+def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (base's name, wrapper) of every module that an adapter wraps, outermost only."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        path = f"{prefix}{name}"
+        if unwrapped(child) is not child:
+            yield path, child
+        else:
+            yield from _outermost(child, path + ".")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return getattr(value, "value", value)  # PEFT's enumerations are texts
+
+
+def _wrapped_in(module: nn.Module) -> nn.Module | None:
+    for inner, added in zip(_INNER, _ADDED, strict=True):
+        if added in module._modules and module._modules.get(inner) is not None:
+            return module._modules[inner]
+    return None
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
+    model with adapters what is trained, under PEFT's names.
+    """
+    if is_adapted(model):
+        return {f"model.{n}": t for n, t in trained_tensors(model).items()}
+    persistent = model.state_dict().keys()
+    tensors: dict[str, torch.Tensor] = {n: p.detach() for n, p in model.named_parameters()}
+    tensors |= {n: b for n, b in model.named_buffers() if n in persistent}
+    return {f"model.{n}": t for n, t in tensors.items()}

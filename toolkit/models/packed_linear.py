@@ -1,0 +1,284 @@
+"""A linear layer whose matrix is kept in 4 bits, as one parameter that FSDP2 can shard.
+
+Owns the form in which such a matrix is kept, and the trial that a device computes with it; the only
+file that imports bitsandbytes, whose quantisation and product these are. Knows nothing of models:
+which layers are kept so is `quantise`'s.
+
+[Note: packed weights] bitsandbytes keeps a 4-bit matrix in two places: the nibbles as a parameter,
+and the scales of its blocks as an attribute of that parameter, which no sharding sees: every rank
+would hold all scales, which are an eighth of the nibbles. Here one parameter holds both, as a
+column of bytes: nibbles first, then scales. Its dtype is that in which its unit computes, since
+FSDP2 casts whatever has another one, and bytes that are cast are noise. So it is sharded, gathered,
+offloaded and freed as any weight is, on any number of ranks, and nothing ever writes into it:
+bitsandbytes' own layer repacks its weight in place in an evaluation on some CPUs, which a sharded
+parameter does not survive. A forward takes the gathered column apart without a copy.
+"""
+
+import functools
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.config.settings import LoraConfig
+from toolkit.errors import ConfigError
+
+# bitsandbytes, which PEFT imports where it is installed, misses one of its CPU kernels aloud; that
+# is for the layout of an evaluation, which is not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+BLOCK = 64
+"""Values that share a scale."""
+_SCALES = 256  # scales that share a scale, with double quantisation
+_ALIGNED = 16  # bytes to which every part of a column is aligned
+
+
+def packed_weights(model: nn.Module) -> dict[str, "PackedLinear"]:
+    """Return the name of each parameter that is stored in 4 bits -> its layer; shared ones under
+    each name.
+    """
+    named = model.named_modules(remove_duplicate=False)
+    return {f"{name}.weight": m for name, m in named if isinstance(m, PackedLinear)}
+
+
+def count_values(model: nn.Module) -> int:
+    """Return how many values the parameters of `model` stand for; shared ones count once."""
+    packed = packed_weights(model)
+    named = model.named_parameters()
+    return sum(packed[n].elements if n in packed else p.numel() for n, p in named)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is a column of bytes; see [Note: packed weights].
+
+    Made by `quantise_on_meta` together with bitsandbytes' `Linear4bit`, as which PEFT knows it. A
+    forward dequantises and multiplies by bitsandbytes' kernels; only the input gets a gradient.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    # bitsandbytes' own, given with the class: a compiled layer imports nothing.
+    _product: Any
+    _state: Any
+
+    def __init__(self, linear: nn.Linear, cfg: LoraConfig, storage: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.quant_type = cfg.bnb_4bit_quant_type
+        self.double_quant = cfg.bnb_4bit_use_double_quant
+        self.source_dtype = linear.weight.dtype
+        """Dtype of the values that are quantised, and of what the backward dequantises."""
+        self.parts = _parts(linear.in_features * linear.out_features, self.double_quant)
+        shape = (self.nbytes // storage.itemsize, 1)
+        empty = torch.empty(shape, dtype=storage, device=linear.weight.device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        # What PEFT reads of bitsandbytes' parameter, to describe its adapter.
+        self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
+        self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
+        self.compute_dtype = storage
+        self._tables: Any = None
+        self.bias = linear.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        self.train(linear.training)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix that is stored."""
+        return self.out_features, self.in_features
+
+    @property
+    def elements(self) -> int:
+        """Number of values of the matrix."""
+        return self.in_features * self.out_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole column."""
+        last = self.parts[-1]
+        return _aligned(last.begin + last.nbytes)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the column of a whole matrix [out_features, in_features], where that is.
+
+        Bit for bit what bitsandbytes makes of it. Needs its memory in `source_dtype`, and the
+        column's.
+        """
+        state: Any
+        nibbles, state = bitsandbytes().functional.quantize_4bit(
+            weight.to(self.source_dtype).contiguous(),
+            blocksize=BLOCK,
+            compress_statistics=self.double_quant,
+            quant_type=self.quant_type,
+        )
+        values = [nibbles, state.absmax]
+        if self.double_quant:
+            values += [state.state2.absmax, state.offset]
+        self._tables = _tables(self.quant_type, self.double_quant, weight.device)
+        column = torch.zeros(self.nbytes, dtype=torch.uint8, device=weight.device)
+        for part, value in zip(self.parts, values, strict=True):
+            content = value.to(part.dtype).contiguous().reshape(-1).view(torch.uint8)
+            column[part.begin : part.begin + part.nbytes] = content
+        return column.view(self.compute_dtype).reshape(-1, 1)
+
+    def unpack(self, column: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return nibbles and bitsandbytes' state of a whole column; views of it."""
+        flat = column.detach().reshape(-1).view(torch.uint8)
+        values = [flat[p.begin : p.begin + p.nbytes].view(p.dtype) for p in self.parts]
+        if self._tables is None or self._tables.code.device != column.device:
+            self._tables = _tables(self.quant_type, self.double_quant, column.device)
+        nested: dict[str, Any] = {}
+        if self.double_quant:
+            second = self._tables.state2
+            nested["offset"] = values[3].reshape(())
+            nested["state2"] = self._state(
+                absmax=values[2], code=second.code, blocksize=second.blocksize, dtype=second.dtype
+            )
+        state = self._state(
+            absmax=values[1],
+            shape=torch.Size(self.shape),
+            code=self._tables.code,
+            blocksize=BLOCK,
+            quant_type=self.quant_type,
+            dtype=self.source_dtype,
+            **nested,
+        )
+        return values[0].reshape(-1, 1), state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` times the dequantised matrix, plus bias, in the dtype of `x`."""
+        nibbles, state = self.unpack(self.weight)
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        product = self._product(x.to(self.compute_dtype), nibbles, quant_state=state, bias=bias)
+        return product.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {self.quant_type}, double_quant={self.double_quant}"
+        )
+
+    # Not bitsandbytes' way, which adds a quantisation state that is in the column here.
+    _save_to_state_dict = nn.Module._save_to_state_dict
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where a tensor lies in a column."""
+
+    begin: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+def _parts(elements: int, double_quant: bool) -> tuple[_Part, ...]:
+    """Return where the nibbles lie, the scales, and with double quantisation their scales and
+    offset.
+    """
+    blocks = elements // BLOCK
+    kinds = [(elements // 2, torch.uint8), (blocks, torch.float32)]
+    if double_quant:
+        second = math.ceil(blocks / _SCALES)
+        kinds[1:] = [(blocks, torch.uint8), (second, torch.float32), (1, torch.float32)]
+    parts, begin = [], 0
+    for count, dtype in kinds:
+        parts.append(_Part(begin, count * dtype.itemsize, dtype))
+        begin = _aligned(begin + count * dtype.itemsize)
+    return tuple(parts)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+@functools.cache
+def packed_linear() -> type[PackedLinear]:
+    """Return the class of packed layers, which is bitsandbytes' for PEFT."""
+    base = bitsandbytes().nn.Linear4bit
+    own = {
+        "_product": staticmethod(bitsandbytes().matmul_4bit),
+        "_state": bitsandbytes().functional.QuantState,
+        # No layout of an evaluation, whoever calls bitsandbytes' own forward.
+        "support_avx512bf16_for_cpu": False,
+    }
+    return type("Linear4bit", (PackedLinear, base), own)
+
+
+@functools.cache
+def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
+    """Return a state of bitsandbytes whose tables of values all layers share."""
+    _, state = bitsandbytes().functional.quantize_4bit(
+        torch.ones(BLOCK, device=device),
+        blocksize=BLOCK,
+        compress_statistics=double_quant,
+        quant_type=quant_type,
+    )
+    return state
+
+
+# --------------------------------------------------------------------------------------------------
+# The library, and whether it computes here
+# --------------------------------------------------------------------------------------------------
+
+
+def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
+    """Quantise a small matrix on `device`, multiply by it, and see that its values come back: in
+    training, in its backward, and one row at a time, for which there are kernels of their own.
+
+    Raises:
+        ConfigError: bitsandbytes is missing, does not run there, or computes something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
+    try:
+        like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
+        layer = packed_linear()(like, lora, dtype)
+        layer.source_dtype = dtype
+        layer.weight = nn.Parameter(layer.pack(weight), requires_grad=False)
+        for training in (True, False):
+            layer.train(training)
+            eye = torch.eye(weight.shape[1], dtype=dtype, device=device, requires_grad=training)
+            found = layer(eye) if training else torch.cat([layer(row) for row in eye.split(1)])
+            _compare(found.detach().T, weight, device)
+            if training:
+                into = torch.eye(weight.shape[1], weight.shape[0], dtype=dtype, device=device)
+                (gradient,) = torch.autograd.grad(found, eye, into)
+                _compare(gradient[: weight.shape[0]], weight, device)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"lora.load_in_4bit: bitsandbytes {bitsandbytes().__version__} does not compute in "
+            f"{lora.bnb_4bit_quant_type} on {device} ({type(error).__name__}: {error}). Set "
+            "lora.load_in_4bit: false, or train on a device for which it is built"
+        ) from error
+
+
+def _compare(found: torch.Tensor, weight: torch.Tensor, device: torch.device) -> None:
+    """Refuse values that are further from `weight` than 4 bits explain."""
+    scale = weight.float().reshape(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+    error = ((found - weight).float().reshape(-1).abs() / scale).max().item()
+    if not error < 0.25:  # half of the widest step of nf4 is 0.15, of fp4 0.17
+        raise ConfigError(
+            f"lora.load_in_4bit: bitsandbytes {bitsandbytes().__version__} gives wrong values on "
+            f"{device} (off by {error:.2f} of a block's largest value, where 4 bits explain 0.17). "
+            "Set lora.load_in_4bit: false, or install another bitsandbytes"
+        )
+
+
+def bitsandbytes() -> Any:
+    """Return the library.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be loaded here.
+    """
+    try:
+        import bitsandbytes as library
+    except ImportError as error:
+        raise ConfigError(
+            f"lora.load_in_4bit needs bitsandbytes, which cannot be imported ({error}): install "
+            "fsdp2-toolkit[qlora], or set lora.load_in_4bit: false"
+        ) from error
+    return library

@@ -1,0 +1,230 @@
+"""Whether a model type keeps packed samples apart, found out by trying it on a tiny copy.
+
+Owns the forwards that decide. Keeps no list of types: of those that transformers knows, more than a
+third let samples see each other without a word (state spaces, linear attention, position biases,
+masks built elsewhere). Knows nothing of the data or of sharding.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
+
+# Samples of the rows that are tried: other lengths a row, single tokens, and longer than a window.
+_PACKED: tuple[tuple[int, ...], ...] = ((7, 1, 11, 5), (3, 9, 2, 2, 8), (24,), (12, 12))
+_MOST_PARAMETERS = 2**28
+# Largest difference of logits that is rounding, as a share of their spread.
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+_SURE = 0.3  # no rounding makes as much of a difference
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether packed samples stay apart."""
+
+    ok: bool
+    why: str
+    """What was found, or what went wrong, in words for a user."""
+
+
+def keeps_apart(
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    sequence_length: int | None = None,
+    rows: int = 2,
+    device: torch.device | str = "cpu",
+) -> Verdict:
+    """Try on a tiny copy of the model whether packed samples stay apart. Not collective.
+
+    Takes a second; half a minute for the few types whose layers cannot be left out.
+
+    Runs packed rows as training does (`input_ids` and restarting `position_ids`, no attention mask,
+    no cache), without dropout: later samples must not move when the first one changes, and each
+    must come out as it does in a forward by itself. Whatever fails on the way, the model's own
+    refusal included, is a no with its reason. The random state is left as it was. See `tiny_copy`.
+
+    Args:
+        config: of the model that will be trained (`model.config`), with its attention
+            implementation.
+        model_class: its class before sharding (`model.hf_assets.model_class`); None: the causal LM
+            that transformers maps the config to.
+        sequence_length: tokens of a packed row; windows and chunks that are as long are not cut.
+            None: all are.
+        rows: rows of a micro-batch; with flash attention transformers keeps the samples of one row
+            apart, and not those of several.
+        device: where the run computes, for an attention implementation that the CPU has not.
+    """
+    home = torch.device(device)
+    try:
+        model_class = model_class or _mapped(config)
+        full = on_meta(model_class, config)
+        layers = Layers.of(full)
+        kinds = layers.kinds(full)
+    except Exception as error:  # an architecture may do anything on its way
+        return Verdict(False, f"its layers cannot be looked at: {_said(error)}")
+    verdict = Verdict(False, f"{type(full).__name__} has no decoder layers to look at")
+    if not kinds:
+        return verdict
+    for small in cuts(config, layers, kinds, sequence_length):
+        verdict, ran = _try(model_class, small, layers, set(kinds), rows, home)
+        if ran:
+            break
+    return verdict
+
+
+def _try(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    layers: Layers,
+    kinds: set[str],
+    rows: int,
+    device: torch.device,
+) -> tuple[Verdict, bool]:
+    """Return what a copy of `config` shows, and whether it ran at all."""
+    try:
+        bare = on_meta(model_class, config)
+        if missing := kinds - set(layers.kinds(bare)):
+            return Verdict(
+                False, f"{len(missing)} kind(s) of its layers are not in a tiny copy"
+            ), False
+        size = sum(p.numel() for p in bare.parameters())
+        if size > _MOST_PARAMETERS:
+            return Verdict(
+                False, f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
+            ), False
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),  # flex attention: not worth a compilation
+        ):
+            torch.manual_seed(0)
+            model = _build(model_class, config, device)
+            verdict, by = _compare(model, rows)
+            if 0 < by < _SURE and _dtype(config) == torch.float32:
+                verdict = _without_rounding(model, rows) or verdict
+            return verdict, True
+    except Exception as error:  # an architecture may do anything on its way, and refuse in any way
+        return Verdict(False, f"a tiny copy does not run packed: {_said(error)}"), False
+
+
+# --------------------------------------------------------------------------------------------------
+# The trial
+# --------------------------------------------------------------------------------------------------
+
+
+def _build(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, device: torch.device
+) -> PreTrainedModel:
+    """Return the model with noise on all it has: zeros and ones of a start would hide a leak."""
+    model = model_class._from_config(copy.deepcopy(config), dtype=_dtype(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model.to(device)
+
+
+def _dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Flash attention runs in half precision only."""
+    return torch.bfloat16 if "flash" in str(config._attn_implementation) else torch.float32
+
+
+def _without_rounding(model: PreTrainedModel, rows: int) -> Verdict | None:
+    """Return what the trial shows in fp64; None where the model does not run in it.
+
+    Deep stacks of noise may make much of a difference in the last bit: what is gone in fp64 was
+    rounding.
+    """
+    try:
+        model.set_experts_implementation("eager")  # the grouped product has no fp64
+        return _compare(model.double(), rows)[0]
+    except (RuntimeError, TypeError, ValueError):  # casts of its own, or a kernel without fp64
+        return None
+
+
+@torch.no_grad()
+def _compare(model: PreTrainedModel, rows: int) -> tuple[Verdict, float]:
+    """Return what packed rows show, and by how much of their spread the logits are off."""
+    parameter = next(model.parameters())
+    device, tolerance = parameter.device, _ROUNDING[parameter.dtype]
+    torch.manual_seed(1)
+    for packed in _batches(rows):
+        ids = torch.randint(SPECIAL, VOCABULARY, (rows, sum(packed[0])), device=device)
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in packed])
+        positions = positions.to(device)
+        logits = _logits(model, ids, position_ids=positions)
+        spread = float(logits.std()) or 1.0
+        other = ids.clone()
+        later = torch.zeros_like(ids, dtype=torch.bool)
+        for row, lengths in enumerate(packed):
+            first = ids[row, : lengths[0]]
+            other[row, : lengths[0]] = SPECIAL + (first - SPECIAL + 17) % (VOCABULARY - SPECIAL)
+            later[row, lengths[0] :] = True
+        moved = (_logits(model, other, position_ids=positions) - logits).abs().amax(-1) / spread
+        if not moved.isfinite().all():
+            return Verdict(False, "a tiny copy answers with values that are not finite"), inf
+        if float(moved.max()) <= tolerance:
+            return Verdict(False, "a tiny copy does not answer to its input at all"), inf
+        leak = float((moved * later).max())
+        if leak > tolerance:
+            return Verdict(
+                False,
+                "packed samples see each other: changing the first moves the logits of later ones "
+                f"by {leak:.1e} of their spread",
+            ), leak
+        off = _off(model, ids, packed, logits) / spread
+        if off > tolerance:
+            return Verdict(
+                False,
+                "a packed sample does not come out as it does by itself: its logits differ by "
+                f"{off:.1e} of their spread",
+            ), off
+    return Verdict(True, "packed samples stay apart, as tried on a tiny copy of the model"), 0.0
+
+
+def _off(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    packed: list[tuple[int, ...]],
+    logits: torch.Tensor,
+) -> float:
+    """Return by how much logits of packed samples differ from those of a forward by itself."""
+    most = 0.0
+    for row, lengths in enumerate(packed):
+        begin = 0
+        for n in lengths:
+            part = slice(begin, begin + n)
+            alone = _logits(model, ids[row : row + 1, part])
+            most = max(most, float((alone[0] - logits[row, part]).abs().max()))
+            begin += n
+    return most
+
+
+def _batches(rows: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yield packings of `rows` rows, other ones a row."""
+    for first in range(len(_PACKED) if rows == 1 else 2):
+        packed = [_PACKED[(first + i) % len(_PACKED)] for i in range(rows)]
+        if any(len(lengths) > 1 for lengths in packed):
+            yield packed
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, **inputs).logits
+
+
+def _mapped(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else text[:300].rsplit(" ", 1)[0] + " ..."

@@ -1,0 +1,321 @@
+"""Which layers of a frozen base are kept in 4 bits (QLoRA), and what is refused.
+
+Owns the choice, the swap on meta, and what is said of it. The layer itself is `packed_linear`'s.
+Knows nothing of adapters, ranks, or where the weights come from.
+
+[Note: blocks] A scale belongs to 64 consecutive values of the flattened matrix. Where rows are no
+multiple of that, a block spans two rows, and bitsandbytes 0.50 on CPUs with AVX-512 then pairs
+blocks and scales wrongly, without an error (in_features of 32, 80, 96, ...). Such layers keep the
+base's dtype, on every device, so that a run means the same on each.
+"""
+
+import copy
+import functools
+import inspect
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
+from toolkit.errors import ConfigError, ModelError
+from toolkit.models.causal_lm import decoder_layers, kept_in_fp32, plain_name
+from toolkit.models.packed_linear import BLOCK, PackedLinear, check_device, packed_linear
+from toolkit.models.patterns import no_match, numbered
+
+_SKIP = "lora.bnb_4bit_skip_modules"
+_REPORT = "quantised"  # where a model keeps what was quantised, and what not
+_EXPERTS = re.compile(r"(^|_)(n|num)_(\w+_)?experts$")  # settings that hold a number of experts
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What `quantise_on_meta` did to a model."""
+
+    quant_type: str
+    double_quant: bool
+    layers: tuple[str, ...]
+    """Names of the linear layers in 4 bits."""
+    elements: int
+    """Values in 4 bits."""
+    packed_bytes: int
+    """Bytes of the nibbles, on all ranks together."""
+    scale_bytes: int
+    """Bytes of the scales (and of alignment), on all ranks together."""
+    plain_bytes: int
+    """Bytes that those values take in the base's dtype."""
+    share: float
+    """Share of the values of the decoder layers that is in 4 bits."""
+    left: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Why -> names of the matrices of decoder layers that are not in 4 bits."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Before any work
+# --------------------------------------------------------------------------------------------------
+
+
+def check_quantisation(
+    lora: LoraConfig, sharding: ShardingConfig, model: ModelConfig, device: torch.device | str
+) -> None:
+    """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Nothing without
+    `load_in_4bit`; seconds for the import of bitsandbytes.
+
+    Raises:
+        ConfigError: settings contradict each other, bitsandbytes is missing, or it does not compute
+            in 4 bits on this device; says what to set.
+    """
+    if not lora.load_in_4bit:
+        return
+    setting = "lora.load_in_4bit"
+    if lora.r == 0:
+        raise ConfigError(
+            f"{setting} with lora.r 0: weights in 4 bits cannot be trained in full. Set lora.r to "
+            f"train adapters on them, or {setting}: false"
+        )
+    if model.init == "random":
+        raise ConfigError(
+            f"{setting} with model.init random: there is nothing to quantise but noise. Set "
+            f"model.init: pretrained, or {setting}: false"
+        )
+    if lora.use_dora:
+        raise ConfigError(
+            f"{setting} with lora.use_dora: DoRA needs the rows of the weights, which are packed. "
+            f"Set lora.use_dora: false, or {setting}: false"
+        )
+    check_device(torch.device(device), lora, getattr(torch, sharding.param_dtype))
+
+
+# --------------------------------------------------------------------------------------------------
+# The model on meta
+# --------------------------------------------------------------------------------------------------
+
+
+def quantise_on_meta(
+    model: PreTrainedModel, cfg: LoraConfig, param_dtype: torch.dtype | str
+) -> None:
+    """Replace the linear layers of the decoder layers by packed 4-bit ones, in place, on meta.
+
+    Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers,
+    `lora.modules_to_save`, `lora.bnb_4bit_skip_modules`, and what is no `nn.Linear` (fused experts,
+    convolutions) keep their dtype; `describe` says which. Costs milliseconds a layer and no memory.
+    The method is QLoRA's (https://arxiv.org/abs/2305.14314); see `packed_linear`'s
+    [Note: packed weights].
+
+    Args:
+        model: from `build_on_meta`.
+        param_dtype: in which the units compute, `ShardingConfig.param_dtype`.
+
+    Raises:
+        ModelError: no layer can be quantised, `lora.target_parameters` names one that is, or
+            `lora.bnb_4bit_skip_modules` names nothing.
+        ConfigError: bitsandbytes is missing.
+    """
+    dtype = getattr(torch, param_dtype) if isinstance(param_dtype, str) else param_dtype
+    make = packed_linear()
+    chosen, left = _choose(model, cfg)
+    if not chosen:
+        raise ModelError(
+            f"lora.load_in_4bit: {plain_name(model)} has no linear layer to quantise in its "
+            f"decoder layers ({_why(left) or 'they hold no matrices'}). Set lora.load_in_4bit: "
+            "false"
+        )
+    _refuse_targets(cfg, chosen)
+    packed: dict[int, PackedLinear] = {}
+    weights: dict[int, nn.Parameter] = {}
+    for name, linear in chosen.items():
+        if id(linear) not in packed:
+            layer = make(linear, cfg, dtype)
+            # A weight that two layers share stays one parameter.
+            layer.weight = weights.setdefault(id(linear.weight), layer.weight)
+            packed[id(linear)] = layer
+        model.set_submodule(name, packed[id(linear)])
+    one_each = list({id(layer.weight): layer for layer in packed.values()}.values())
+    elements = sum(layer.elements for layer in one_each)
+    held = {id(p): p.numel() for m in decoder_layers(model).values() for p in m.parameters()}
+    others = sum(n for key, n in held.items() if key not in {id(x.weight) for x in one_each})
+    report = Quantised(
+        cfg.bnb_4bit_quant_type,
+        cfg.bnb_4bit_use_double_quant,
+        tuple(chosen),
+        elements,
+        elements // 2,
+        sum(layer.nbytes for layer in one_each) - elements // 2,
+        sum(layer.elements * layer.source_dtype.itemsize for layer in one_each),
+        elements / (elements + others),
+        left,
+    )
+    vars(model)[_REPORT] = report
+    vars(model)["is_loaded_in_4bit"] = True  # by which PEFT chooses its layers
+
+
+def _choose(
+    model: PreTrainedModel, cfg: LoraConfig
+) -> tuple[dict[str, nn.Linear], dict[str, tuple[str, ...]]]:
+    """Return the layers to quantise by all their names, and why -> names of what is left alone."""
+    fp32, named = set(kept_in_fp32(model)), dict(model.named_modules(remove_duplicate=False))
+    for said in cfg.bnb_4bit_skip_modules:
+        if not any(_ends(name, said) for name in named):
+            raise ModelError(no_match(_SKIP, said, "module", set(map(numbered, named)) - {""}))
+    experts = _numbers_of_experts(model)
+    chosen: dict[str, nn.Linear] = {}
+    left: dict[str, list[str]] = {}
+    for outer, decoder in decoder_layers(model).items():
+        for inner, module in decoder.named_modules(remove_duplicate=False):
+            name = f"{outer}.{inner}" if inner else outer
+            matrices = [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]
+            if not matrices:
+                continue
+            kind: Any = type(module)
+            if not (isinstance(module, nn.Linear) and _only_multiplies(kind)):
+                why = f"in {kind.__name__}, which is no nn.Linear"
+                left.setdefault(why, []).extend(f"{name}.{leaf}" for leaf in matrices)
+            elif why := _left_alone(name, module, named, cfg, fp32, experts):
+                left.setdefault(why, []).append(name)
+            else:
+                chosen[name] = module
+    return chosen, {why: tuple(names) for why, names in left.items()}
+
+
+def _left_alone(
+    name: str,
+    linear: nn.Linear,
+    named: dict[str, nn.Module],
+    cfg: LoraConfig,
+    fp32: set[str],
+    experts: set[int],
+) -> str:
+    """Return why a linear layer keeps its dtype; empty where it does not."""
+    outer, _, leaf = name.rpartition(".")
+    kind: Any = type(named[outer])
+    if any(_ends(name, said) for said in cfg.modules_to_save):
+        return "lora.modules_to_save"
+    if any(_ends(name, said) for said in cfg.bnb_4bit_skip_modules):
+        return _SKIP
+    if f"{name}.weight" in fp32:
+        return "kept in float32 by the model"
+    if _routes(named, name, linear, experts):
+        return "router"
+    if leaf in _read_directly(kind):
+        return "its weight is used without its forward"
+    return f"in_features is no multiple of {BLOCK}" if linear.in_features % BLOCK else ""
+
+
+def _routes(named: dict[str, nn.Module], name: str, linear: nn.Linear, experts: set[int]) -> bool:
+    """Whether the layer chooses among experts: one output for each, a single one, or part of a
+    router.
+    """
+    parts = name.split(".")
+    around = [named[".".join(parts[:i])] for i in range(1, len(parts))]
+    one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
+    return one_each or any("router" in type(m).__name__.lower() for m in around)
+
+
+@functools.cache
+def _only_multiplies(kind: Any) -> bool:
+    """Whether a kind of linear layer answers as `nn.Linear` does (Falcon's own); by a trial."""
+    if kind is nn.Linear:
+        return True
+    with torch.random.fork_rng(devices=[]):
+        plain, own = nn.Linear(6, 4), kind.__new__(kind)
+    own.__dict__.update(copy.deepcopy(plain).__dict__)
+    x = torch.linspace(-1, 1, 18).reshape(3, 6)
+    try:
+        found = own(x)
+    except Exception:  # a layer of somebody's own code, which needs what is not there
+        return False
+    return isinstance(found, torch.Tensor) and torch.allclose(found, plain(x), atol=1e-5)
+
+
+@functools.cache
+def _read_directly(kind: Any) -> frozenset[str]:
+    """Return the children whose weight the code of a module reads, as fused kernels do (Mamba's
+    out_proj): they would get bytes for a matrix. Looks at the source.
+    """
+    found: set[str] = set()
+    for cls in kind.__mro__:
+        if cls is nn.Module:
+            break
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):  # made at run time: it has none
+            continue
+        found.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
+    return frozenset(found)
+
+
+def _numbers_of_experts(model: PreTrainedModel) -> set[int]:
+    settings = model.config.get_text_config().to_dict()
+    return {v for k, v in settings.items() if _EXPERTS.search(k) and isinstance(v, int)}
+
+
+def _ends(name: str, said: str) -> bool:
+    """Whether `said` names the module `name` or one around it: whole, or its end at a dot."""
+    parts = name.split(".")
+    outer = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(path == said or path.endswith(f".{said}") for path in outer)
+
+
+def _refuse_targets(cfg: LoraConfig, chosen: dict[str, nn.Linear]) -> None:
+    for said in cfg.target_parameters:
+        hit = [name for name in chosen if f".{name}.weight".endswith(f".{said}")]
+        if hit:
+            raise ModelError(
+                f"lora.target_parameters: {said!r} names the weight of {hit[0]}, which is in 4 "
+                "bits and no matrix any more; name the layer in lora.target_modules instead"
+            )
+
+
+def _why(left: dict[str, tuple[str, ...]]) -> str:
+    parts = []
+    for reason, names in left.items():
+        known = list(dict.fromkeys(map(numbered, names)))
+        more = f" and {len(known) - 4} more" if len(known) > 4 else ""
+        parts.append(f"{', '.join(known[:4])}{more} ({reason})")
+    return "; ".join(parts)
+
+
+def report_of(model: nn.Module) -> Quantised | None:
+    """Return what `quantise_on_meta` did to `model`, with adapters on it or not; None: nothing."""
+    found = (vars(m).get(_REPORT) for m in model.modules())
+    return next((report for report in found if report is not None), None)
+
+
+def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
+    """Return what decides the values of the base, as JSON; None where nothing is in 4 bits.
+
+    A checkpoint of adapters keeps it: adapters that were trained on one base in 4 bits are wrong on
+    another.
+    """
+    report = report_of(model)
+    if report is None:
+        return None
+    return {
+        "bnb_4bit_quant_type": report.quant_type,
+        "bnb_4bit_use_double_quant": report.double_quant,
+        "blocksize": BLOCK,
+        "layers": dict(sorted(Counter(numbered(name) for name in report.layers).items())),
+    }
+
+
+def describe(model: nn.Module, shards: int) -> str | None:
+    """Return in two lines what is in 4 bits and what not, and the bytes on each of `shards` ranks
+    that share a copy; None where nothing is.
+    """
+    report = report_of(model)
+    if report is None:
+        return None
+    nbytes = report.packed_bytes + report.scale_bytes
+    left = _why(report.left)
+    return (
+        f"{report.quant_type}{', scales quantised too' if report.double_quant else ''}: "
+        f"{len(report.layers)} linear layers, {report.share:.1%} of the decoder layers"
+        + (f"; not: {left}" if left else "")
+        + f"\n{report.packed_bytes / 1e6:,.2f} MB of 4-bit values and "
+        f"{report.scale_bytes / 1e6:,.2f} MB of scales, both sharded: "
+        f"{nbytes / shards / 1e6:,.2f} MB a rank, not {report.plain_bytes / shards / 1e6:,.2f}"
+    )

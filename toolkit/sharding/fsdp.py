@@ -1,0 +1,347 @@
+"""FSDP2 applied to a Hugging Face causal LM: the mesh, and the plan of its units carried out.
+
+Owns how parameters are laid out over devices; the only file that imports `torch.distributed.fsdp`.
+Does not know where the bytes come from: it shards a model on meta. Which modules are units is
+`units`' plan, what is computed twice `recompute`'s, what is gathered ahead `prefetch`'s.
+
+[Note: casts] FSDP2 casts what goes into a unit and what comes out of it, in hooks. Up to torch 2.12
+it leaves two cases out: of a unit of several modules only the first to run gets its inputs cast and
+only the last its output, and a module that a recomputation calls from outside is not cast at all.
+Either way fp32 meets bf16 in the next product. Hooks of our own cast there; where FSDP2 has cast
+already, they change nothing.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from toolkit.config.settings import ShardingConfig
+from toolkit.errors import ShardingError
+from toolkit.models.adapted import base_of
+from toolkit.models.packed_linear import packed_weights
+from toolkit.models.patterns import matching_modules
+from toolkit.sharding.prefetch import Prefetch
+from toolkit.sharding.recompute import recompute_in_backward
+from toolkit.sharding.units import Unit, UnitPlan, plan_units
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+_PLAN = "fsdp_units"  # where a sharded model keeps the plan of its units
+_REDUCE_UNUSED = "set_reduce_scatter_unused_params"
+_IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
+
+
+def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
+    """Return the mesh of the run: (dp_shard,), or (dp_replicate, dp_shard) for replicas (HSDP).
+
+    Args:
+        device_type: "cpu", "cuda", ... as `torch.device.type`.
+        world_size: number of processes; the default process group must have that many.
+
+    Raises:
+        ShardingError: dp_replicate x dp_shard is not the number of processes, or
+            `reshard_after_forward` does not divide the ranks that share a copy.
+    """
+    replicas, shards = mesh_shape(world_size, cfg)
+    if replicas == 1:
+        return init_device_mesh(device_type, (shards,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(REPLICATE, SHARD))
+
+
+def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
+    """Return (replicas, ranks that share a copy) of `world_size` processes.
+
+    Raises:
+        ShardingError: as `init_mesh`.
+    """
+    replicas: int = cfg.dp_replicate
+    shards: int = cfg.dp_shard
+    if shards == -1:
+        shards = world_size // max(1, replicas) if replicas != -1 else world_size
+    if replicas == -1:
+        replicas = world_size // max(1, shards)
+    if replicas < 1 or shards < 1 or replicas * shards != world_size:
+        raise ShardingError(
+            f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
+            f"{world_size} processes; -1 takes all that the other leaves"
+        )
+    told: dict[str, bool | int | str] = {"reshard_after_forward": cfg.reshard_after_forward}
+    for pattern, own in cfg.reshard_after_forward_overrides.items():
+        told[f"reshard_after_forward_overrides[{pattern}]"] = own
+    for name, value in told.items():
+        if not isinstance(value, bool | str) and (value < 1 or shards % value):
+            raise ShardingError(
+                f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy; give "
+                "a divisor, or true, false or auto"
+            )
+    return replicas, shards
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
+    """Shard `model` in place, bottom up: inner units first, the root with all that is left last.
+
+    Every parameter becomes a DTensor sharded over dim 0 (but for what stays replicated, see
+    `units`); on a meta model nothing is allocated. The gathered parameters have `param_dtype`,
+    gradients are reduced in `reduce_dtype`, and the sharded parameters keep their storage dtype.
+    Recomputation goes inside, then compilation, then sharding. Build the optimizer afterwards. See
+    PyTorch's `torch.distributed.fsdp.fully_shard`.
+
+    Raises:
+        ShardingError: nothing would be sharded, the model is sharded already, a dtype cannot be
+            trained in, or settings do not hold together.
+        ModelError: a pattern matches nothing.
+    """
+    if isinstance(model, FSDPModule):
+        raise ShardingError(
+            f"{type(model).__name__} is sharded already; build it anew to shard it otherwise"
+        )
+    _, shards = mesh_shape(mesh.size(), cfg)
+    _refuse_idle_experts(model, mesh.size())
+    plan = plan_units(model, cfg)
+    _refuse_dtypes(model, plan)
+    recomputed = _recompute(model, plan, cfg)
+    if cfg.torch_compile in (True, "layer"):
+        _refuse_units_inside(plan)
+        for name in plan.layers:
+            model.get_submodule(name).compile(**_compile_options(cfg))
+    offload = offload_policy(cfg, mesh.device_type)
+    parameters = dict(model.named_parameters())
+    for unit in plan.units:
+        own = {parameters[name] for name in unit.parameters}
+        inside = {p for name in unit.modules for p in model.get_submodule(name).parameters()}
+        others = {p for p in inside if p not in own and not isinstance(p, DTensor)}
+        modules = [model.get_submodule(name) for name in unit.modules]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
+            mesh=mesh,
+            reshard_after_forward=_reshard(unit, shards),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=unit.reduce_dtype,
+                output_dtype=unit.output_dtype,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+            ignored_params=others or None,
+        )
+        if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
+            _cast_each(modules, unit)
+        if not _around_layers(unit, plan):
+            _reduce_unused(modules[0])
+        parameters = dict(model.named_parameters())
+    if cfg.torch_compile == "model":
+        model.compile(**_compile_options(cfg))
+    plain = [n for n, p in parameters.items() if not isinstance(p, DTensor)]
+    if forgotten := sorted(set(plain) - set(plan.replicated)):
+        raise ShardingError(
+            f"{len(forgotten)} parameter(s) were not sharded: {', '.join(forgotten[:5])}"
+        )
+    vars(model)[_PLAN] = plan
+    # Where the bytes belong, for whoever brings them: host memory under offload.
+    for part in {model, base_of(model)}:
+        vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
+    vars(model)["unshard_early"] = cfg.unshard_early
+    if cfg.forward_prefetch or cfg.backward_prefetch:
+        vars(model)["prefetch"] = Prefetch(
+            model,
+            {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]},
+            cfg.forward_prefetch,
+            cfg.backward_prefetch,
+            cfg.prefetch_order,
+        )
+
+
+def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
+    """Return where sharded parameters live. Memory is page-locked only where a device copies it."""
+    if not cfg.cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=cfg.pin_memory and device_type != "cpu")
+
+
+def plan_of(model: nn.Module) -> UnitPlan:
+    """Return the plan that `apply_fsdp` carried out on `model`.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    plan = vars(model).get(_PLAN)
+    if not isinstance(plan, UnitPlan):
+        raise ShardingError(f"{type(model).__name__} is not sharded; call apply_fsdp first")
+    return plan
+
+
+def unshard_early(model: nn.Module) -> None:
+    """Start gathering the root where `sharding.unshard_early` asks for it; does not wait.
+
+    Call it before a step's batches are fetched: the all-gather then overlaps with that.
+    """
+    if isinstance(model, FSDPModule) and vars(model).get("unshard_early"):
+        model.unshard(async_op=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Before sharding
+# --------------------------------------------------------------------------------------------------
+
+
+def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
+    """Refuse types whose experts may get no token of a rank, where torch cannot reduce them."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    if kind in _IDLE_EXPERTS and ranks > 1 and not hasattr(FSDPModule, _REDUCE_UNUSED):
+        raise ShardingError(
+            f"{kind} sends tokens past its experts: a rank may use none of them while others do, "
+            f"which torch reduces from 2.13 on; this is {torch.__version__}"
+        )
+
+
+def _refuse_dtypes(model: nn.Module, plan: UnitPlan) -> None:
+    parameters = dict(model.named_parameters())
+    packed = packed_weights(model)
+    for unit in plan.units:
+        if torch.float16 in (unit.param_dtype, unit.reduce_dtype):
+            raise ShardingError(
+                "float16 needs loss scaling, which FSDP2 training has not; use bfloat16"
+            )
+        stored: dict[torch.dtype, str] = {}
+        for name in unit.parameters:
+            if name in packed and parameters[name].dtype != unit.param_dtype:
+                raise ShardingError(
+                    f"{name} is stored in 4 bits, as bytes that look like "
+                    f"{parameters[name].dtype}, and would be cast to {unit.param_dtype} in the "
+                    f"unit {unit.name}, which makes noise of them. Give quantise_on_meta the "
+                    "sharding.param_dtype that apply_fsdp gets, and leave such layers out of "
+                    "sharding.param_dtype_overrides"
+                )
+            if parameters[name].requires_grad:  # what is not reduced may be stored otherwise
+                stored.setdefault(parameters[name].dtype, name)
+        if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
+            listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
+            raise ShardingError(
+                f"parameters of several storage dtypes cannot share the unit {unit.name}: "
+                f"{listed}; set model.dtype: float32"
+            )
+
+
+def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:
+    """Have what `cfg` names recomputed in the backward; return the names of those modules."""
+    asked: Any = cfg.activation_checkpointing
+    if asked is False or asked == "none":
+        return []
+    names = list(plan.layers)
+    if cfg.activation_checkpointing_modules:
+        setting = "sharding.activation_checkpointing_modules"
+        chosen = cfg.activation_checkpointing_modules
+        names = list(matching_modules(model, chosen, setting, called=True))
+    # Of nested ones the outer recomputes the inner too.
+    every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
+    names = [n for n in names if not _inside(n, names)][::every]
+    for name in names:
+        recompute_in_backward(
+            model.get_submodule(name),
+            selective=asked == "selective",
+            offload=cfg.activation_offload,
+            pin_memory=cfg.pin_memory,
+        )
+    return names
+
+
+def _inside(name: str, others: list[str]) -> bool:
+    return any(name.startswith(other + ".") for other in others)
+
+
+def _refuse_units_inside(plan: UnitPlan) -> None:
+    """Refuse units inside a compiled layer: the compiled code would run without their hooks."""
+    for unit in plan.units:
+        for name in unit.modules:
+            if around := [layer for layer in plan.layers if name.startswith(layer + ".")]:
+                raise ShardingError(
+                    f"torch_compile: layer compiles {around[0]} as a whole, with the unit {name} "
+                    "inside it; set sharding.torch_compile: model, or leave out what makes that "
+                    "unit (sublayer_units, param_dtype_overrides)"
+                )
+
+
+def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if cfg.torch_compile_backend not in known:
+        raise ShardingError(
+            f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} is none of torch "
+            f"{torch.__version__}: {', '.join(known)}"
+        )
+    return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
+
+
+# --------------------------------------------------------------------------------------------------
+# While sharding
+# --------------------------------------------------------------------------------------------------
+
+
+def _reshard(unit: Unit, shards: int) -> bool | int | None:
+    value = unit.reshard_after_forward
+    if isinstance(value, bool) or value is None:
+        return value
+    if value == 1:  # as PyTorch reads it, without its warning
+        return False
+    return True if value == shards else value
+
+
+def _around_layers(unit: Unit, plan: UnitPlan) -> bool:
+    """Whether the unit is what is left around the layers: the root, or the base model."""
+    outer = [name + "." if name else "" for name in unit.modules]
+    return any(layer.startswith(name) for name in outer for layer in plan.layers)
+
+
+def _reduce_unused(module: nn.Module) -> None:
+    """Have the unit reduce zeros for what this rank did not use (torch 2.13).
+
+    A rank whose tokens went to no expert would otherwise reduce a smaller buffer than the others.
+    Not for what lies around the layers: parameters that no rank ever uses (a tower's embedding)
+    must get no gradient, or AdamW's decay would shrink them.
+    """
+    if isinstance(module, FSDPModule) and hasattr(module, _REDUCE_UNUSED):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _cast_each(modules: list[nn.Module], unit: Unit) -> None:
+    """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
+
+    # Not compiled, as FSDP2's own hooks are not: a compiled layer stays one graph.
+    @torch.compiler.disable
+    def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast(args, unit.param_dtype), _cast(kwargs, unit.param_dtype)
+
+    @torch.compiler.disable
+    def output(_: nn.Module, args: Any, out: Any) -> Any:
+        return _cast(out, unit.output_dtype)
+
+    for module in modules:
+        if unit.cast_forward_inputs:
+            module.register_forward_pre_hook(inputs, with_kwargs=True)
+        if unit.output_dtype is not None:
+            module.register_forward_hook(output)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return `value` with the floating-point tensors in it as `dtype`, where FSDP2 looks too."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # answers of transformers
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{n: _cast(getattr(value, n), dtype) for n in names})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_cast(part, dtype) for part in value))
+    if type(value) in (tuple, list):
+        return type(value)(_cast(part, dtype) for part in value)
+    if type(value) is dict:
+        return {key: _cast(part, dtype) for key, part in value.items()}
+    return value

@@ -1,0 +1,435 @@
+"""Which modules are gathered together, in which dtype, and what stays on every rank.
+
+Owns the plan of FSDP2's units, made from a model without bytes and the config alone: every
+parameter belongs to exactly one unit or to the replicated ones. Knows nothing of ranks or of how
+FSDP2 is called; `sharding` carries the plan out.
+
+[Note: shared parameters] A parameter with several names must belong to one unit, since FSDP2
+gathers it for one owner. Where one of its names lies in no unit but the root (or the base model),
+the root takes it, and the others leave it alone: an embedding tied to the head. Where all lie in
+units, the modules that hold nothing else become one joint unit (zamba's shared transformer), and
+where there are no such modules the units themselves are joined. A head that computes in a dtype of
+its own makes a joint unit with the embedding that it is tied to.
+
+[Note: replicated parameters] What transformers keeps in fp32 for half precision (routers, decay
+rates, sinks) are vectors and small matrices inside modules that compute in bf16, often used without
+a forward of their own, so that no unit's hook would gather them. They stay whole on every rank, in
+fp32, and their gradient is averaged once a step. So do scalars, which FSDP2 cannot shard.
+"""
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.config.settings import ShardingConfig
+from toolkit.errors import ShardingError
+from toolkit.models.adapted import bare, base_of, copies, is_adapted
+from toolkit.models.causal_lm import decoder_layers, kept_in_fp32, plain_name
+from toolkit.models.packed_linear import packed_weights
+from toolkit.models.patterns import matching_modules, matching_parameters
+
+ROOT = ""
+Member = tuple[str, ...]  # the names of a unit's modules
+
+# Layers whose backward does not pass through the hooks of modules.
+_ROOT_ONLY = {"reformer": "its reversible layers run their backward without the hooks of modules"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One FSDP2 communication group: gathered, freed and reduced together."""
+
+    modules: tuple[str, ...]
+    """Names of its modules; the root's is empty."""
+    parameters: tuple[str, ...]
+    """Names of the parameters that it owns, the first name of tied ones."""
+    param_dtype: torch.dtype
+    """Dtype of the gathered parameters and of the computation."""
+    reduce_dtype: torch.dtype
+    output_dtype: torch.dtype | None
+    cast_forward_inputs: bool
+    reshard_after_forward: bool | int | None
+    """Whether the gathered parameters are freed after the forward, or how many ranks then share
+    them; None: they are, except of the root."""
+
+    @property
+    def name(self) -> str:
+        """The first module's name, `(root)` of the root."""
+        return self.modules[0] or "(root)"
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The units of a model, bottom up, and what is not sharded."""
+
+    units: tuple[Unit, ...]
+    """Inner units before outer ones; the root last."""
+    layers: tuple[str, ...]
+    """Names of the layers, for recomputation and compilation."""
+    replicated: tuple[str, ...]
+    """Names of the parameters that every rank keeps whole; first names of tied ones."""
+    root_only: str | None
+    """Why the layers are not units, where they cannot be."""
+
+
+def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
+    """Return the units that `cfg` asks of `model`. Milliseconds a layer; no bytes are needed.
+
+    Args:
+        model: a plain causal LM or one with adapters, on meta or not, tied.
+
+    Raises:
+        ShardingError: there is nothing to shard but the root, or the settings cannot hold together.
+        ModelError: a pattern matches nothing.
+    """
+    named = dict(model.named_modules())
+    replicated = _replicated(model, cfg)
+    layers, root_only = _layers(model, cfg)
+    head = _head(model, named)
+    members: list[Member] = []
+    if root_only is None:
+        members += _every(layers, cfg.layers_per_unit)
+        if cfg.sublayer_units:
+            members += [(n,) for layer in layers for n in _sublayers(named, layer)]
+    if cfg.embedding_units:
+        members += [(n,) for n in (_embedding(model, named), head) if n is not None]
+    if cfg.base_model_unit:
+        members.append((_base_model(model, named),))
+    dtypes = _overrides(model, cfg, members, head)
+    members = list(dict.fromkeys([*members, *dtypes, (ROOT,)]))
+    members = _joined(model, members, replicated, dtypes.keys())
+    owned = _owned(model, members, replicated)
+    if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
+        raise ShardingError(
+            f"{plain_name(model)}: no unit but the root would hold a parameter; "
+            + (
+                "sharding.ignored_parameters leaves none to shard: name fewer"
+                if cfg.ignored_parameters
+                else "set sharding.layer_classes to the class of its layers"
+            )
+        )
+    order = {name: i for i, name in enumerate(named)}
+    filled = [m for m in members if owned[m] or m == (ROOT,)]
+    filled.sort(key=lambda m: (-max(map(_depth, m)), order[m[0]]))
+    units = [_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
+    units = _reshard_as_told(model, cfg, units)
+    names = [n for n, p in model.named_parameters() if id(p) in replicated]
+    return UnitPlan(tuple(units), tuple(layers), tuple(names), root_only)
+
+
+# --------------------------------------------------------------------------------------------------
+# Candidates
+# --------------------------------------------------------------------------------------------------
+
+
+def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
+    """Return the names of the layers, and why they are no units where they cannot be."""
+    if cfg.layer_classes:
+        names = matching_modules(model, cfg.layer_classes, "sharding.layer_classes", called=True)
+        return list(names), None
+    layers = list(decoder_layers(model))
+    if not layers:
+        raise ShardingError(
+            f"{plain_name(model)} has no decoder layers to shard (_no_split_modules is empty and "
+            "it holds no ModuleList); set sharding.layer_classes to the class of its layers"
+        )
+    return layers, _ROOT_ONLY.get(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def _every(layers: list[str], count: int) -> list[Member]:
+    """Return the layers in runs of `count`, each within one stack."""
+    stacks: dict[str, list[str]] = {}
+    for name in layers:
+        stacks.setdefault(name.rpartition(".")[0], []).append(name)
+    return [
+        tuple(stack[i : i + count])
+        for stack in stacks.values()
+        for i in range(0, len(stack), count)
+    ]
+
+
+def _sublayers(named: dict[str, nn.Module], name: str) -> list[str]:
+    """Return the parts of a layer that hold matrices: its attention, its MLP, its mixer."""
+    found = []
+    for part, child in named[name].named_children():
+        path = f"{name}.{part}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # never called itself
+            found += _sublayers(named, path)
+        elif any(p.ndim > 1 for p in child.parameters()):
+            found.append(path)
+    return found
+
+
+def _head(model: nn.Module, named: dict[str, nn.Module]) -> str | None:
+    base = base_of(model)
+    return _name_of(base.get_output_embeddings(), named) if _is_hf(base) else None
+
+
+def _embedding(model: nn.Module, named: dict[str, nn.Module]) -> str | None:
+    base = base_of(model)
+    return _name_of(base.get_input_embeddings(), named) if _is_hf(base) else None
+
+
+def _is_hf(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel)
+
+
+def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | None:
+    if module is None or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return None
+    return next((name for name, found in named.items() if found is module), None)
+
+
+def _base_model(model: nn.Module, named: dict[str, nn.Module]) -> str:
+    base = base_of(model)
+    prefix = getattr(base, "base_model_prefix", "")
+    name = _name_of(base._modules.get(prefix), named)
+    if not name:
+        raise ShardingError(
+            f"{plain_name(model)} has no base model inside it; leave sharding.base_model_unit out"
+        )
+    return name
+
+
+def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
+    """Return what is not sharded; see [Note: replicated parameters].
+
+    The dtype of adapters is chosen on purpose, and says nothing of what they compute in.
+    """
+    names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
+    found = {id(model.get_parameter(name)) for name in names}
+    if cfg.param_dtype != "float32":
+        with bare(model) as base:
+            found |= {id(base.get_parameter(name)) for name in kept_in_fp32(base)}
+    elements: dict[torch.dtype, int] = {}
+    packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
+    stored = [p for p in model.parameters() if id(p) not in packed]
+    stored = [p for p in stored if not (is_adapted(model) and p.requires_grad)]
+    for parameter in stored:
+        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+    commonest = max(elements, key=elements.__getitem__, default=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim == 0:
+            found.add(id(parameter))
+    for parameter in stored:
+        # Made in fp32 by the model's own code, among parameters stored in half precision.
+        if parameter.dtype == torch.float32 != commonest:
+            found.add(id(parameter))
+    # What is trained in full lies as its original does: the two are compared and copied by row.
+    return found | {id(copy) for original, copy in copies(model) if id(original) in found}
+
+
+def _overrides(
+    model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
+) -> dict[Member, torch.dtype]:
+    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit.
+
+    A unit inside a module that was named computes as that does.
+    """
+    wanted: dict[str, torch.dtype] = {}
+    for pattern, said in cfg.param_dtype_overrides.items():
+        setting = "sharding.param_dtype_overrides"
+        for name, module in matching_modules(model, [pattern], setting).items():
+            for path in _called(name, module):
+                wanted[path] = _dtype(said)
+    units = {name: member for member in members for name in member}
+    default = _dtype(cfg.param_dtype)
+    dtypes: dict[Member, torch.dtype] = {}
+    groups: dict[tuple[Member, torch.dtype], list[str]] = {}
+    for member in members:
+        told = {_told([*_outer(name), name], wanted, default) for name in member}
+        if len(told) > 1:
+            raise ShardingError(
+                f"sharding.param_dtype_overrides asks for {' and '.join(sorted(map(str, told)))} "
+                f"in one unit ({', '.join(member)}), which computes in one dtype; name all of its "
+                "modules, or set sharding.layers_per_unit: 1"
+            )
+        if told != {default}:
+            dtypes[member] = told.pop()
+    for name, dtype in wanted.items():
+        holds = any(True for _ in model.get_submodule(name).parameters())
+        if name in units or not holds or dtype == _told(_outer(name), wanted, default):
+            continue
+        if name == head:
+            dtypes[(name,)] = dtype
+        else:
+            inside = [outer for outer in _outer(name) if outer in units]
+            home = units[inside[-1]] if inside else (ROOT,)
+            groups.setdefault((home, dtype), []).append(name)
+    return dtypes | {tuple(names): dtype for (_, dtype), names in groups.items()}
+
+
+def _called(name: str, module: nn.Module) -> list[str]:
+    """Return `name`, or of a container, which has no forward, what it holds."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [name]
+    children = module.named_children()
+    return [path for part, child in children for path in _called(f"{name}.{part}", child)]
+
+
+def _told(path: list[str], wanted: dict[str, torch.dtype], default: torch.dtype) -> torch.dtype:
+    """Return the dtype of the innermost module of `path` that was named."""
+    return next((wanted[name] for name in reversed(path) if name in wanted), default)
+
+
+# --------------------------------------------------------------------------------------------------
+# Owners
+# --------------------------------------------------------------------------------------------------
+
+
+def _joined(
+    model: nn.Module, members: list[Member], replicated: set[int], own_dtype: Set[Member]
+) -> list[Member]:
+    """Return `members` with joint units for shared parameters; see [Note: shared parameters]."""
+    shared = {k: n for k, n in _families(model).items() if len(n) > 1 and k not in replicated}
+    apart: dict[frozenset[Member], list[list[str]]] = {}
+    for aliases in shared.values():
+        homes = frozenset(_home(name, members) for name in aliases)
+        if len(homes) > 1 and (_outermost(homes) is None or homes & own_dtype):
+            apart.setdefault(homes, []).append(aliases)
+    for homes, families in apart.items():
+        tops = [_shared_top(model, name, shared) for aliases in families for name in aliases]
+        if None in tops:
+            if _outermost(homes) is not None:  # owned by the outer one
+                continue
+            joint = tuple(dict.fromkeys(name for home in members if home in homes for name in home))
+        else:
+            joint = tuple(dict.fromkeys(top for top in tops if top is not None))
+        members = [m for m in members if not set(m) <= set(joint)]
+        members.append(joint)
+    return members
+
+
+def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> str | None:
+    """Return the highest module around a parameter that holds shared parameters only."""
+    top = None
+    for outer in reversed(_outer(name)):
+        if any(id(p) not in shared for p in model.get_submodule(outer).parameters()):
+            break
+        if not isinstance(model.get_submodule(outer), nn.ModuleList | nn.ModuleDict):
+            top = outer
+    return top
+
+
+def _owned(
+    model: nn.Module, members: list[Member], replicated: set[int]
+) -> dict[Member, tuple[str, ...]]:
+    """Return unit -> the parameters that it owns, by their first names."""
+    owned: dict[Member, list[str]] = {member: [] for member in members}
+    for key, aliases in _families(model).items():
+        if key in replicated:
+            continue
+        homes = frozenset(_home(name, members) for name in aliases)
+        owner = next(iter(homes)) if len(homes) == 1 else _outermost(homes)
+        if owner is None:
+            raise ShardingError(
+                f"{' and '.join(aliases)} are one parameter, which the units "
+                f"{' and '.join(_shown(h) for h in sorted(homes))} would both hold; set "
+                "sharding.layer_classes to modules that hold all of its names"
+            )
+        owned[owner].append(aliases[0])
+    return {member: tuple(names) for member, names in owned.items()}
+
+
+def _families(model: nn.Module) -> dict[int, list[str]]:
+    """Return every parameter's id -> all its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _home(name: str, members: list[Member]) -> Member:
+    """Return the innermost unit around a parameter's name."""
+    by_module = {module: member for member in members for module in member}
+    inside = [outer for outer in _outer(name) if outer in by_module]
+    return by_module[inside[-1]] if inside else (ROOT,)
+
+
+def _outermost(homes: Iterable[Member]) -> Member | None:
+    """Return the unit that lies around all others, where one does."""
+    for home in homes:
+        others = [module for other in homes if other != home for module in other]
+        if all(any(_around(module, outer) for module in home) for outer in others):
+            return home
+    return None
+
+
+def _around(module: str, inner: str) -> bool:
+    return module == ROOT or inner.startswith(module + ".")
+
+
+def _outer(name: str) -> list[str]:
+    """Return the modules around a name, outermost first, the root left out."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _depth(module: str) -> int:
+    return len(module.split(".")) if module else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Policies
+# --------------------------------------------------------------------------------------------------
+
+
+def _unit(
+    cfg: ShardingConfig,
+    member: Member,
+    parameters: tuple[str, ...],
+    members: list[Member],
+    dtypes: dict[Member, torch.dtype],
+    head: str | None,
+) -> Unit:
+    own = [dtypes[part] for part in dtypes if set(part) <= set(member)]
+    param_dtype = own[-1] if own else _dtype(cfg.param_dtype)
+    output_dtype = None
+    if member == (ROOT,):
+        output_dtype = None if cfg.output_dtype is None else _dtype(cfg.output_dtype)
+    elif own and head not in member:  # as what lies around it computes
+        around = _home(member[0], members)
+        output_dtype = dtypes.get(around, _dtype(cfg.param_dtype))
+    told = cfg.reshard_after_forward
+    reshard: bool | int | None = told if told != "auto" else True  # type: ignore[assignment]
+    if member == (ROOT,) and (told == "auto" or not isinstance(told, bool)):
+        reshard = None  # kept: the backward begins with it
+    elif member == (head,) and told == "auto":
+        reshard = False
+    return Unit(
+        member,
+        parameters,
+        param_dtype,
+        _dtype(cfg.reduce_dtype),
+        output_dtype,
+        cfg.cast_forward_inputs,
+        reshard,
+    )
+
+
+def _reshard_as_told(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
+    """Apply `reshard_after_forward_overrides`; each pattern must name a unit."""
+    for pattern, value in cfg.reshard_after_forward_overrides.items():
+        setting = "sharding.reshard_after_forward_overrides"
+        names = set(matching_modules(model, [pattern], setting))
+        if not any(names.intersection(u.modules) for u in units):
+            raise ShardingError(
+                f"{setting}: {pattern!r} names no unit; the units are "
+                f"{', '.join(u.name for u in units[:8])}{' ...' if len(units) > 8 else ''}"
+            )
+        units = [
+            replace(u, reshard_after_forward=value) if names.intersection(u.modules) else u
+            for u in units
+        ]
+    return units
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _shown(member: Member) -> str:
+    return member[0] or "(root)"

@@ -1,0 +1,98 @@
+"""When a run stops because its evaluations no longer get better.
+
+Owns the count of evaluations without an improvement, a few numbers that a checkpoint keeps. Which
+metric counts, and which way is better, `checkpoint.metric_for_best_model` says, as for `keep_best`.
+Knows nothing of the loop.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.config.retention import retention
+from toolkit.config.settings import CheckpointConfig, FinetuneTrainConfig
+from toolkit.errors import TrainingError
+
+KEY = "early_stopping"
+"""Where `TrainState.extra` keeps the state."""
+
+
+@dataclass
+class EarlyStopping:
+    """The best value so far, and how many evaluations in a row were not better."""
+
+    metric: str
+    greater_is_better: bool
+    patience: int
+    """Evaluations in a row without an improvement that end the run."""
+    threshold: float = 0.0
+    """By how much a value must be better than the best to count. The best moves only with those
+    that count, so that many small steps together do count."""
+    best: float | None = None
+    waited: int = 0
+    """Evaluations since the best."""
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run should end; also after a resume of a run that had ended so."""
+        return self.waited >= self.patience
+
+    def update(self, metrics: Mapping[str, float]) -> bool:
+        """Take in one evaluation; return `stop`. A value that is not finite is no improvement.
+
+        Raises:
+            TrainingError: the evaluation has no such metric; lists those that it has.
+        """
+        if self.metric not in metrics:
+            raise TrainingError(
+                f"train.early_stopping_patience compares {self.metric} "
+                "(checkpoint.metric_for_best_model), which the evaluation has not; it has "
+                f"{', '.join(sorted(metrics)) or 'none'}"
+            )
+        value = float(metrics[self.metric])
+        if math.isfinite(value) and self._better(value):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        return self.stop
+
+    def _better(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        gain = value - self.best if self.greater_is_better else self.best - value
+        return gain > self.threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, in JSON's types; put it under `KEY` of
+        `TrainState.extra`.
+        """
+        return {"metric": self.metric, "best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint kept. Patience and threshold stay the config's.
+
+        Raises:
+            TrainingError: the checkpoint compared another metric.
+        """
+        if state["metric"] != self.metric:
+            raise TrainingError(
+                f"this run stops early by {state['metric']} so far (best {state['best']}), and now "
+                f"checkpoint.metric_for_best_model asks for {self.metric}, which has no best value "
+                "yet; set it back, or give another output_dir"
+            )
+        best = state["best"]
+        self.best, self.waited = None if best is None else float(best), int(state["waited"])
+
+
+def early_stopping(train: FinetuneTrainConfig, saving: CheckpointConfig) -> EarlyStopping | None:
+    """Return the state to begin with, None where `train.early_stopping_patience` is empty."""
+    if train.early_stopping_patience is None:
+        return None
+    policy = retention(saving)
+    return EarlyStopping(
+        policy.metric,
+        policy.greater_is_better,
+        train.early_stopping_patience,
+        train.early_stopping_threshold,
+    )

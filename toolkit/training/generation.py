@@ -1,0 +1,213 @@
+"""Answers of a sharded model to a few prompts, while it trains.
+
+Owns that all ranks run as many forwards as each other (FSDP gathers in every one) and that an
+answer does not depend on how many ranks there are. Decoding itself is transformers' `generate`.
+Knows nothing of the loop or of what is done with the answers.
+
+[Note: one forward each] `generate` calls the transformers model, whose forward is not the one that
+FSDP's hooks sit on where adapters lie around it: what the outermost unit holds would not be
+gathered. There each call is led through the outermost module, which calls the inner one in turn.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.errors import TrainingError
+from toolkit.formats.layout import reshard
+from toolkit.models.adapted import base_of
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    chat: bool,
+) -> list[str]:
+    """Return the model's greedy answer to each of `prompts`, on every rank. Collective.
+
+    Each prompt is answered by itself, without padding, on one of the ranks; all ranks run along
+    until the longest answer of a round is done, with a key-value cache where the model has one.
+    Costs `ceil(prompts / ranks) * max_new_tokens` forwards at most, each with its all-gathers. The
+    model comes back in the mode it was in and sharded, and the random state is untouched.
+
+    Args:
+        model: sharded, or plain in one process; adapters may lie around it.
+        tokenizer: the model's, the same on every rank.
+        prompts: the same on every rank.
+        max_new_tokens: an answer ends there, or before with an end token.
+        chat: whether a prompt is what a user says, in the tokenizer's chat template; else it is
+            text to continue.
+
+    Raises:
+        TrainingError: on every rank; a prompt that has no tokens or leaves no position for an
+            answer, or the tokenizer has no chat template.
+    """
+    if not prompts:
+        return []
+    base = base_of(model)
+    encoded = ranks.together(
+        lambda: encoded_prompts(model, tokenizer, prompts, max_new_tokens=max_new_tokens, chat=chat)
+    )
+    settings = _greedy(base, tokenizer, max_new_tokens)
+    world, mine = ranks.world_size(), {}
+    reshard(model)
+    with _answering(model, base, settings):
+        for first in range(0, len(encoded), world):
+            number = min(first + ranks.rank(), len(encoded) - 1)  # none waits: some repeat the last
+            prompt = torch.tensor([encoded[number]], device=_device(base))
+            mine[number] = _answer(base, settings, prompt)
+    texts = ranks.together(
+        lambda: {n: tokenizer.decode(ids, skip_special_tokens=True) for n, ids in mine.items()}
+    )
+    found: dict[int, Any] = {}
+    for part in ranks.gather(texts):
+        found |= part
+    return [found[number] for number in range(len(prompts))]
+
+
+def encoded_prompts(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    chat: bool,
+) -> list[list[int]]:
+    """Return the token ids of `prompts`, as `generate` asks them. Call it at start: what `generate`
+    refuses is refused here, before the training.
+
+    Args:
+        model: its config is looked at only; it may be on meta. The rest as for `generate`.
+
+    Raises:
+        TrainingError: as `generate`.
+    """
+    if max_new_tokens < 1:
+        raise TrainingError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    base = base_of(model)
+    return [_encoded(base, tokenizer, prompt, max_new_tokens, chat) for prompt in prompts]
+
+
+def _encoded(
+    base: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, chat: bool
+) -> list[int]:
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise TrainingError(
+                "the tokenizer has no chat template to put eval_prompts in; set data.chat_template"
+            )
+        turns = [{"role": "user", "content": prompt}]
+        try:
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template raises whatever it likes
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise TrainingError(
+                f"the chat template refuses the prompt {prompt[:60]!r} as the only turn ({said}); "
+                "leave train.eval_prompts out, or set data.chat_template"
+            ) from error
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise TrainingError(f"the prompt {prompt[:60]!r} has no tokens; give one that has text")
+    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < len(ids) + max_new_tokens:
+        raise TrainingError(
+            f"the prompt {prompt[:60]!r} has {len(ids)} tokens, and with {max_new_tokens} more the "
+            f"model's {positions} positions do not hold it; shorten it, or ask for fewer new tokens"
+        )
+    return list(ids)
+
+
+def _greedy(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> GenerationConfig:
+    """Return settings that hold nothing but greedy decoding and the model's end tokens.
+
+    A checkpoint's generation_config.json may ask for sampling, penalties or forced tokens.
+    """
+    ends: set[int] = set()
+    for holder in (getattr(base, "generation_config", None), tokenizer):
+        said = getattr(holder, "eos_token_id", None)
+        ends.update([said] if isinstance(said, int) else said or [])
+    padding = tokenizer.pad_token_id
+    if padding is None:  # never used: no row is padded
+        padding = min(ends, default=0)
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=padding,
+    )
+
+
+def _answer(base: Any, settings: GenerationConfig, prompt: torch.Tensor) -> list[int]:
+    answer = base.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        generation_config=settings,
+        synced_gpus=ranks.world_size() > 1,
+    )
+    return answer[0, prompt.shape[1] :].tolist()
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Return where the model computes: under offload not where its parameters are."""
+    parameter = next(model.parameters())
+    if isinstance(parameter, DTensor):
+        return torch.device(parameter.device_mesh.device_type)
+    return parameter.device
+
+
+@contextlib.contextmanager
+def _answering(
+    model: nn.Module, base: PreTrainedModel, settings: GenerationConfig
+) -> Iterator[None]:
+    """Put the model into the state to answer in, and back; see [Note: one forward each]."""
+    modes = {module: module.training for module in model.modules()}
+    own, device = base.generation_config, _device(base)
+    model.eval()
+    base.generation_config = settings
+    if base is not model:
+        vars(base)["forward"] = _through(model, base.forward)
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),  # each length would be compiled anew
+        ):
+            yield
+    finally:
+        if base is not model:
+            del vars(base)["forward"]
+        base.generation_config = own
+        for module, mode in modes.items():
+            module.training = mode
+        reshard(model)
+
+
+def _through(outer: nn.Module, forward: Any) -> Any:
+    """Return a forward of the base that goes through `outer`, which calls it again inside."""
+    inside = False
+
+    @functools.wraps(forward)  # transformers reads the names of its parameters
+    def led(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return forward(*args, **kwargs)
+        inside = True
+        try:
+            return outer(*args, **kwargs)
+        finally:
+            inside = False
+
+    return led

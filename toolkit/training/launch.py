@@ -1,0 +1,348 @@
+"""Accelerate: which processes a run has, their device, their random state, their batches.
+
+Owns the door between the launcher and the library: the only file that imports `accelerate` and the
+only one that reads what the launcher says in the environment. Does not know the model, and
+Accelerate never sees it: sharding is `toolkit.sharding`'s alone.
+"""
+
+import atexit
+import datetime
+import hashlib
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from toolkit import ranks
+from toolkit.config import accelerate_yaml
+from toolkit.errors import ConfigError, LaunchError, ToolkitError
+from toolkit.training import background as in_flight
+
+# Nodes of one job may start minutes apart; a rank that never comes should not be waited for all
+# night.
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
+# Of training's own collectives; what waits for one rank's work has a day (`ranks`).
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
+# How long a process that has nothing to add waits for the one that speaks for its machine.
+_LET_SPEAK = datetime.timedelta(seconds=10)
+
+
+# How long a run that failed waits for the checkpoint that was being written behind it.
+_LET_FINISH = datetime.timedelta(minutes=5)
+# What says how many processes another launcher started, without telling torch.
+_OTHER_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The processes of this run, as one of them sees them."""
+
+    accelerator: Accelerator
+    device: torch.device
+    rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """Print a line once, from the main process."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def loader(
+        self,
+        dataset: Dataset,
+        batches: Sampler,
+        workers: int = 0,
+        collate_fn: Callable[[list], Any] | None = None,
+    ) -> Any:
+        """Return Accelerate's loader: batch i of `batches` goes to rank i % world_size, on its
+        device.
+
+        `batches` must yield a multiple of world_size batches: Accelerate would repeat samples to
+        fill up.
+        """
+        # A generator of its own: an iterator draws a seed, which must not come from dropout's.
+        loader = DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=workers,
+            generator=torch.Generator(),
+            collate_fn=collate_fn,
+        )
+        return self.accelerator.prepare_data_loader(loader, device_placement=True)
+
+    def stream(self, batches: IterableDataset, workers: int = 0) -> Any:
+        """Return Accelerate's loader of `batches`, which yields this rank's batches itself, put on
+        its device.
+
+        Reading ahead takes one worker process; more would each read everything.
+        """
+        loader = DataLoader(
+            batches,
+            batch_size=None,
+            num_workers=min(workers, 1),
+            generator=torch.Generator(),
+        )
+        # As one process of one: Accelerate would else deal the batches out once more.
+        return prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+        )
+
+
+def settings() -> dict[str, Any]:
+    """Return what the launch configuration says on sharding, as defaults for `config.parse`.
+
+    An Accelerate FSDP YAML becomes dotted settings (`sharding.cpu_offload`); what it asks for in
+    vain is a note on stderr, once for all processes. Call it before `start`, and once: afterwards
+    nobody else can obey the YAML.
+
+    Raises:
+        LaunchError: a launch configuration for another engine, for float16, or with a value that
+            is none.
+    """
+    _refuse_other_engines()
+    found, notes = accelerate_yaml.translate(os.environ)
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    _hide_from_accelerate()
+    return found
+
+
+@contextmanager
+def start() -> Iterator[Run]:
+    """Bring up the processes of the run, and take the process group down after a good end.
+
+    Works under `accelerate launch`, `torchrun` and plain `python` (one process). Every run has a
+    process group, so that one process is no special case.
+
+    Raises:
+        LaunchError: fewer processes than asked for, processes that do not find each other, more
+            processes than devices, or a launch configuration for another engine.
+    """
+    _refuse_other_engines()
+    if accelerate_yaml.is_fsdp(os.environ) and os.environ.get("RANK", "0") == "0":
+        print(
+            "note: fsdp_config of the Accelerate YAML is not read by this program, which does not "
+            "ask for launch.settings()",
+            file=sys.stderr,
+            flush=True,
+        )
+    _hide_from_accelerate()
+    cpu = not torch.accelerator.is_available() or _flag("ACCELERATE_USE_CPU")
+    rank, world, local = _asked()
+    device_type = "cpu" if cpu else torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    if device_type != "cpu":
+        count = torch.accelerator.device_count()
+        here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if here > count:
+            raise LaunchError(
+                f"{here} processes were started on this machine, which has {count} device(s); "
+                "start at most one process per device (--num_processes)"
+            )
+        torch.accelerator.set_device_index(local)
+    _connect(device_type, rank, world)
+    if rank or not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # one set of bars, and none in a log
+    try:
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no")
+        if accelerator.num_processes != world or accelerator.process_index != rank:
+            raise LaunchError(
+                f"the launcher started process {rank} of {world}, Accelerate sees "
+                f"{accelerator.process_index} of {accelerator.num_processes}; use a file of "
+                "accelerate_configs/"
+            )
+        yield Run(accelerator, accelerator.device, rank, world)
+        ranks.end()
+    except BaseException:
+        _let_finish()  # a second Ctrl-C ends the wait
+        # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
+        # a rank that fails just leaves, so that the launcher ends the others.
+        if world == 1 and not in_flight.busy():
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _let_finish() -> None:
+    """Give a checkpoint in flight the time to become whole; what it fails with comes second."""
+    try:
+        ranks.end(_LET_FINISH.total_seconds())
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run `main` as a program: a `ToolkitError` ends it with one line and a non-zero exit on each
+    rank.
+
+    Exit codes: 1 for a failure, 2 for a configuration that cannot be read. Where all ranks fail
+    alike, one of them says so.
+    """
+    try:
+        main()
+        _leave(0)
+    except ToolkitError as error:
+        before_ranks_met = isinstance(error, ConfigError | LaunchError)
+        rank = os.environ.get("RANK", "0")
+        # Before the ranks know each other each machine speaks for itself.
+        alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
+        if not getattr(error, "already_said", False) and (alone or not before_ranks_met):
+            where = f"[rank {rank}] " if rank != "0" else ""
+            print(f"{where}error: {error}", file=sys.stderr, flush=True)
+            if os.environ.get("TOOLKIT_TRACEBACK"):
+                traceback.print_exc()
+        elif before_ranks_met and not alone:
+            # The launcher ends all processes at the first exit, also one that has not spoken yet.
+            # At the speaker's own exit it ends this one, asleep or not.
+            time.sleep(_LET_SPEAK.total_seconds())
+        code = 2 if isinstance(error, ConfigError) else 1
+        _leave(code)
+        sys.exit(code)
+    except KeyboardInterrupt:
+        _leave(130)
+        sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        _leave(1)
+        sys.exit(1)
+
+
+def _leave(code: int) -> None:
+    """End a launched process here, a good one after its exit handlers, without tearing it down.
+
+    Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
+    go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
+    loaded runs with torch 2.13): a finished run would be reported as failed.
+    """
+    if "RANK" in os.environ:
+        if code == 0:
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed python, numpy and torch, each rank differently: two ranks must not drop the same
+    units.
+    """
+    key = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+    random.seed(int.from_bytes(key[:8], "little"))
+    numpy.random.seed(int.from_bytes(key[8:12], "little"))
+    torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
+
+
+def _asked() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) as the launcher set them.
+
+    Raises:
+        LaunchError: `accelerate launch` was asked for several processes and started one.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        said = {n: os.environ.get(n, "(not set)") for n in ("RANK", "WORLD_SIZE")}
+        said["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", said["RANK"])
+        if all(v.isdecimal() for v in said.values()) and int(said["RANK"]) < int(
+            said["WORLD_SIZE"]
+        ):
+            return int(said["RANK"]), int(said["WORLD_SIZE"]), int(said["LOCAL_RANK"])
+        raise LaunchError(
+            "the environment names no process of a run "
+            f"({', '.join(f'{n} {v}' for n, v in said.items())}); "
+            "start with accelerate launch or torchrun, which set all of them, or unset them for "
+            "one process"
+        )
+    for name, launcher in _OTHER_LAUNCHERS.items():
+        if os.environ.get(name, "1") not in ("0", "1"):
+            raise LaunchError(
+                f"{launcher} started {os.environ[name]} processes ({name}) that do not know each "
+                "other, and each would train on its own; let it start one accelerate launch or "
+                "torchrun a machine"
+            )
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        raise LaunchError(
+            "accelerate launch was asked for several processes and started one: distributed_type "
+            "MULTI_CPU and --cpu --num_processes N do that. Use --config_file "
+            "accelerate_configs/cpu.yaml --num_processes N, or torchrun --nproc_per_node N"
+        )
+    return 0, 1, 0
+
+
+def _connect(device_type: str, rank: int, world: int) -> None:
+    """Create the default process group, with gloo beside the device's own backend.
+
+    Gloo carries objects, offloaded gradients and everything that must not wait inside NCCL.
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if device_type != "cpu":
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        if world == 1 and "MASTER_ADDR" not in os.environ:
+            store: dist.Store = dist.HashStore()
+        else:
+            store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
+            store.set_timeout(_RENDEZVOUS_TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE_TIMEOUT
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"process {rank} of {world} did not meet the others at {where}: "
+            f"{str(error).strip().splitlines()[0]}; every node must reach main_process_ip and "
+            "main_process_port, and start with its own machine_rank"
+        ) from error
+
+
+def _refuse_other_engines() -> None:
+    for name, engine in (
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron"),
+    ):
+        if _flag(name):
+            raise LaunchError(
+                f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. "
+                "Use a file of accelerate_configs/"
+            )
+
+
+def _hide_from_accelerate() -> None:
+    """Remove what is translated from the environment: one engine shards, and it is not Accelerate.
+
+    See `accelerate_yaml.is_translated` for what would obey it.
+    """
+    for name in [n for n in os.environ if accelerate_yaml.is_translated(n)]:
+        del os.environ[name]
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")

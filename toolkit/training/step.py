@@ -1,0 +1,241 @@
+"""One optimizer step and one evaluation, right for any number of ranks and micro-batches.
+
+Owns what nobody should derive again: the loss weighted by tokens over the global batch, gradient
+reduction on the last micro-batch only, the norm of a sharded gradient. Knows no files.
+
+[Note: token weighting] The loss is the mean over the supervised tokens of the global batch. So the
+tokens of all micro-batches of all ranks are counted first (one all-reduce of one integer), and each
+micro-batch contributes its sum divided by that count. FSDP averages gradients over ranks, where a
+sum is meant: each contribution is multiplied by the number of ranks. A rank without supervised
+tokens contributes zero, not the NaN of an empty mean.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit import ranks
+from toolkit.errors import TrainingError
+from toolkit.formats.layout import reshard
+from toolkit.training.loss import loss_sum, supervised_tokens
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step did; 0-d tensors on the device, so that nothing waits for them."""
+
+    loss: torch.Tensor
+    """Mean over the supervised tokens of the global batch, before the step."""
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping."""
+    tokens: torch.Tensor
+    """Supervised tokens of the global batch."""
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[dict[str, torch.Tensor]],
+    *,
+    max_grad_norm: float = 1.0,
+    sync_each: bool = False,
+    label_smoothing: float = 0.0,
+) -> StepStats:
+    """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
+
+    See [Note: token weighting]. Costs one small all-reduce more than the bare forward and backward,
+    and reduces gradients once a step.
+
+    Args:
+        model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
+        optimizer: over its parameters; stepped and its gradients cleared.
+        micro_batches: dicts on the device with `input_ids` and unshifted `labels` [B, T]; every
+            rank has as many.
+        max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
+        sync_each: reduce gradients after every micro-batch: more traffic, no unsharded gradient
+            kept.
+        label_smoothing: share of each target that is spread over the vocabulary; the loss that is
+            reported is the smoothed one.
+
+    Raises:
+        TrainingError: no micro-batches.
+    """
+    if not micro_batches:
+        raise TrainingError(
+            "train_step got no micro-batches; every rank needs as many, at least one"
+        )
+    sharded: Any = model if hasattr(model, "set_requires_gradient_sync") else None
+    world = dist.get_world_size() if sharded is not None and dist.is_initialized() else 1
+    tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
+    if world > 1:
+        dist.all_reduce(tokens)
+    scale = world / tokens.clamp(min=1).float()
+    total = torch.zeros((), device=tokens.device)
+    for i, batch in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(last or sync_each)
+            sharded.set_is_last_backward(last)
+        contribution = loss_sum(model, batch, label_smoothing=label_smoothing) * scale
+        contribution.backward()
+        total += contribution.detach()
+    if world > 1:
+        _average_replicated(model, world)
+    grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
+    optimizer.step()
+    _clear_gradients(model, optimizer)
+    if world > 1:
+        dist.all_reduce(total)
+    return StepStats(total / world, grad_norm, tokens)
+
+
+def clip_gradients(
+    model: nn.Module, max_norm: float, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Scale the gradients to a global norm of at most `max_norm`; return the norm before, 0-d on
+    `device`. Collective.
+
+    The norm is that of the whole gradient: each rank's shards are counted once, and replicated
+    gradients once. 0 does not clip.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    sharded = [p for p in parameters if isinstance(p.grad, DTensor)]
+    replicated = [p for p in parameters if not isinstance(p.grad, DTensor)]
+    norms = []
+    for part in (sharded, replicated):  # torch does not mix the two kinds
+        if part:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norms.append(norm.to(device))  # under offload sharded gradients are in host memory
+    if not norms:
+        return torch.zeros((), device=device)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm > 0:
+        for part in (sharded, replicated):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
+    return total
+
+
+def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Drop the gradients; under offload set them to zero, so that their host memory is kept.
+
+    Replicated gradients are on the device and dropped in any case. `Optimizer.zero_grad` cannot do
+    that: it zeroes both kinds in one call, which torch refuses.
+    """
+    if getattr(model, "parameter_device", None) is None:
+        optimizer.zero_grad()
+        return
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.zero_()
+        else:
+            parameter.grad = None
+
+
+def _average_replicated(model: nn.Module, world: int) -> None:
+    """Average over the ranks the gradients of what FSDP does not shard, in one all-reduce.
+
+    A parameter that some ranks did not use counts as zero there; one that no rank used keeps no
+    gradient. Which are used the hosts tell each other, so that none waits for its device.
+    """
+    parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
+    if not parameters:
+        return
+    flags = ranks.gather([p.grad is not None for p in parameters])
+    used = [p for p, *said in zip(parameters, *flags, strict=True) if any(said)]
+    if not used:
+        return
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+    flat = torch.cat([g.float().flatten() for g in grads])
+    dist.all_reduce(flat)
+    for parameter, total in zip(used, flat.split([p.numel() for p in used]), strict=True):
+        mean = (total / world).view_as(parameter).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = mean
+        else:
+            parameter.grad.copy_(mean)
+
+
+@dataclass(frozen=True)
+class SourceLoss:
+    """What an evaluation found on one source, or on all together; 0-d tensors on the device."""
+
+    loss: torch.Tensor
+    """Mean over the supervised tokens; its exponential is the perplexity. NaN where there are
+    none."""
+    tokens: torch.Tensor
+    """Supervised tokens, int64."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses by source, and over the tokens of all of them."""
+
+    total: SourceLoss
+    sources: dict[str, SourceLoss]
+
+
+def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Return the mean loss over all supervised tokens of all ranks' `batches`, 0-d. Collective.
+
+    Every rank must bring as many batches (pad with labels of -100): FSDP gathers in each forward.
+    Its exponential is the perplexity. NaN when there is no supervised token at all.
+
+    Raises:
+        TrainingError: no batches.
+    """
+    return evaluate_sources(model, {"": batches}).total.loss
+
+
+@torch.no_grad()
+def evaluate_sources(
+    model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
+) -> Evaluation:
+    """Return the loss of each of `sources` and of all together. Collective.
+
+    Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
+
+    Args:
+        model: sharded, or plain in one process.
+        sources: name -> batches. Every rank brings the same names in the same order, and as many
+            batches of each (pad with labels of -100).
+
+    Raises:
+        TrainingError: no sources, or one without batches; names it.
+    """
+    if not sources:
+        raise TrainingError("evaluate got no batches: there is no source to evaluate on")
+    was_training = model.training
+    model.eval()
+    found: list[torch.Tensor] = []
+    try:
+        for name, batches in sources.items():
+            pair: torch.Tensor | None = None
+            for batch in batches:
+                tokens = supervised_tokens(batch["labels"]).double()
+                both = torch.stack([loss_sum(model, batch).double(), tokens])
+                pair = both if pair is None else pair + both
+            if pair is None:
+                raise TrainingError(
+                    "evaluate got no batches" + (f" of source {name}" if name else "")
+                )
+            found.append(pair)
+    finally:
+        model.train(was_training)
+        reshard(model)
+    sums = torch.stack(found)  # [sources, 2]; a double holds any count exactly
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    return Evaluation(
+        _source_loss(sums.sum(0)),
+        {name: _source_loss(pair) for name, pair in zip(sources, sums, strict=True)},
+    )
+
+
+def _source_loss(pair: torch.Tensor) -> SourceLoss:
+    return SourceLoss((pair[0] / pair[1]).float(), pair[1].long())

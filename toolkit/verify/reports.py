@@ -1,0 +1,203 @@
+"""Proof that a checkpoint is intact, and that an export is what was trained.
+
+    checkpoint   every byte against the manifest; every tensor against the digest of live memory
+    export       every byte against its own manifest; index, headers, config and model agree
+    both         every value of the export against the checkpoint (`export_proof`)
+
+Owns which path means what. Does not know the code that consolidates. Changes nothing.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, is_adapter_folder
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.adapter import find_adapter, find_base
+from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
+from toolkit.checkpoint.sources import Source, find_source
+from toolkit.errors import CheckpointError, ExportError
+from toolkit.formats import manifest as export_manifest
+from toolkit.formats.hf_folder import INDEX_FILE, SINGLE_FILE
+from toolkit.verify.adapter import AdapterCheck
+from toolkit.verify.checkpoint import CheckpointCheck
+from toolkit.verify.export import ExportCheck
+from toolkit.verify.findings import Finding, Judge, Report
+from toolkit.verify.merged import MergedCheck
+
+__all__ = ["Finding", "Report", "is_export", "verify_checkpoint", "verify_export"]
+
+
+def verify_checkpoint(checkpoint: str | Path) -> Report:
+    """Return what is wrong with a checkpoint, or with every checkpoint of a run.
+
+    Every byte of every file is compared with the manifest, and the stored bytes of every model
+    tensor with the digest that was taken of live memory. Of a damaged file the tensors are named
+    that the damage is in. Reads everything once for the files and the model's tensors once more, on
+    four threads; holds 4 MB a thread, or one row of a tensor where that is more.
+
+    Raises:
+        CheckpointError: there is no checkpoint at the path; says which path would do.
+    """
+    path = Path(checkpoint).expanduser()
+    folders, kind, notes = _checkpoints(path)
+    with Judge(path, kind) as judge:
+        judge.report.notes += notes
+        for folder in folders:
+            inside = "" if folder == path else f"{folder.relative_to(path)}/"
+            CheckpointCheck(folder, inside, judge).check()
+    return judge.report
+
+
+def verify_export(
+    checkpoint: str | Path | None,
+    export: str | Path,
+    *,
+    logits: bool = False,
+    hf_assets: str | Path | None = None,
+) -> Report:
+    """Return what is wrong with an exported Hugging Face folder.
+
+    By itself: every byte against the export's own manifest; headers, index, config and the model
+    that the config describes must agree. With a checkpoint: every value of the export is that of
+    the checkpoint, cast to the export's dtype, every parameter is there exactly once, config and
+    tokenizer are those of the checkpoint. A PEFT folder is proven against a checkpoint of adapters
+    in the same way, and a merged model to be its base plus the adapter (`merge_proof`). Reads the
+    export twice, and of the checkpoint only what has another dtype or is converted. Holds two
+    blocks of 4 MB (or one row) a thread, and one group of tensors that transformers converts.
+
+    Args:
+        checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
+        logits: load the export as its readers do, and compare its logits with those of the
+            checkpoint's weights where one is given. Needs the memory of the model, twice with a
+            checkpoint.
+        hf_assets: folder or Hub id with the config, where the checkpoint of another tool has none;
+            of adapters the base's, where it is not where the run had it.
+
+    Raises:
+        CheckpointError, ExportError: there is none at the path; says which path would do.
+    """
+    folder = _export_folder(Path(export).expanduser())
+    source = None
+    adapter = None if checkpoint is None else find_adapter(checkpoint)
+    if is_adapter_folder(folder):
+        return _verify_adapter(folder, checkpoint, adapter, logits, hf_assets)
+    if adapter is not None:
+        return _verify_merged(folder, adapter, logits, hf_assets)
+    if checkpoint is not None:
+        source = find_source(Path(checkpoint).expanduser(), hf_assets)
+    with Judge(folder, "export") as judge:
+        checked = ExportCheck(folder, judge)
+        checked.check()
+        proof = None
+        if source is not None:
+            checked.compare_assets(source)
+            proof = checked.prove(source)
+        if logits:
+            checked.compare_logits(proof)
+        if judge.report.ok and source is not None:
+            judge.report.notes.append(f"holds the weights of {source.checkpoint or source.folder}")
+    return judge.report
+
+
+def _verify_adapter(
+    folder: Path,
+    checkpoint: str | Path | None,
+    source: Source | None,
+    logits: bool,
+    base: str | Path | None,
+) -> Report:
+    """Return what is wrong with a PEFT folder."""
+    if checkpoint is not None and source is None:
+        find_source(Path(checkpoint).expanduser())
+        raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
+    with Judge(folder, "export") as judge:
+        checked = AdapterCheck(folder, judge, base)
+        checked.check()
+        if source is not None:
+            checked.compare_assets(source)
+            checked.prove(source)
+        if logits:
+            checked.compare_adapted(source)
+        if judge.report.ok and source is not None:
+            judge.report.notes.append(f"holds the adapter of {source.checkpoint or source.folder}")
+    return judge.report
+
+
+def _verify_merged(
+    folder: Path, source: Source, logits: bool, elsewhere: str | Path | None
+) -> Report:
+    """Return what is wrong with a model that should be a base with an adapter merged in."""
+    base = find_base(source, elsewhere)
+    with Judge(folder, "export") as judge:
+        checked = MergedCheck(folder, judge)
+        checked.check()
+        checked.compare_assets(source)
+        checked.prove_merged(source, base)
+        if logits:
+            checked.compare_merged(source, base)
+        if judge.report.ok:
+            judge.report.notes.append(
+                f"is {base} with the adapter of {source.checkpoint or source.folder} merged in"
+            )
+    return judge.report
+
+
+def is_export(path: str | Path) -> bool:
+    """Whether a folder is a Hugging Face folder with weights, or was one."""
+    path = Path(path).expanduser()
+    names = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE, WEIGHTS_FILE)
+    configs = ("config.json", CONFIG_FILE)
+    return not (path / CHECKPOINTS).is_dir() and (
+        any(os.path.lexists(path / name) for name in names)
+        or (
+            any((path / name).is_file() for name in configs)
+            and not commit.is_committed(path.parent)
+        )
+    )
+
+
+def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
+    """Return the checkpoint folders that `path` means, its kind, and notes on what is beside."""
+    root = path / CHECKPOINTS
+    if not root.is_dir():
+        if any(os.path.lexists(path / name) for name in (COMMIT, MANIFEST)) or (
+            path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name)
+        ):
+            return [path], "checkpoint", []
+        if is_export(path):
+            raise CheckpointError(f"{path} is a Hugging Face folder, not a checkpoint")
+        try:
+            return [commit.find_checkpoint(path)], "checkpoint", []
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{_near(path)}") from error
+    judged = [*commit.committed_steps(path).values()]
+    judged += [folder for folder, _ in commit.broken_steps(path).values()]
+    others = sorted(p.name for p in root.iterdir() if p not in judged)
+    if not judged:
+        beside = f"; beside it: {', '.join(others[:3])}" if others else ""
+        raise CheckpointError(f"{root} holds no committed checkpoint (step-*/{COMMIT}){beside}")
+    notes = [f"{CHECKPOINTS}/{name} is not a checkpoint and was not looked at" for name in others]
+    return sorted(judged), "run", notes
+
+
+def _near(path: Path) -> str:
+    """Return which paths below would do, as the end of an error."""
+    below = sorted(p for p in path.iterdir() if p.is_dir())[:1000] if path.is_dir() else []
+    found = [p for p in below if commit.committed_steps(p) or commit.is_committed(p)]
+    found = found or [p for p in below if is_export(p)]
+    return f"; did you mean {' or '.join(map(str, found[:3]))}?" if found else ""
+
+
+def _export_folder(folder: Path) -> Path:
+    if not folder.exists():
+        raise ExportError(f"export {folder} does not exist (current folder: {Path.cwd()})")
+    if folder.is_file():
+        raise ExportError(f"export {folder} is a file; give its folder: {folder.parent}")
+    if is_export(folder):
+        return folder
+    if commit.committed_steps(folder) or commit.is_committed(folder):
+        raise ExportError(f"{folder} is a checkpoint, not an export; give the checkpoint first")
+    near = sorted(p for p in folder.iterdir() if p.is_dir() and is_export(p))
+    hint = f"; did you mean {' or '.join(map(str, near[:3]))}?" if near else ""
+    raise ExportError(f"{folder} is no Hugging Face folder: it has no weights and no config{hint}")
