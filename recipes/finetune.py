@@ -66,42 +66,38 @@ def main() -> None:
 
 def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     # ---- What can be refused is refused here, before anything is loaded --------------------------
-    ranks.together(lambda: run_dir.reach(cfg))
-    folder = ranks.together(lambda: run_dir.claim(cfg))
-    root = ranks.together(lambda: run_dir.root_of(cfg))
-    mesh = ranks.together(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
+    ranks.on_all(lambda: run_dir.reach(cfg))
+    folder = ranks.on_all(lambda: run_dir.claim(cfg))
+    root = ranks.on_all(lambda: run_dir.root_of(cfg))
+    mesh = ranks.on_all(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
     if cfg.model.trust_remote_code:
         run.say(
             "WARNING: model.trust_remote_code is on: Python code that comes with "
             f"{cfg.model.name_or_path} runs with your rights"
         )
-    ranks.together(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
-    ranks.together(
-        lambda: quantise.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
-    )
+    ranks.on_all(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
+    ranks.on_all(lambda: quantise.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device))
     adapted = cfg.model.name_or_path if cfg.lora.r else None
     ranks.on_main(lambda: publish.check(cfg.hub, run.say, adapted=adapted))
-    model_cfg = ranks.together(lambda: own_tokenizer(config.model_settings(cfg)))
-    base = ranks.together(lambda: models.build_on_meta(model_cfg))
-    ranks.together(lambda: models.check_causal(base))
-    ranks.together(lambda: models.check_layerdrop(base.config))
+    model_cfg = ranks.on_all(lambda: own_tokenizer(config.model_settings(cfg)))
+    base = ranks.on_all(lambda: models.build_on_meta(model_cfg))
+    ranks.on_all(lambda: models.check_causal(base))
+    ranks.on_all(lambda: models.check_layerdrop(base.config))
     weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
     if cfg.model.init == "pretrained":
-        ranks.together(lambda: check_fits(base, weights))
-    tokenizer = ranks.together(
-        lambda: finetune_data.load_supervised_tokenizer(cfg, model_cfg, base)
-    )
+        ranks.on_all(lambda: check_fits(base, weights))
+    tokenizer = ranks.on_all(lambda: finetune_data.load_supervised_tokenizer(cfg, model_cfg, base))
     batch_size = cfg.train.per_device_train_batch_size
     packing = ranks.on_main(lambda: choose_packing(cfg.data, base, batch_size, run.device.type))
     vocabulary = models.vocabulary_size(base)
 
     # ---- Adapters, where asked for, and the shards -----------------------------------------------
     if cfg.lora.load_in_4bit:
-        ranks.together(lambda: quantise.quantise_on_meta(base, cfg.lora, cfg.sharding.param_dtype))
+        ranks.on_all(lambda: quantise.quantise_on_meta(base, cfg.lora, cfg.sharding.param_dtype))
     model: torch.nn.Module = base
     if cfg.lora.r:
-        model = ranks.together(lambda: add_adapters(base, cfg.lora))
-    ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
+        model = ranks.on_all(lambda: add_adapters(base, cfg.lora))
+    ranks.on_all(lambda: apply_fsdp(model, mesh, cfg.sharding))
     disk.preflight(model, folder, cfg.checkpoint, cfg.train.max_steps, run.say)
 
     # ---- Data: examples to token ids, and which of them are learned ------------------------------
@@ -111,7 +107,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     feed = prepared.feed
     check_feed(cfg, feed)
     if tokenizer is not None:  # what cannot be answered is refused now, not at an evaluation
-        ranks.together(
+        ranks.on_all(
             lambda: encoded_prompts(
                 base,
                 tokenizer,
@@ -125,19 +121,19 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     ranks.on_main(lambda: run_dir.hold(folder))
     found = checkpoint.newest(root)
     if found is None:
-        ranks.together(lambda: checkpoint.refuse_lost(root))
+        ranks.on_all(lambda: checkpoint.refuse_lost(root))
     else:
-        ranks.together(lambda: checkpoint.check_same_model(model, found))
-        saved = ranks.together(lambda: checkpoint.read_state(found))
-        ranks.together(lambda: feed.position.load_state_dict(saved["data"]))
-    accumulation = ranks.together(
+        ranks.on_all(lambda: checkpoint.check_same_model(model, found))
+        saved = ranks.on_all(lambda: checkpoint.read_state(found))
+        ranks.on_all(lambda: feed.position.load_state_dict(saved["data"]))
+    accumulation = ranks.on_all(
         lambda: accumulation_for(feed.position.global_batch, batch_size, run.world_size)
     )
     max_steps = cfg.train.max_steps
     if max_steps == -1:
-        max_steps = ranks.together(lambda: feed.steps_for(cfg.train.num_train_epochs))
+        max_steps = ranks.on_all(lambda: feed.steps_for(cfg.train.num_train_epochs))
         disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
-    ranks.together(lambda: feed.check_steps(max_steps))
+    ranks.on_all(lambda: feed.check_steps(max_steps))
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
     if found is not None and not cfg.lora.r:

@@ -49,31 +49,31 @@ def main() -> None:
 
 def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     # ---- What can be refused is refused here, before anything is loaded --------------------------
-    ranks.together(lambda: run_dir.reach(cfg))
-    folder = ranks.together(lambda: run_dir.claim(cfg))
-    root = ranks.together(lambda: run_dir.root_of(cfg))
-    mesh = ranks.together(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
+    ranks.on_all(lambda: run_dir.reach(cfg))
+    folder = ranks.on_all(lambda: run_dir.claim(cfg))
+    root = ranks.on_all(lambda: run_dir.root_of(cfg))
+    mesh = ranks.on_all(lambda: init_mesh(run.device.type, run.world_size, cfg.sharding))
     if cfg.model.trust_remote_code:
         run.say(
             "WARNING: model.trust_remote_code is on: Python code that comes with "
             f"{cfg.model.name_or_path} runs with your rights"
         )
-    ranks.together(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
+    ranks.on_all(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
     ranks.on_main(lambda: publish.check(cfg.hub, run.say))
     model_cfg = ranks.main_first(
         lambda: prepare_tokenizer(
             cfg.model, cfg.data, folder / run_dir.TOKENIZER, keep=run_dir.holds_work(folder)
         )
     )
-    model = ranks.together(lambda: models.build_on_meta(model_cfg))
-    ranks.together(lambda: models.check_causal(model))
-    ranks.together(lambda: models.check_layerdrop(model.config))
+    model = ranks.on_all(lambda: models.build_on_meta(model_cfg))
+    ranks.on_all(lambda: models.check_causal(model))
+    ranks.on_all(lambda: models.check_layerdrop(model.config))
     weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
     if cfg.model.init == "pretrained":
-        ranks.together(lambda: check_fits(model, weights))
+        ranks.on_all(lambda: check_fits(model, weights))
     batch_size = cfg.train.per_device_train_batch_size
     packing = ranks.on_main(lambda: choose_packing(cfg.data, model, batch_size, run.device.type))
-    ranks.together(lambda: apply_fsdp(model, mesh, cfg.sharding))
+    ranks.on_all(lambda: apply_fsdp(model, mesh, cfg.sharding))
     disk.preflight(model, folder, cfg.checkpoint, cfg.train.max_steps, run.say)
     feed = ranks.main_first(
         lambda: make_feed(model, model_cfg, cfg, packing.packing, run.world_size)
@@ -84,19 +84,19 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     ranks.on_main(lambda: run_dir.hold(folder))
     found = checkpoint.newest(root)
     if found is None:
-        ranks.together(lambda: checkpoint.refuse_lost(root))
+        ranks.on_all(lambda: checkpoint.refuse_lost(root))
     if found is not None:
-        ranks.together(lambda: checkpoint.check_same_model(model, found))
-        saved = ranks.together(lambda: checkpoint.read_state(found))
-        ranks.together(lambda: feed.position.load_state_dict(saved["data"]))
-    accumulation = ranks.together(
+        ranks.on_all(lambda: checkpoint.check_same_model(model, found))
+        saved = ranks.on_all(lambda: checkpoint.read_state(found))
+        ranks.on_all(lambda: feed.position.load_state_dict(saved["data"]))
+    accumulation = ranks.on_all(
         lambda: accumulation_for(feed.position.global_batch, batch_size, run.world_size)
     )
     max_steps = cfg.train.max_steps
     if max_steps == -1:
-        max_steps = ranks.together(lambda: feed.steps_for(cfg.train.num_train_epochs))
+        max_steps = ranks.on_all(lambda: feed.steps_for(cfg.train.num_train_epochs))
         disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
-    ranks.together(lambda: feed.check_steps(max_steps))
+    ranks.on_all(lambda: feed.check_steps(max_steps))
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
     if found is not None:

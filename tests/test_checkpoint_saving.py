@@ -282,7 +282,7 @@ def go_on_behind(rank: int, world: int, folder: str, root: str) -> dict:
         try:
             checkpoint.save(run.state, f"{root}/full-small", SYNC)
         except Exception as error:
-            found["small"] = (type(error), str(error), getattr(error, "already_said", False))
+            found["small"] = (type(error), str(error), getattr(error, "already_reported", False))
     checkpoint.save(run.state, f"{root}/full-save", SYNC)
     found["recovered"] = sorted(commit.committed_steps(f"{root}/full-save"))
     return found

@@ -425,7 +425,7 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_its_own_message():
         of = StreamFeed([bad], Shape("none", 16), seed=0, global_batch=2, window=4, group=1)
         with pytest.raises(DataError, match=r"^file.jsonl line 8: expected messages") as caught:
             list(of.steps(Rank(rank, 2), 9, per_device_batch_size=1, workers=workers))
-        assert not caught.value.already_said  # nobody else has: a rank may be alone with it
+        assert not caught.value.already_reported  # nobody else has: a rank may be alone with it
 
 
 def test_a_stream_refuses_other_data():

@@ -14,13 +14,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _PATIENCE = datetime.timedelta(days=1)
 _groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
@@ -49,7 +50,7 @@ def _ranks_here(world: int) -> int:
     return names.count(names[rank()])
 
 
-def first_to_say(text: str) -> bool:
+def first_to_report(text: str) -> bool:
     """Return whether this rank is the first that is about to print `text`.
 
     Not collective: a rank that fails alone learns that nobody has said it. One that cannot ask
@@ -71,7 +72,7 @@ def broadcast(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_patient_group())
+    dist.broadcast_object_list(box, src=0, group=_current_group())
     return box[0]
 
 
@@ -80,11 +81,11 @@ def gather(value: T) -> list[T]:
     if world_size() == 1:
         return [value]
     values: list = [None] * world_size()
-    dist.all_gather_object(values, value, group=_patient_group())
+    dist.all_gather_object(values, value, group=_current_group())
     return values
 
 
-def together(fn: Callable[[], T]) -> T:
+def on_all(fn: Callable[[], T]) -> T:
     """Run `fn` on every rank; when it fails on any of them, raise on all of them.
 
     The rank that failed raises its own exception. The others raise a `ToolkitError` of the same
@@ -92,14 +93,24 @@ def together(fn: Callable[[], T]) -> T:
     """
     result, failure = _outcome(fn)
     if world_size() > 1:
-        _raise_together(gather(_told(failure)), failure)
+        _raise_on_all(gather(_told(failure)), failure)
     elif failure is not None:
         raise failure
     return result  # type: ignore[return-value]
 
 
-def each(fn: Callable[[], T]) -> list[T]:
-    """Run `fn` on every rank; return all results, in rank order, or raise as `together` does.
+def collective(fn: Callable[P, T]) -> Callable[P, T]:
+    """Make a function that every rank calls fail on all of them when it fails on any (`on_all`)."""
+
+    @functools.wraps(fn)
+    def on_every_rank(*args: P.args, **kwargs: P.kwargs) -> T:
+        return on_all(lambda: fn(*args, **kwargs))
+
+    return on_every_rank
+
+
+def gather_results(fn: Callable[[], T]) -> list[T]:
+    """Run `fn` on every rank; return all results, in rank order, or raise as `on_all` does.
 
     Collective: one exchange for both, which pickles the results.
     """
@@ -109,7 +120,7 @@ def each(fn: Callable[[], T]) -> list[T]:
             raise failure
         return [result]  # type: ignore[list-item]
     said = gather((_told(failure), result))
-    _raise_together([what for what, _ in said], failure)
+    _raise_on_all([what for what, _ in said], failure)
     return [one for _, one in said]  # type: ignore[misc]
 
 
@@ -121,7 +132,7 @@ def on_main(fn: Callable[[], T]) -> T:
     result, failure = _outcome(fn) if rank() == 0 else (None, None)
     said, result = broadcast((_told(failure), result))
     if world_size() > 1:
-        _raise_together([said], failure)
+        _raise_on_all([said], failure)
     elif failure is not None:
         raise failure
     return result  # type: ignore[return-value]
@@ -129,13 +140,13 @@ def on_main(fn: Callable[[], T]) -> T:
 
 def main_first(fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0, then on the others: rank 0 fills a cache that the others read."""
-    result = together(fn if rank() == 0 else lambda: None)
+    result = on_all(fn if rank() == 0 else lambda: None)
     if world_size() == 1:
         return result  # type: ignore[return-value]
-    return together((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
+    return on_all((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
 
 
-def before_end(fn: Callable[[float | None], object]) -> None:
+def at_end(fn: Callable[[float | None], object]) -> None:
     """Let `end` call `fn`: what runs behind the loop needs the process group to the last.
 
     Args:
@@ -151,7 +162,7 @@ def end(seconds: float | None = None) -> None:
         fn(seconds)
 
 
-def patient_group(channel: str = "main") -> dist.ProcessGroup | None:
+def object_group(channel: str = "main") -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks that waits a day: one rank may tokenise for hours.
 
     None without a process group. Created at its first use, which every rank takes part in.
@@ -168,8 +179,8 @@ def patient_group(channel: str = "main") -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def over(channel: str) -> Iterator[None]:
-    """Let this thread's exchanges use a group of their own, made by `patient_group(channel)`.
+def exchanges_over(channel: str) -> Iterator[None]:
+    """Let this thread's exchanges use a group of their own, made by `object_group(channel)`.
 
     Two threads that exchange over one group take each other's messages and wait for ever.
     """
@@ -180,8 +191,8 @@ def over(channel: str) -> Iterator[None]:
         _channel.name = "main"
 
 
-def _patient_group() -> dist.ProcessGroup | None:
-    return patient_group(getattr(_channel, "name", "main"))
+def _current_group() -> dist.ProcessGroup | None:
+    return object_group(getattr(_channel, "name", "main"))
 
 
 def _outcome(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -200,7 +211,7 @@ def _told(failure: BaseException | None) -> tuple[type[Exception], str] | None:
     return ToolkitError, f"{type(failure).__name__}: {failure}"
 
 
-def _raise_together(
+def _raise_on_all(
     said: list[tuple[type[Exception], str] | None], failure: BaseException | None
 ) -> None:
     """Raise where any of the ranks that `said` is of failed; `failure` is this rank's own."""
@@ -212,5 +223,5 @@ def _raise_together(
         kind, text = said[failed[0]]  # type: ignore[misc]
         error = kind(f"{text} (on rank {failed[0]})")
     if rank() != failed[0]:
-        error.already_said = True  # type: ignore[union-attr]  # the first that failed prints it
+        error.already_reported = True  # type: ignore[union-attr]  # the first that failed prints it
     raise error

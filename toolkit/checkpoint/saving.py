@@ -111,7 +111,7 @@ def save(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) 
     """
     wait()
     begun = time.perf_counter()
-    group = ranks.patient_group(_CHANNEL)  # every rank is here now, and not when it is needed
+    group = ranks.object_group(_CHANNEL)  # every rank is here now, and not when it is needed
     run = _where(run_dir)
     # Of rank 0 alone; made here, where a failure of it is everyone's without another exchange.
     content: list[str] = []
@@ -123,7 +123,7 @@ def save(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) 
     folder = where(ranks.on_main(begin))
     place = folder if isinstance(folder, Place) else None
     if isinstance(folder, Place):  # where small files are put when they are complete
-        folder = ranks.together(lambda: Path(tempfile.mkdtemp(prefix="checkpoint-")))
+        folder = ranks.on_all(lambda: Path(tempfile.mkdtemp(prefix="checkpoint-")))
     try:
         model = model_tensors(state.model)
         gathered = whole_rows(model)
@@ -132,7 +132,7 @@ def save(state: TrainState, run_dir: str | Path | Place, cfg: CheckpointConfig) 
             # A gathered tensor may be the live one: where one rank holds all of it.
             live: dict[Any, torch.Tensor] = dict(tensors)
             live |= {(_GATHERED, n): t for n, t in gathered.items()}
-            copies = ranks.together(lambda: _stager().copy(live))
+            copies = ranks.on_all(lambda: _stager().copy(live))
             tensors = {n: copies[n] for n in tensors}
             gathered = {n: copies[_GATHERED, n] for n in gathered}
         job = _Job(
@@ -225,7 +225,7 @@ def refuse_lost(run_dir: str | Path | Place) -> None:
 
 
 def _where(run_dir: str | Path | Place) -> Path | Place:
-    return ranks.together(lambda: where(run_dir)) if is_url(run_dir) else where(run_dir)
+    return ranks.on_all(lambda: where(run_dir)) if is_url(run_dir) else where(run_dir)
 
 
 def _protocol(place: Path | Place) -> Any:
@@ -247,7 +247,7 @@ def _verify(checkpoint: Path | Place) -> list[tuple[str, str]]:
         loads[least] += sizes[name]
         if least == ranks.rank():
             mine.append(name)
-    found = ranks.each(lambda: protocol.damaged_files(checkpoint, mine))
+    found = ranks.gather_results(lambda: protocol.damaged_files(checkpoint, mine))
     damage = [one for part in found for one in part]
     damage += ranks.on_main(lambda: _strangers(checkpoint, sizes))
     if ranks.rank() == 0:
@@ -367,33 +367,33 @@ def _at_hand(checkpoint: Path | Place, *names: str) -> Iterator[Path]:
 def restore(state: TrainState, checkpoint: Path | Place) -> int:
     """Restore `state` in place from one checkpoint that was verified before; see `resume`."""
     begun = time.perf_counter()
-    ranks.together(lambda: check_same_model(state.model, checkpoint))
-    saved = ranks.together(lambda: read_state(checkpoint))
-    metadata = ranks.together(lambda: _metadata(checkpoint))
+    ranks.on_all(lambda: check_same_model(state.model, checkpoint))
+    saved = ranks.on_all(lambda: read_state(checkpoint))
+    metadata = ranks.on_all(lambda: _metadata(checkpoint))
     known = {
         k: v
         for k, v in metadata.state_dict_metadata.items()
         if isinstance(v, TensorStorageMetadata)
     }
     tensors = model_tensors(state.model)
-    ranks.together(lambda: _check_model(tensors, known, checkpoint))
-    moments = ranks.together(lambda: _empty_moments(state, known, saved, checkpoint))
+    ranks.on_all(lambda: _check_model(tensors, known, checkpoint))
+    moments = ranks.on_all(lambda: _empty_moments(state, known, saved, checkpoint))
     if state.scheduler is not None:
-        ranks.together(lambda: _piece(saved, "scheduler", checkpoint))
+        ranks.on_all(lambda: _piece(saved, "scheduler", checkpoint))
     if state.data is not None:
-        ranks.together(lambda: _piece(saved, "data", checkpoint))
+        ranks.on_all(lambda: _piece(saved, "data", checkpoint))
     flat = {f"optimizer.{n}.{k}": t for n, values in moments.items() for k, t in values.items()}
-    read = ranks.together(lambda: read_tensors(checkpoint / _DCP, metadata, {**tensors, **flat}))
+    read = ranks.on_all(lambda: read_tensors(checkpoint / _DCP, metadata, {**tensors, **flat}))
     if state.optimizer is not None:
         _fill_optimizer(state, moments, saved)
     if state.scheduler is not None:
         _move_schedule(state.scheduler, saved["scheduler"])
     if state.data is not None:
-        ranks.together(lambda: state.data.load_state_dict(saved["data"]))
+        ranks.on_all(lambda: state.data.load_state_dict(saved["data"]))
     state.step, state.tokens = saved["step"], saved["tokens"]
     state.metrics = dict(saved.get("metrics") or {})
     state.extra.update(saved["extra"])
-    ranks.together(lambda: _restore_rng(checkpoint, saved))
+    ranks.on_all(lambda: _restore_rng(checkpoint, saved))
     state.restored = Restored(read.own, read.read, time.perf_counter() - begun)
     _say_restored(state.restored, checkpoint)
     return state.step
@@ -631,7 +631,7 @@ def _stager() -> HostStager:
 def _finish_behind(
     job: _Job, writer: HashingWriter, upload: Callable[[], object], begun: float, waited: float
 ) -> None:
-    with ranks.over(_CHANNEL):
+    with ranks.exchanges_over(_CHANNEL):
         path = _finish(job, writer, upload)
     if ranks.rank() == 0:
         print(
@@ -648,7 +648,7 @@ def _finish(job: _Job, writer: HashingWriter, upload: Callable[[], object]) -> s
         with ThreadPoolExecutor(1, "digests") as pool:
             digests = pool.submit(part_digests, job.model, job.gathered)
             _named(failed, upload)
-            parts = ranks.each(
+            parts = ranks.gather_results(
                 lambda: _named(failed, lambda: (_write_small(job, writer), digests.result()))
             )
         path = ranks.on_main(lambda: _named(failed, lambda: str(_commit(job, parts))))
@@ -660,7 +660,7 @@ def _finish(job: _Job, writer: HashingWriter, upload: Callable[[], object]) -> s
         else:
             named = commit.disk_error(failed, cause)
         # Every rank has it; the first that failed prints it.
-        named.already_said = ranks.rank() != rank  # type: ignore[attr-defined]
+        named.already_reported = ranks.rank() != rank  # type: ignore[attr-defined]
         raise named from error
     finally:
         _remove(job.folder, job.place)  # still under its temporary name: it failed

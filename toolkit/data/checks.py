@@ -19,7 +19,7 @@ def check_feed(cfg: Any, feed: AnyFeed) -> None:
         DataError: there are fewer samples than ranks, or ranks read different data.
         ConfigError: a setting compares or shows evaluations, and there is nothing to evaluate on.
     """
-    ranks.together(lambda: feed.check_enough(ranks.world_size()))
+    ranks.on_all(lambda: feed.check_enough(ranks.world_size()))
     states = ranks.gather(feed.position.state_dict())
     other = [rank for rank, state in enumerate(states) if state != states[0]]
     if other:

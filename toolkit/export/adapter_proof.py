@@ -102,7 +102,7 @@ def prove(
     checkpoints.wait()
     reshard(model)
     live = trained_tensors(model)
-    loaded = ranks.together(lambda: _load(checkpoint, live) if ranks.rank() == 0 else {})
+    loaded = ranks.on_all(lambda: _load(checkpoint, live) if ranks.rank() == 0 else {})
     parts = _spread(loaded, live)
     del loaded
     different = ranks.gather([n for n, part in parts.items() if not _same(part, _rows(live[n]))])
@@ -147,7 +147,7 @@ def _spread(
     loaded: dict[str, torch.Tensor], live: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return this rank's part of each tensor that rank 0 loaded. Collective, one at a time."""
-    group, parts = ranks.patient_group(), {}
+    group, parts = ranks.object_group(), {}
     for name, tensor in live.items():
         empty = torch.empty(tensor.shape, dtype=tensor.dtype)
         whole = loaded[name].contiguous() if loaded else empty

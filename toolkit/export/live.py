@@ -118,7 +118,7 @@ def _serve(tensors: dict[str, torch.Tensor]) -> str:
         if what == "failed":
             kind, text = content
             error = kind(f"{text} (on rank 0)")
-            error.already_said = True
+            error.already_reported = True
             raise error
         for name in content:
             _whole(tensors[name])

@@ -78,8 +78,8 @@ def load_pretrained(
     begun = time.perf_counter()
     # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
     with bare(model) as base:
-        stream = ranks.together(lambda: _stream(base, path, torch.device(device)))
-        ranks.together(lambda: _settle(base, torch.device(device), stream))
+        stream = ranks.on_all(lambda: _stream(base, path, torch.device(device)))
+        ranks.on_all(lambda: _settle(base, torch.device(device), stream))
     if is_adapted(model):
         digest = ranks.on_main(lambda: base_digest(stream.folder, str(path)))
         record_base(model, str(path), stream.folder, digest)
@@ -213,8 +213,8 @@ def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> Non
     """
     target = torch.device(device)
     with bare(model) as base:
-        ranks.together(lambda: _draw(base, target, seed))
-        ranks.together(lambda: check_materialised(base))
+        ranks.on_all(lambda: _draw(base, target, seed))
+        ranks.on_all(lambda: check_materialised(base))
     assets_of(model).drawn_from = seed
     _begin_adapters(model, target, seed)
 
@@ -230,8 +230,8 @@ def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
             "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
             "init_weights, then resume"
         )
-    ranks.together(lambda: _draw(model, torch.device(device), seed=None))
-    ranks.together(lambda: check_materialised(model))
+    ranks.on_all(lambda: _draw(model, torch.device(device), seed=None))
+    ranks.on_all(lambda: check_materialised(model))
 
 
 def check_materialised(model: nn.Module) -> None:
@@ -673,7 +673,7 @@ def _begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
     for name, value in copied_buffers(model):
         _replace(model, name, value)
     _settle_buffers(model, device)
-    ranks.together(lambda: check_materialised(model))
+    ranks.on_all(lambda: check_materialised(model))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def start(name: str, work: Callable[[], object]) -> None:
     """Run `work` behind the loop. What was started before is waited for first, and may raise."""
     global _current
     wait()
-    ranks.before_end(wait)
+    ranks.at_end(wait)
     _current = _Work(name, work)
     _current.start()
 

@@ -55,7 +55,7 @@ def generate(
     if not prompts:
         return []
     base = base_of(model)
-    encoded = ranks.together(
+    encoded = ranks.on_all(
         lambda: encoded_prompts(model, tokenizer, prompts, max_new_tokens=max_new_tokens, chat=chat)
     )
     settings = _greedy(base, tokenizer, max_new_tokens)
@@ -66,7 +66,7 @@ def generate(
             number = min(first + ranks.rank(), len(encoded) - 1)  # none waits: some repeat the last
             prompt = torch.tensor([encoded[number]], device=_device(base))
             mine[number] = _answer(base, settings, prompt)
-    texts = ranks.together(
+    texts = ranks.on_all(
         lambda: {n: tokenizer.decode(ids, skip_special_tokens=True) for n, ids in mine.items()}
     )
     found: dict[int, Any] = {}

@@ -213,7 +213,7 @@ def guarded(main: Callable[[], None]) -> None:
         rank = os.environ.get("RANK", "0")
         # Before the ranks know each other each machine speaks for itself.
         alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
-        if not getattr(error, "already_said", False) and (alone or not before_ranks_met):
+        if not getattr(error, "already_reported", False) and (alone or not before_ranks_met):
             where = f"[rank {rank}] " if rank != "0" else ""
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
             if os.environ.get("TOOLKIT_TRACEBACK"):

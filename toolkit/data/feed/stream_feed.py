@@ -345,5 +345,5 @@ def _refusal(text: str) -> DataError:
     for the others, which may be in a collective of the model.
     """
     error = DataError(text)
-    error.already_said = not ranks.first_to_say(text)  # type: ignore[attr-defined]
+    error.already_reported = not ranks.first_to_report(text)  # type: ignore[attr-defined]
     return error
