@@ -1,0 +1,103 @@
+"""JSON and YAML that others wrote, parsed within bounds: size, depth and number of values.
+
+Owns the bounds. A file beyond them is refused before it is parsed, so that no file costs more than
+a few seconds and 200 MB, whatever is in it. Does not know what the values mean.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import ToolkitError
+
+MAX_JSON_BYTES = 64 * 2**20
+MAX_JSON_VALUES = 1_000_000
+"""Commas and brackets; a manifest of 1,000 ranks and 100,000 tensors has about 700,000."""
+MAX_YAML_BYTES = 2**20
+MAX_YAML_EVENTS = 50_000
+MAX_DEPTH = 100
+_STRUCTURE = re.compile(rb"[\[\]{},]")
+
+
+def read_json(file: Path, error: type[ToolkitError]) -> Any:
+    """Return the value that a JSON file holds.
+
+    Raises:
+        error: the file is not there, too large, too deeply nested, or not JSON. One line.
+    """
+    return parse_json(read_bounded(file, MAX_JSON_BYTES, error), file, error)
+
+
+def parse_json(content: bytes | str, source: object, error: type[ToolkitError]) -> Any:
+    """Return the value of a JSON text; `source` names it in errors. Raises as `read_json` does."""
+    given = content.encode() if isinstance(content, str) else content
+    if len(given) > MAX_JSON_BYTES:
+        raise error(f"{source} has {len(given):,} bytes, more than the {MAX_JSON_BYTES:,} expected")
+    values = sum(1 for _ in _STRUCTURE.finditer(given))
+    if values > MAX_JSON_VALUES:
+        raise error(f"{source} holds {values:,} values, more than the {MAX_JSON_VALUES:,} expected")
+    try:
+        return json.loads(given)
+    except RecursionError:
+        raise error(f"{source} is nested too deeply to be read") from None
+    except ValueError as problem:  # not UTF-8, not JSON, or an integer of thousands of digits
+        raise error(f"{source} is not readable JSON: {problem}") from None
+
+
+def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
+    """Return the value that a YAML file holds: plain values only, no dates, no other tags.
+
+    Raises:
+        error: the file is not there, too large, too deeply nested, or not YAML. One line.
+    """
+    return parse_yaml(read_bounded(file, MAX_YAML_BYTES, error), file, error)
+
+
+def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) -> Any:
+    """Return the value of a YAML text; `source` names it in errors. Raises as `read_yaml` does."""
+    if len(content) > MAX_YAML_BYTES:
+        raise error(
+            f"{source} has {len(content):,} bytes, more than the {MAX_YAML_BYTES:,} expected"
+        )
+    depth = 0
+    try:
+        for count, event in enumerate(yaml.parse(content, Loader=yaml.CSafeLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH or count > MAX_YAML_EVENTS:
+                raise error(f"{source} is nested too deeply, or holds too many values, to be read")
+            if isinstance(event, yaml.AliasEvent):
+                raise error(f"{source} repeats a value by an alias (*{event.anchor}): write it out")
+        return yaml.load(content, Loader=_PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        raise error(f"{source} is not readable YAML: {_one_line(problem)}") from None
+
+
+def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
+    """Return the bytes of a plain file of at most `limit` bytes.
+
+    Raises:
+        error: it is not there, cannot be read, or is larger.
+    """
+    try:
+        with open(file, "rb") as opened:
+            content = opened.read(limit + 1)
+    except OSError as problem:
+        raise error(f"{file} cannot be read: {problem.strerror}") from None
+    if len(content) > limit:
+        raise error(f"{file} is larger than the {limit:,} bytes expected")
+    return content
+
+
+def _one_line(problem: BaseException) -> str:
+    return " ".join(str(problem).split())[:300] or type(problem).__name__
+
+
+class _PlainLoader(yaml.CSafeLoader):
+    """YAML's plain values: a date stays the text that it is."""
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", _PlainLoader.construct_yaml_str)
