@@ -537,6 +537,25 @@ def test_a_run_whose_checkpoints_all_failed_does_not_begin_anew_by_itself(tmp_pa
     checkpoint.refuse_lost(tmp_path)
 
 
+def test_a_start_finds_its_checkpoint_and_its_place_in_the_data(tmp_path):
+    fresh = small_state(1, 0)
+    assert checkpoint.find(tmp_path, fresh.model, fresh.data) is None
+    assert checkpoint.restore(fresh, None) is None
+    saved = small_state()
+    saved.data.seen = 77
+    checkpoint.save(saved, tmp_path, SYNC)
+    found = checkpoint.find(tmp_path, fresh.model, fresh.data)
+    assert fresh.data.seen == 77  # before a weight is there
+    assert checkpoint.restore(fresh, found) == fresh.step == 3
+    saved.data = None
+    path = Path(checkpoint.save(saved, tmp_path, SYNC))
+    with pytest.raises(CheckpointError, match="no data state"):
+        checkpoint.find(tmp_path, fresh.model, fresh.data)
+    (path / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="what failed is kept"):
+        checkpoint.find(tmp_path, fresh.model, fresh.data)
+
+
 def test_an_optimizer_whose_state_differs_by_parameter_goes_on(tmp_path):
     def made(seed: int) -> checkpoint.TrainState:
         torch.manual_seed(seed)

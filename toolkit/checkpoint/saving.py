@@ -49,7 +49,16 @@ from toolkit.training import background as in_flight
 
 T = TypeVar("T")
 
-__all__ = ["TrainState", "newest", "restore", "resume", "rows_digest", "save", "tensor_digests"]
+__all__ = [
+    "TrainState",
+    "find",
+    "newest",
+    "restore",
+    "resume",
+    "rows_digest",
+    "save",
+    "tensor_digests",
+]
 
 MANIFEST_VERSION = 2
 _DCP, _HF, _RNG, _STATE = "dcp", "hf", "rng", commit.STATE
@@ -209,6 +218,29 @@ def newest(run_dir: str | Path | Place) -> Path | Place | None:
         give_up(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
 
 
+def find(
+    run_dir: str | Path | Place, model: nn.Module, position: Any = None
+) -> Path | Place | None:
+    """Return the checkpoint that a start goes on from, None where the run has none. Collective.
+
+    The newest that verifies, of this very model; `position` (in the data) is moved to where it was
+    saved, since the number of steps and the batch depend on it. `restore` takes the result.
+
+    Raises:
+        CheckpointError: none verifies and some were set aside; it is of another model; or it holds
+            no position.
+    """
+    saved = newest(run_dir)
+    if saved is None:
+        ranks.on_all(lambda: refuse_lost(run_dir))
+        return None
+    ranks.on_all(lambda: check_same_model(model, saved))
+    if position is not None:
+        content = ranks.on_all(lambda: _piece(read_state(saved), "data", saved))
+        ranks.on_all(lambda: position.load_state_dict(content))
+    return saved
+
+
 def refuse_lost(run_dir: str | Path | Place) -> None:
     """Refuse to begin anew where checkpoints of the run were set aside and none is left.
 
@@ -364,8 +396,15 @@ def _at_hand(checkpoint: Path | Place, *names: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def restore(state: TrainState, checkpoint: Path | Place) -> int:
-    """Restore `state` in place from one checkpoint that was verified before; see `resume`."""
+def restore(state: TrainState, saved: Path | Place | None) -> int | None:
+    """Restore `state` in place from what `find` returned and return its step; see `resume`.
+
+    Nothing is done, and None returned, where it found none. Collective.
+    """
+    return None if saved is None else _restore(state, saved)
+
+
+def _restore(state: TrainState, checkpoint: Path | Place) -> int:
     begun = time.perf_counter()
     ranks.on_all(lambda: check_same_model(state.model, checkpoint))
     saved = ranks.on_all(lambda: read_state(checkpoint))
