@@ -100,4 +100,6 @@ class _PlainLoader(yaml.CSafeLoader):
     """YAML's plain values: a date stays the text that it is."""
 
 
-_PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", _PlainLoader.construct_yaml_str)
+_PlainLoader.add_constructor(  # type: ignore[type-var]  # the stub wants a SafeLoader
+    "tag:yaml.org,2002:timestamp", _PlainLoader.construct_yaml_str
+)
