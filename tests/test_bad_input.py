@@ -820,7 +820,7 @@ def test_it_is_said_although_another_process_fails_first(tmp_path) -> None:
     """The launcher ends rank 0 as soon as rank 1 has left, and rank 1 has nothing to say."""
     (tmp_path / "late.py").write_text(
         "import os, time\n"
-        "from toolkit import launch\n"
+        "from toolkit.training import launch\n"
         "from toolkit.errors import ConfigError\n"
         "def main():\n"
         "    time.sleep(2 if os.environ['RANK'] == '0' else 0)\n"

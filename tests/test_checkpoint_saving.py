@@ -344,7 +344,7 @@ def test_a_full_disk_of_one_rank_is_told_once(behind):
 PROGRAM = """
 import sys, time
 import torch
-from toolkit import checkpoint, dcp_writer
+from toolkit.checkpoint import dcp_writer, saving as checkpoint
 from toolkit.config import CheckpointConfig
 
 how, root = sys.argv[1:]
@@ -367,7 +367,7 @@ def crash():
         raise KeyboardInterrupt if how == "interrupt" else ValueError("the loop crashed")
 
 if how in ("crash", "interrupt"):
-    from toolkit import launch
+    from toolkit.training import launch
     launch.guarded(crash)
 save()
 """

@@ -650,7 +650,7 @@ def large(tmp_path: Path) -> Iterator[Path]:
 def test_memory_stays_under_the_largest_tensor(root: Path, large: Path) -> None:
     script = textwrap.dedent("""
         import sys, threading, time
-        from toolkit.consolidate import consolidate
+        from toolkit.export import consolidate
 
         def anonymous():
             with open("/proc/self/status") as f:
