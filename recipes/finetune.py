@@ -36,8 +36,8 @@ from toolkit.hub import publish
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
-from toolkit.models.adapted import base_of
 from toolkit.models.packed_linear import count_values
+from toolkit.models.peft_model import base_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, unshard_early
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.training import launch

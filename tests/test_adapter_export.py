@@ -36,8 +36,8 @@ from toolkit.formats import manifest as export_manifest
 from toolkit.hub import card as model_card
 from toolkit.hub import upload as hub
 from toolkit.loading.pretrained import init_weights, load_pretrained
-from toolkit.models.adapted import trained_tensors
 from toolkit.models.causal_lm import build_on_meta, vocabulary_size
+from toolkit.models.peft_model import trained_tensors
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.verify.reports import verify_checkpoint, verify_export

@@ -38,15 +38,15 @@ from toolkit.config.settings import (
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError
 from toolkit.formats.hf_folder import HFAssets
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
-from toolkit.models.adapted import (
+from toolkit.models.causal_lm import build_on_meta, decoder_layers
+from toolkit.models.peft_model import (
     adapted_modules,
-    bare,
     base_of,
     copies,
     saved_modules,
     trained_tensors,
+    unwrapped_base,
 )
-from toolkit.models.causal_lm import build_on_meta, decoder_layers
 from toolkit.sharding import units
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
 from toolkit.training.loss import _linear_head
@@ -327,7 +327,7 @@ def random_start(world: int, folder: str) -> Any:
     model = adapt(folder, LoraConfig(r=4, target_modules=Q, modules_to_save=["lm_head"]))
     apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)
     init_weights(model, "cpu", seed=11)
-    with bare(model) as base:
+    with unwrapped_base(model) as base:
         values = {n: whole(p) for n, p in base.named_parameters()}
     return values, trained(model)
 
@@ -353,7 +353,7 @@ def half_precision(rank: int, world: int, folder: str) -> Any:
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     load_pretrained(model, folder, "cpu")
     dtypes = {n: p.dtype for n, p in model.named_parameters()}
-    with bare(model) as base:
+    with unwrapped_base(model) as base:
         before = {n: whole(p) for n, p in base.named_parameters()}
     optimizer = build_optimizer(model.train(), OptimConfig(learning_rate=2e-2))
     losses = []
@@ -361,7 +361,7 @@ def half_precision(rank: int, world: int, folder: str) -> Any:
         mine = {k: v[rank::world] for k, v in tiny.rows(4).items()}
         losses.append(float(train_step(model, optimizer, [mine]).loss))
     held = sum(len(group["params"]) for group in optimizer.param_groups)
-    with bare(model) as base:
+    with unwrapped_base(model) as base:
         same = all(torch.equal(before[n], whole(p)) for n, p in base.named_parameters())
     plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     return {"dtypes": dtypes, "losses": losses, "same": same, "plain": plain, "held": held}

@@ -38,7 +38,6 @@ from toolkit.export.live import export_live
 from toolkit.formats.hf_folder import read_weights, weight_files
 from toolkit.loading.pretrained import check_fits, load_pretrained
 from toolkit.models import quantise
-from toolkit.models.adapted import base_of
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packed_linear import (
     BLOCK,
@@ -47,6 +46,7 @@ from toolkit.models.packed_linear import (
     packed_linear,
     packed_weights,
 )
+from toolkit.models.peft_model import base_of
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.sharding.unit_table import dtype_ledger, unit_rows

@@ -24,8 +24,8 @@ from toolkit.formats.hf_folder import (
     read_weights,
     weight_files,
 )
-from toolkit.models.adapted import ADAPTER, adapter_config, base_of, is_adapted
 from toolkit.models.causal_lm import vocabulary_size
+from toolkit.models.peft_model import ADAPTER, adapter_config, base_of, has_adapters
 from toolkit.models.quantise import quantisation_settings
 
 _BLOCK, _BLOCKS = 4096, 4  # bytes of a block, and how many of a tensor
@@ -151,7 +151,7 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
         LoadingError: the base is not loaded, and its files are damaged.
     """
     before = saved.get("adapter")
-    if not is_adapted(model):
+    if not has_adapters(model):
         if before is not None:
             raise CheckpointError(
                 f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model; "

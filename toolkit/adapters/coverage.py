@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
-from toolkit.models.adapted import (
+from toolkit.models.peft_model import (
     ADAPTER,
     adapted_parameters,
     adapter_config,
-    bare,
-    is_adapted,
+    has_adapters,
     saved_modules,
+    unwrapped_base,
 )
 from toolkit.tables import fold, table, without_numbers
 
@@ -55,12 +55,12 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     Matrices are parameters of two dimensions or more; tied ones are one. Sharded or not; a walk
     over the modules.
     """
-    layers = adapted_parameters(model) if is_adapted(model) else {}
-    saved = saved_modules(model) if is_adapted(model) else {}
+    layers = adapted_parameters(model) if has_adapters(model) else {}
+    saved = saved_modules(model) if has_adapters(model) else {}
     copied = {f"{name}.{leaf}": p for name, m in saved.items() for leaf, p in m.named_parameters()}
     how = _kind(model)
     rows = []
-    with bare(model) as base:
+    with unwrapped_base(model) as base:
         outside: set[int] = set()
         for module in (base.get_input_embeddings(), base.get_output_embeddings()):
             outside.update(map(id, () if module is None else module.parameters()))
@@ -159,7 +159,7 @@ def _short(name: str) -> str:
 
 
 def _kind(model: nn.Module) -> str:
-    if not is_adapted(model):
+    if not has_adapters(model):
         return "-"
     config = adapter_config(model)
     return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"

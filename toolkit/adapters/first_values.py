@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import LoadingError
 from toolkit.formats.layout import laid_out_as, local_slices
-from toolkit.models.adapted import ADAPTER, base_of, copies, trained_module
+from toolkit.models.peft_model import ADAPTER, base_of, copies, trained_module
 
 _Value = Callable[[torch.Tensor], torch.Tensor]  # from the parameter to this rank's part of it
 

@@ -23,19 +23,19 @@ from toolkit.adapters.targets import Targets, check_adapted, check_saved, refusa
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats.hf_folder import assets_of
-from toolkit.models.adapted import (
+from toolkit.models.causal_lm import kept_in_fp32, plain_name
+from toolkit.models.peft_model import (
     ADAPTER,
     adapted_modules,
     adapted_parameters,
     adapter_config,
     base_of,
     copies,
-    is_adapted,
+    has_adapters,
     saved_modules,
 )
-from toolkit.models.causal_lm import kept_in_fp32, plain_name
 
-__all__ = ["adapter_config", "add_adapters", "base_of", "is_adapted"]
+__all__ = ["adapter_config", "add_adapters", "base_of", "has_adapters"]
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
@@ -91,7 +91,7 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
                 f"lora.{name}: the adapter is added to the weight itself, not to what a module "
                 f"answers. Leave out one of the two"
             )
-    if is_adapted(model):
+    if has_adapters(model):
         raise ModelError("the model has adapters already; build it anew to adapt it otherwise")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ModelError(

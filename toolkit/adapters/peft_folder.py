@@ -6,9 +6,10 @@
 Owns everything that is asked of PEFT about a folder or about a model on meta: nothing here spells a
 key by hand. Knows nothing of ranks, of DCP, or of training.
 
-[Note: a base without bytes] PEFT loads an adapter into a model that is there. `hollow` gives it one
-whose parameters have their shapes and one element of memory each (stride 0): PEFT's own
-`from_pretrained` then runs unchanged, at the cost of the adapter alone, whatever the base weighs.
+[Note: a base without bytes] PEFT loads an adapter into a model that is there. `without_storage`
+gives it one whose parameters have their shapes and one element of memory each (stride 0): PEFT's
+own `from_pretrained` then runs unchanged, at the cost of the adapter alone, whatever the base
+weighs.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import ExportError
-from toolkit.models.adapted import ADAPTER
+from toolkit.models.peft_model import ADAPTER
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -35,7 +36,7 @@ ENTRY = "adapter"
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterLayer:
     """One layer of the adapter: which parameter of the base it adapts, and with what."""
 
     parameter: str
@@ -55,7 +56,7 @@ class Part:
 
 
 @dataclass
-class Twin:
+class PeftLayout:
     """An adapted model on meta, and how its parameters are called elsewhere."""
 
     model: Any
@@ -64,7 +65,7 @@ class Twin:
     """The base inside it."""
     keys: dict[str, str]
     """Key in adapter_model.safetensors -> parameter of the adapted model; tied ones: the first."""
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    parts: dict[str, list[AdapterLayer]] = field(default_factory=dict)
     """Parameter of the base -> what adapts it; of tied parameters under the first name."""
 
 
@@ -126,7 +127,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def adapted(base: PreTrainedModel, config: dict[str, Any]) -> Any:
+def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
     """Return `base` with the adapters of `config` put in, as a PeftModel; on meta it stays there.
 
     Raises:
@@ -147,15 +148,15 @@ def adapted(base: PreTrainedModel, config: dict[str, Any]) -> Any:
         ) from error
 
 
-def twin_of(base: PreTrainedModel, config: dict[str, Any]) -> Twin:
+def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     """Return the adapted model of `base`, on meta, with PEFT's names.
 
     Raises:
         ExportError: PEFT cannot put the adapter in, or something is trained that no part covers.
     """
     names = {id(tensor): name for name, tensor in reversed(list(_tensors(base)))}
-    model = adapted(base, config)
-    twin = Twin(model, base, _keys(model))
+    model = attach_adapters(base, config)
+    twin = PeftLayout(model, base, _keys(model))
     for part in _parts(model, names):
         twin.parts.setdefault(part.parameter, []).append(part)
     held = {n for parts in twin.parts.values() for p in parts for n in p.tensors.values()}
@@ -182,7 +183,7 @@ def _keys(model: Any) -> dict[str, str]:
         )
 
 
-def _parts(model: Any, names: dict[int, str]) -> Iterator[Part]:
+def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
     """Yield the layers of the adapter; `names`: id of a parameter of the base -> its name."""
     from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
@@ -193,7 +194,9 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[Part]:
         if isinstance(module, ModulesToSaveWrapper):
             saved = dict(_tensors(module.modules_to_save[ADAPTER]))
             for leaf, tensor in _tensors(module.original_module):
-                yield Part(names[id(tensor)], "saved", path, {"saved": first[id(saved[leaf])]})
+                yield AdapterLayer(
+                    names[id(tensor)], "saved", path, {"saved": first[id(saved[leaf])]}
+                )
         elif isinstance(module, ParamWrapper):
             if not hasattr(module, "_did_swap_in_out_features"):
                 raise ExportError(
@@ -201,7 +204,7 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[Part]:
                     "(_did_swap_in_out_features); install peft 0.21"
                 )
             parameter = getattr(module.get_base_layer(), module.parameter_name)
-            yield Part(
+            yield AdapterLayer(
                 names[id(parameter)],
                 "experts",
                 path,
@@ -214,14 +217,16 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[Part]:
         elif isinstance(module, Embedding):
             tensors = _factors(module, first, "lora_embedding_A", "lora_embedding_B")
             scale = module.r[ADAPTER], module.lora_alpha[ADAPTER]
-            yield Part(
+            yield AdapterLayer(
                 names[id(module.get_base_layer().weight)], "embedding", path, tensors, *scale
             )
         elif isinstance(module, Linear):
             kind = "transposed" if isinstance(module.get_base_layer(), Conv1D) else "linear"
             tensors = _factors(module, first, "lora_A", "lora_B")
             scale = module.r[ADAPTER], module.lora_alpha[ADAPTER]
-            yield Part(names[id(module.get_base_layer().weight)], kind, path, tensors, *scale)
+            yield AdapterLayer(
+                names[id(module.get_base_layer().weight)], kind, path, tensors, *scale
+            )
         elif isinstance(module, LoraLayer):
             raise ExportError(
                 f"{path} is adapted by {type(module).__name__}, which the export does not know; "
@@ -251,7 +256,7 @@ def _factors(module: Any, first: dict[int, str], a: str, b: str) -> dict[str, st
 # --------------------------------------------------------------------------------------------------
 
 
-def hollow(base: PreTrainedModel) -> PreTrainedModel:
+def without_storage(base: PreTrainedModel) -> PreTrainedModel:
     """Give a model on meta parameters that have their shape and no memory; see the note above."""
     made: dict[int, torch.Tensor] = {}
     for module in base.modules():
@@ -275,8 +280,8 @@ def read_as_peft(
     what PEFT warned of: keys that it did not find.
 
     Args:
-        base: with its weights, or `hollow`.
-        empty: whether it is hollow. PEFT then begins with adapters on meta, where it can, and
+        base: with its weights, or as `without_storage` returns it.
+        empty: whether it has no storage. PEFT then begins with adapters on meta, where it can, and
             does not compute first values (norms of the base for DoRA); what was not in the folder
             is still on meta.
 
@@ -309,7 +314,9 @@ def read_as_peft(
 # --------------------------------------------------------------------------------------------------
 
 
-def merged(twin: Twin, part: Part, weight: torch.Tensor, factors: dict[str, torch.Tensor]) -> Any:
+def merge_layer(
+    twin: PeftLayout, part: AdapterLayer, weight: torch.Tensor, factors: dict[str, torch.Tensor]
+) -> Any:
     """Return `weight` with one part of the adapter merged in, as PEFT's own layer computes it.
 
     So it is what `merge_and_unload` makes of that parameter, to the bit. `weight` is given away:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import ExportError
 from toolkit.formats.layout import local_slices
-from toolkit.models.adapted import ADAPTER
+from toolkit.models.peft_model import ADAPTER
 
 
 @contextlib.contextmanager

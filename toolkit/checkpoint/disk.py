@@ -22,7 +22,7 @@ from toolkit.checkpoint.store import where as place
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats.hf_folder import DTYPE_NAMES, assets_of
-from toolkit.models.adapted import is_adapted, model_tensors
+from toolkit.models.peft_model import has_adapters, model_tensors
 
 _MOMENTS = 2  # AdamW's, of the parameter's size and dtype
 _PER_CHUNK = 2048  # a blob's headers, its entries in .metadata and in the manifest
@@ -186,7 +186,7 @@ def export_bytes(model: nn.Module) -> int:
     """Return the bytes of the Hugging Face folder, in the dtype that most source tensors have; of
     a model with adapters those of the adapters.
     """
-    if is_adapted(model):
+    if has_adapters(model):
         return sum(t.numel() * t.itemsize for t in model_tensors(model).values())
     source = assets_of(model).source
     names = {name: dtype for dtype, name in DTYPE_NAMES.items()}

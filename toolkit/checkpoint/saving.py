@@ -44,7 +44,7 @@ from toolkit.errors import CheckpointError
 from toolkit.formats.dcp import METADATA_FILE, read_metadata
 from toolkit.formats.digests import described, part_digests, rows_digest, whole_rows
 from toolkit.formats.hf_folder import read_config
-from toolkit.models.adapted import is_adapted, model_tensors
+from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.training import background as in_flight
 
 T = TypeVar("T")
@@ -774,7 +774,7 @@ def _content(state: TrainState) -> str:
         "scheduler": None if state.scheduler is None else _json_only(state.scheduler.state_dict()),
         "data": None if state.data is None else state.data.state_dict(),
         "extra": state.extra,
-        **({"adapter": adapter_entry(state.model)} if is_adapted(state.model) else {}),
+        **({"adapter": adapter_entry(state.model)} if has_adapters(state.model) else {}),
         "versions": {"torch": torch.__version__},
     }
     return json.dumps(content, indent=1) + "\n"

@@ -19,8 +19,8 @@ import torch
 from toolkit.adapters.peft_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    peft_layout,
     read_config,
-    twin_of,
 )
 from toolkit.checkpoint.adapter import travels
 from toolkit.checkpoint.facts import base_model
@@ -76,7 +76,7 @@ def make_adapter_plan(
     """
     config = read_config(hf)
     base_model, assets = model_of_assets(hf)
-    twin = twin_of(base_model, config)
+    twin = peft_layout(base_model, config)
     shapes = {name: tuple(t.shape) for name, t in twin.model.state_dict().items()}
     _match(twin.keys, shapes, stored, where)
     dtypes = {}

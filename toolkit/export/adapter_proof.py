@@ -9,10 +9,10 @@ that what is proven is what a user will do. Restores everything; knows nothing o
 
 [Note: from_pretrained at any size] A reader calls `PeftModel.from_pretrained(base, folder)`, and
 the base may not fit into one process. PEFT needs the base's shapes to find its layers, and none of
-its bytes: rank 0 makes that very call on a base without bytes (`adapter_format.hollow`), at the
-cost of the adapter alone. What it loaded goes to the ranks tensor by tensor, each keeps its rows,
-compares them with its own to the bit, and the sharded model, which has the base, computes with
-them.
+its bytes: rank 0 makes that very call on a base without bytes (`peft_folder.without_storage`), at
+the cost of the adapter alone. What it loaded goes to the ranks tensor by tensor, each keeps its
+rows, compares them with its own to the bit, and the sharded model, which has the base, computes
+with them.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
-from toolkit.adapters.peft_folder import hollow, read_as_peft
+from toolkit.adapters.peft_folder import read_as_peft, without_storage
 from toolkit.adapters.switch import amplified, has_moved, without_adapters
 from toolkit.checkpoint import saving as checkpoints
 from toolkit.checkpoint.adapter import find_adapter
@@ -38,8 +38,8 @@ from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
 from toolkit.formats.layout import local_slices, reshard
 from toolkit.formats.tensor_stream import same_values
-from toolkit.models.adapted import base_of, is_adapted, trained_tensors
 from toolkit.models.causal_lm import build_on_meta, vocabulary_size
+from toolkit.models.peft_model import base_of, has_adapters, trained_tensors
 
 _LENGTH = 16  # tokens of a sample that is made up
 _ADVICE = "do not go on from it, or publish it: a reader would get another model"
@@ -97,7 +97,7 @@ def prove(
         ExportError: on every rank: it cannot be exported or loaded by PEFT.
     """
     begun = time.perf_counter()
-    if not is_adapted(model):
+    if not has_adapters(model):
         raise CheckpointError("there is no adapter to prove: the model has none")
     checkpoints.wait()
     reshard(model)
@@ -130,7 +130,7 @@ def _load(checkpoint: str | Path, live: dict[str, torch.Tensor]) -> dict[str, to
             raise CheckpointError(f"{checkpoint} is not a checkpoint of adapters")
         exported = Path(consolidate(source.checkpoint or folder, Path(scratch, "adapter")))
         base = build_on_meta(ModelConfig(name_or_path=str(source.hf), init="random"))
-        model, said = read_as_peft(hollow(base), exported, empty=True)
+        model, said = read_as_peft(without_storage(base), exported, empty=True)
     if said:
         raise CheckpointError(f"{checkpoint}: {said[0]}")
     found = model.state_dict()

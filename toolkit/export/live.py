@@ -32,7 +32,7 @@ from toolkit.export.folder import Timing, check_output, check_space, finish, sta
 from toolkit.export.plan import Plan, make_plan, model_of_assets, parse_dtype, parse_size
 from toolkit.export.streaming import Mover, Target
 from toolkit.formats.hf_folder import ExportGroup, assets_of, convert_back
-from toolkit.models.adapted import is_adapted, model_tensors
+from toolkit.models.peft_model import has_adapters, model_tensors
 
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name
 _ORIGIN = {"checkpoint": None, "step": None, "run": None}
@@ -150,7 +150,7 @@ def _write(
         assets_of(model).save(hf)
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         where = "the running model"
-        if is_adapted(model):
+        if has_adapters(model):
             entry = adapter_entry(model)
             (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
             plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)

@@ -21,7 +21,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.adapters.peft_folder import CONFIG_FILE, Part, Twin, merged, read_config, twin_of
+from toolkit.adapters.peft_folder import (
+    CONFIG_FILE,
+    AdapterLayer,
+    PeftLayout,
+    merge_layer,
+    peft_layout,
+    read_config,
+)
 from toolkit.checkpoint.commit import read_manifest
 from toolkit.checkpoint.sources import Source, check_whole, parameter_names
 from toolkit.errors import CheckpointError, ExportError
@@ -56,7 +63,7 @@ def plan_merge(source: Source, folder: Path, override: torch.dtype | None, limit
     entries = read_weights(weight_files(folder))
     # A model each: reading through one changes it, and PEFT takes another apart.
     model, assets = model_of_assets(source.hf)
-    twin = twin_of(model_of_assets(source.hf)[0], read_config(source.hf))
+    twin = peft_layout(model_of_assets(source.hf)[0], read_config(source.hf))
     reader, _ = model_of_assets(source.hf)
     _, keys = parameter_names(source, ())
     check_whole(source, keys.values())
@@ -99,12 +106,12 @@ def _check_base(
             )
 
 
-def _saved(twin: Twin, parameter: str) -> bool:
+def _saved(twin: PeftLayout, parameter: str) -> bool:
     parts = twin.parts.get(parameter)
     return bool(parts) and all(part.kind == "saved" for part in parts or ())
 
 
-def _check_parts(twin: Twin, aliases: dict[str, str]) -> None:
+def _check_parts(twin: PeftLayout, aliases: dict[str, str]) -> None:
     """Refuse adapters that a merged model cannot hold: one matrix, changed in two ways."""
     families: dict[str, set[str]] = {}
     for alias, owner in aliases.items():
@@ -126,7 +133,7 @@ class Merging:
     """The way from the base's files and the adapter's shards to the tensors of `plan`."""
 
     plan: Plan
-    twin: Twin
+    twin: PeftLayout
     reader: PreTrainedModel
     """The base on meta, through which transformers converts what the base's files hold."""
     entries: dict[str, TensorEntry]
@@ -181,7 +188,7 @@ class Merging:
                     "another checkpoint of the run"
                 )
 
-    def _part(self, parameter: str) -> Part | None:
+    def _part(self, parameter: str) -> AdapterLayer | None:
         parts = self.twin.parts.get(self.aliases.get(parameter, parameter))
         return parts[0] if parts else None
 
@@ -233,7 +240,7 @@ class Merging:
                 for dtype in wanted:  # rounded once, when it is written
                     weight = weight.to(torch.promote_types(weight.dtype, dtype))
                 factors = {r: self._trained(n).float() for r, n in part.tensors.items()}
-                made[source] = merged(self.twin, part, weight, factors)
+                made[source] = merge_layer(self.twin, part, weight, factors)
         return made
 
     def _of_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:

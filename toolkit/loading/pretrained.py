@@ -38,8 +38,8 @@ from toolkit.formats.hf_folder import (
 from toolkit.formats.layout import laid_out_as, local_slices
 from toolkit.formats.safetensors_rows import FileTensor, Reader
 from toolkit.loading.recorded_init import Recorder
-from toolkit.models.adapted import bare, is_adapted
 from toolkit.models.packed_linear import packed_weights
+from toolkit.models.peft_model import has_adapters, unwrapped_base
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def load_pretrained(
     """
     begun = time.perf_counter()
     # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
-    with bare(model) as base:
+    with unwrapped_base(model) as base:
         stream = ranks.on_all(lambda: _stream(base, path, torch.device(device)))
         ranks.on_all(lambda: _settle(base, torch.device(device), stream))
-    if is_adapted(model):
+    if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(stream.folder, str(path)))
         record_base(model, str(path), stream.folder, digest)
     _begin_adapters(model, torch.device(device), seed)
@@ -104,7 +104,7 @@ def check_fits(model: nn.Module, path: str | Path) -> None:
     """
     folder = local_folder(str(path))
     entries = read_weights(weight_files(folder, str(path)))
-    with bare(model) as base:
+    with unwrapped_base(model) as base:
         _check_shapes(base, entries)
         _refuse(base, folder, misfits(base, entries))
 
@@ -212,7 +212,7 @@ def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> Non
         LoadingError: the architecture computes a parameter in a way that cannot be replayed.
     """
     target = torch.device(device)
-    with bare(model) as base:
+    with unwrapped_base(model) as base:
         ranks.on_all(lambda: _draw(base, target, seed))
         ranks.on_all(lambda: check_materialised(base))
     assets_of(model).drawn_from = seed
@@ -225,7 +225,7 @@ def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
     Raises:
         LoadingError: a tensor stayed on meta.
     """
-    if is_adapted(model):
+    if has_adapters(model):
         raise LoadingError(
             "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
             "init_weights, then resume"
@@ -664,7 +664,7 @@ def _named_fault(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 def _begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
     """Give the adapters of `model`, if it has any, their first values. Collective."""
-    if not is_adapted(model):
+    if not has_adapters(model):
         return
     aliases, home = _aliases(model), _home(model, device)
     # Not together: it gathers weights on the way, and what it raises every rank sees alike.

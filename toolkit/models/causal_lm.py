@@ -28,8 +28,8 @@ from toolkit.formats.hf_folder import (
     source_dtypes,
     weight_files,
 )
-from toolkit.models.adapted import base_of
 from toolkit.models.patterns import matching_parameters, plain_class_name
+from toolkit.models.peft_model import base_of
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
-from toolkit.models.adapted import base_of
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules
+from toolkit.models.peft_model import base_of
 from toolkit.sharding.prefetch import Prefetch
 from toolkit.sharding.recompute import recompute_in_backward
 from toolkit.sharding.units import Unit, UnitPlan, plan_units

@@ -15,9 +15,9 @@ from toolkit.adapters.lora import add_adapters
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError
 from toolkit.formats.hf_folder import DTYPES, assets_of
-from toolkit.models.adapted import base_of
 from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
+from toolkit.models.peft_model import base_of
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.sharding.fake_world import fake_world
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of

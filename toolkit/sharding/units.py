@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
-from toolkit.models.adapted import bare, base_of, copies, is_adapted
 from toolkit.models.causal_lm import decoder_layers, kept_in_fp32, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules, matching_parameters
+from toolkit.models.peft_model import base_of, copies, has_adapters, unwrapped_base
 
 ROOT = ""
 Member = tuple[str, ...]  # the names of a unit's modules
@@ -202,12 +202,12 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
     found = {id(model.get_parameter(name)) for name in names}
     if cfg.param_dtype != "float32":
-        with bare(model) as base:
+        with unwrapped_base(model) as base:
             found |= {id(base.get_parameter(name)) for name in kept_in_fp32(base)}
     elements: dict[torch.dtype, int] = {}
     packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
     stored = [p for p in model.parameters() if id(p) not in packed]
-    stored = [p for p in stored if not (is_adapted(model) and p.requires_grad)]
+    stored = [p for p in stored if not (has_adapters(model) and p.requires_grad)]
     for parameter in stored:
         elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
     commonest = max(elements, key=elements.__getitem__, default=torch.float32)

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats.layout import reshard
-from toolkit.models.adapted import base_of
+from toolkit.models.peft_model import base_of
 
 
 def generate(

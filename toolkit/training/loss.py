@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from toolkit.models.adapted import base_of, trained_module
+from toolkit.models.peft_model import base_of, trained_module
 
 IGNORE_INDEX = -100
 # Logits of one chunk, in elements: 256 MB in fp32.

@@ -7,8 +7,8 @@ from torch import nn
 
 from toolkit.formats.hf_folder import assets_of
 from toolkit.models import causal_lm as models
-from toolkit.models.adapted import base_of
 from toolkit.models.packed_linear import count_values
+from toolkit.models.peft_model import base_of
 from toolkit.training.metrics import flops_per_token
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import TrainingError
-from toolkit.models.adapted import base_of
+from toolkit.models.peft_model import base_of
 
 
 class EmbeddingNoise:

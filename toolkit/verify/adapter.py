@@ -20,11 +20,11 @@ from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    Twin,
-    hollow,
+    PeftLayout,
+    peft_layout,
     read_as_peft,
     read_config,
-    twin_of,
+    without_storage,
 )
 from toolkit.adapters.switch import amplified, has_moved, without_adapters
 from toolkit.checkpoint.adapter import base_entry, find_base, travels
@@ -37,7 +37,7 @@ from toolkit.formats.tensor_stream import in_file, whole
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.verify.export import ExportCheck, digests_of, noise
 from toolkit.verify.export_proof import difference, logits_of
-from toolkit.verify.findings import Judge
+from toolkit.verify.findings import Findings
 from toolkit.verify.merged import load_base, model_of, with_adapter
 
 _PREFIX = "base_model.model."
@@ -47,49 +47,49 @@ _PLACE = {"base_model_name_or_path", "revision", "inference_mode"}
 class AdapterCheck(ExportCheck):
     """One PEFT folder and what is found in it."""
 
-    def __init__(self, folder: Path, judge: Judge, base: str | Path | None = None) -> None:
+    def __init__(self, folder: Path, findings: Findings, base: str | Path | None = None) -> None:
         """Take a folder; `base`: folder or Hub id of the base, None: as the folder says."""
-        super().__init__(folder, judge)
+        super().__init__(folder, findings)
         self.elsewhere = base
         self.config: dict[str, Any] = {}
-        self.twin: Twin | None = None
+        self.twin: PeftLayout | None = None
         self.told: dict[str, Any] = {}
         """What the manifest says of adapter and base, of the expected types; often empty."""
 
     def _read_weights(self) -> None:
         for name in sorted(os.listdir(self.folder)):
             if name.endswith(".safetensors") and name != WEIGHTS_FILE:
-                self.say(name, None, f"is a weight file; PEFT reads {WEIGHTS_FILE} only")
+                self.add(name, None, f"is a weight file; PEFT reads {WEIGHTS_FILE} only")
         file = self.folder / WEIGHTS_FILE
         if not file.is_file():
-            self.say(WEIGHTS_FILE, None, "is missing")
+            self.add(WEIGHTS_FILE, None, "is missing")
             return
         try:
             self.entries = read_header(file)
         except (LoadingError, OSError) as error:
-            self.say(WEIGHTS_FILE, None, str(error))
-        self.judge.report.tensors += len(self.entries)
+            self.add(WEIGHTS_FILE, None, str(error))
+        self.findings.report.tensors += len(self.entries)
 
     def _check_config(self) -> None:
         self._read_origin()
         try:
             self.config = read_config(self.folder)
         except ExportError as error:
-            self.say(CONFIG_FILE, None, str(error))
+            self.add(CONFIG_FILE, None, str(error))
             return
         if not self.config.get("base_model_name_or_path"):
-            self.say(CONFIG_FILE, None, "names no base model (base_model_name_or_path)")
+            self.add(CONFIG_FILE, None, "names no base model (base_model_name_or_path)")
         try:
             base = self._base_on_meta()
         except ToolkitError as error:
-            self.judge.report.notes.append(
+            self.findings.report.notes.append(
                 f"keys and shapes were not compared with the base model: {error}"
             )
             return
         try:
-            self.twin = twin_of(base, self.config)
+            self.twin = peft_layout(base, self.config)
         except ExportError as error:
-            self.say(CONFIG_FILE, None, str(error))
+            self.add(CONFIG_FILE, None, str(error))
             return
         self.model = base
 
@@ -105,7 +105,7 @@ class AdapterCheck(ExportCheck):
             or not isinstance(said.get("base_config"), dict | None)
             or not isinstance(said.get("settings"), dict | None)
         ):
-            self.say(
+            self.add(
                 export_manifest.FILE, None, "does not say of the adapter what one of ours says"
             )
             return
@@ -146,26 +146,26 @@ class AdapterCheck(ExportCheck):
         missing = sorted(wanted.keys() - self.entries.keys())
         alike = dict(_endings(missing))
         for key in missing:
-            self.say(WEIGHTS_FILE, key, "is missing; PEFT would warn and leave it as it begins")
+            self.add(WEIGHTS_FILE, key, "is missing; PEFT would warn and leave it as it begins")
         for key in sorted(self.entries.keys() - wanted.keys()):
             parts = key.split(".")
             ends = (".".join(parts[i:]) for i in range(len(parts)))
             near = next((alike[end] for end in ends if end in alike), None)
             hint = f"; expected was {near}" if near else ""
             what = f"is no key that PEFT reads for this base: it would be left out silently{hint}"
-            self.say(WEIGHTS_FILE, key, what)
+            self.add(WEIGHTS_FILE, key, what)
         same = True
         asked = ((self.manifest or {}).get("origin") or {}).get("dtype") or "auto"
         for key, entry in self.entries.items():
             dtype = str(entry.dtype).removeprefix("torch.")
             if entry.dtype.is_floating_point and asked not in ("auto", dtype):
-                self.say(WEIGHTS_FILE, key, f"is {dtype}, the export was asked for {asked}")
+                self.add(WEIGHTS_FILE, key, f"is {dtype}, the export was asked for {asked}")
         for key in sorted(wanted.keys() & self.entries.keys()):
             shape = self.entries[key].shape
             if shape != wanted[key]:
                 same = False
                 what = f"has shape {list(shape)}, {CONFIG_FILE} describes {list(wanted[key])}"
-                self.say(WEIGHTS_FILE, key, what)
+                self.add(WEIGHTS_FILE, key, what)
         if same and wanted.keys() == self.entries.keys():
             self._read_back()
 
@@ -173,17 +173,19 @@ class AdapterCheck(ExportCheck):
         """Load the folder with PEFT into a base without bytes: every tensor must arrive."""
         assert self.twin is not None
         try:
-            model, said = read_as_peft(hollow(self._base_on_meta()), self.folder, empty=True)
+            model, said = read_as_peft(
+                without_storage(self._base_on_meta()), self.folder, empty=True
+            )
         except ToolkitError as error:
-            self.say("", None, str(error))
+            self.add("", None, str(error))
             return
         for text in said:
-            self.say(WEIGHTS_FILE, None, text)
+            self.add(WEIGHTS_FILE, None, text)
         there = model.state_dict()
         for key, name in self.twin.keys.items():
             tensor, entry = there[name], self.entries[key]
             if tensor.is_meta or not torch.equal(whole(in_file(entry)).to(tensor.dtype), tensor):
-                self.say(WEIGHTS_FILE, key, f"does not arrive in {name} when PEFT loads it")
+                self.add(WEIGHTS_FILE, key, f"does not arrive in {name} when PEFT loads it")
 
     # ----------------------------------------------------------------------------------------------
 
@@ -193,52 +195,52 @@ class AdapterCheck(ExportCheck):
         ours = asset_files(self.folder)
         for name in sorted(wanted.keys() | ours.keys()):
             if name not in ours:
-                self.say(name, None, "is missing, and is with the checkpoint")
+                self.add(name, None, "is missing, and is with the checkpoint")
             elif name not in wanted:
-                self.say(name, None, "is not with the checkpoint")
+                self.add(name, None, "is not with the checkpoint")
             elif ours[name] != wanted[name]:
-                self.say(name, None, f"is not that of the checkpoint ({source.hf / name})")
+                self.add(name, None, f"is not that of the checkpoint ({source.hf / name})")
         try:
             before = read_config(source.hf)
         except ExportError as error:
-            self.say("", None, f"cannot be compared: {error}")
+            self.add("", None, f"cannot be compared: {error}")
             return
         entry = base_entry(source)
         if (digest := self._known_digest()) != entry.get("digest"):
             what = f"says that the base has the digest {digest}, with the checkpoint it is "
-            self.say(export_manifest.FILE, None, f"{what}{entry.get('digest')}")
+            self.add(export_manifest.FILE, None, f"{what}{entry.get('digest')}")
         # The same base may be named by another place.
         for name in sorted({*before, *self.config} - _PLACE):
             if self.config and before.get(name) != self.config.get(name):
                 what = f"{name} is {self.config.get(name)!r}, with the checkpoint "
-                self.say(CONFIG_FILE, None, f"{what}{before.get(name)!r}")
+                self.add(CONFIG_FILE, None, f"{what}{before.get(name)!r}")
 
     def prove(self, source: Source) -> None:
         """Compare every value with the checkpoint; names are those of the checkpoint's config."""
         if self.twin is None or not self.entries:
             return  # said before
-        self.judge.expect(sum(entry.nbytes for entry in self.entries.values()))
+        self.findings.expect(sum(entry.nbytes for entry in self.entries.values()))
         digests = digests_of(source)
         _, keys = parameter_names(source, ())
         try:
             check_whole(source, keys.values())
-            twin = twin_of(model_of(source), read_config(source.hf))
+            twin = peft_layout(model_of(source), read_config(source.hf))
         except ToolkitError as error:
-            self.say("", None, str(error))
+            self.add("", None, str(error))
             return
         for key, name in twin.keys.items():
             entry, stored = self.entries.get(key), keys.get(name)
             if stored is None:
-                self.say(WEIGHTS_FILE, key, f"is of {name}, which the checkpoint does not hold")
+                self.add(WEIGHTS_FILE, key, f"is of {name}, which the checkpoint does not hold")
             elif entry is None:
-                self.say(WEIGHTS_FILE, key, f"is not in the export; the checkpoint has {stored}")
+                self.add(WEIGHTS_FILE, key, f"is not in the export; the checkpoint has {stored}")
             else:
                 what = difference(source, digests, stored, entry)
                 if what is not None:
-                    self.say(WEIGHTS_FILE, key, what)
-                self.judge.advance(entry.nbytes)
+                    self.add(WEIGHTS_FILE, key, what)
+                self.findings.advance(entry.nbytes)
         for name in sorted(keys.keys() - set(twin.keys.values())):
-            self.say("", keys[name], "is not in the export")
+            self.add("", keys[name], "is not in the export")
 
     def compare_adapted(self, source: Source | None) -> None:
         """Load base and adapter as a reader does, and compute with them.
@@ -247,7 +249,7 @@ class AdapterCheck(ExportCheck):
         """
         if self.twin is None or not self.entries:
             return
-        notes = self.judge.report.notes
+        notes = self.findings.report.notes
         known = self._known_digest() if source is None else base_entry(source).get("digest")
         if str(known).startswith("random"):
             notes.append(
@@ -260,16 +262,16 @@ class AdapterCheck(ExportCheck):
             base = load_base(folder, self.twin.base)
             model, said = read_as_peft(base, self.folder)
         except (ToolkitError, ModelError) as error:
-            self.say("", None, f"cannot be computed with: {error}")
+            self.add("", None, f"cannot be computed with: {error}")
             return
         except Exception as error:  # from_pretrained has no common class of errors
-            self.say("", None, f"the base does not load: {type(error).__name__}: {error}")
+            self.add("", None, f"the base does not load: {type(error).__name__}: {error}")
             return
         for text in said:
-            self.say(WEIGHTS_FILE, None, text)
+            self.add(WEIGHTS_FILE, None, text)
         ours = logits_of(model)
         if not bool(ours.isfinite().all()):
-            self.say("", None, "computes logits that are not finite")
+            self.add("", None, "computes logits that are not finite")
             return
         with without_adapters(model):
             plain = logits_of(model)
@@ -279,7 +281,7 @@ class AdapterCheck(ExportCheck):
             with amplified(model):
                 stronger = logits_of(model)
             if torch.equal(stronger, plain):
-                self.say("", None, "has no effect: the logits are those of the base")
+                self.add("", None, "has no effect: the logits are those of the base")
         if source is not None:
             self._compare_with(source, folder, ours)
 
@@ -300,12 +302,12 @@ class AdapterCheck(ExportCheck):
         twin = with_adapter(base, source)
         theirs = logits_of(twin)
         largest = float((ours - theirs).abs().max())
-        self.judge.report.logits_difference = largest
+        self.findings.report.logits_difference = largest
         allowed = noise(twin, theirs)
         if not largest <= allowed:
             what = f"logits differ from the checkpoint's by {largest:.3g}, more than {allowed:.3g}"
-            self.say("", None, what)
-        self.judge.report.notes.append(
+            self.add("", None, what)
+        self.findings.report.notes.append(
             f"logits of export and checkpoint: largest difference {largest:.3g}"
         )
 

@@ -23,7 +23,7 @@ from toolkit.formats.damage import BlobPlace, damaged_blobs, damaged_pieces
 from toolkit.formats.dcp import METADATA_FILE, coverage_fault, read_metadata, tensor_chunks
 from toolkit.formats.hf_folder import header_metadata, read_header
 from toolkit.formats.tensor_stream import StoredTensor, digest
-from toolkit.verify.findings import Judge, each, file_fault, is_plain, plain_bytes
+from toolkit.verify.findings import Findings, each, file_fault, is_plain, plain_bytes
 
 _HEX = re.compile(rb"[0-9a-f]{64}\n")
 
@@ -31,15 +31,15 @@ _HEX = re.compile(rb"[0-9a-f]{64}\n")
 class CheckpointCheck:
     """One checkpoint folder and what is found in it."""
 
-    def __init__(self, folder: Path, inside: str, judge: Judge) -> None:
-        self.folder, self.inside, self.judge = folder, inside, judge
+    def __init__(self, folder: Path, inside: str, findings: Findings) -> None:
+        self.folder, self.inside, self.findings = folder, inside, findings
         self.files: dict[str, dict[str, Any]] = {}
         self.damaged: set[str] = set()
         self.hit: set[str] = set()
         """Tensors in which damage was found."""
 
-    def say(self, file: str, tensor: str | None, what: str) -> None:
-        self.judge.say(self.inside + file, tensor, what)
+    def add(self, file: str, tensor: str | None, what: str) -> None:
+        self.findings.add(self.inside + file, tensor, what)
 
     def check(self) -> None:
         manifest = self._manifest()
@@ -62,25 +62,25 @@ class CheckpointCheck:
             raw = {name: plain_bytes(self.folder / name) for name in (MANIFEST, COMMIT)}
         except OSError as error:
             name = Path(error.filename or MANIFEST).name
-            self.say(name, None, f"cannot be read: {error.strerror}")
+            self.add(name, None, f"cannot be read: {error.strerror}")
             return None
         said, content = raw[COMMIT], raw[MANIFEST]
         for name, found in raw.items():
             if found is None:
-                self.say(name, None, "is missing: not a committed checkpoint")
+                self.add(name, None, "is missing: not a committed checkpoint")
         if content is None:
             return None
         manifest, fault = _understood(content)
         if fault is not None:
-            self.say(MANIFEST, None, fault)
+            self.add(MANIFEST, None, fault)
         step = re.match(r"step-([0-9]+)", self.folder.name)
         if manifest is not None and step and manifest.get("step") != int(step[1]):
             fault = f"is of step {manifest.get('step')}"
-            self.say(MANIFEST, None, fault)
+            self.add(MANIFEST, None, fault)
         if said is not None:
             self._seal(said, content, fault)
-        self.judge.report.files += 2
-        self.judge.report.bytes += len(content) + len(said or b"")
+        self.findings.report.files += 2
+        self.findings.report.bytes += len(content) + len(said or b"")
         return manifest
 
     def _seal(self, said: bytes, content: bytes, fault: str | None) -> None:
@@ -90,53 +90,53 @@ class CheckpointCheck:
             return
         alike = sum(a == b for a, b in zip(said, seal, strict=False))
         if not _HEX.fullmatch(said) or alike > 32:  # two hashes agree in 4 of 64 places
-            self.say(COMMIT, None, "is not, to the byte, the sha256 of the manifest")
+            self.add(COMMIT, None, "is not, to the byte, the sha256 of the manifest")
         elif fault is None:
-            self.say(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
-            self.say(MANIFEST, None, f"does not have the sha256 that {COMMIT} says")
+            self.add(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
+            self.add(MANIFEST, None, f"does not have the sha256 that {COMMIT} says")
 
     def _strangers(self) -> None:
         for name in sorted(commit.files_below(self.folder)):
             link = (self.folder / name).is_symlink()
             if link:
-                self.say(name, None, f"is a link to {os.readlink(self.folder / name)}")
+                self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):
-                self.say(name, None, "is not in the manifest")
+                self.add(name, None, "is not in the manifest")
 
     def _hash_files(self) -> dict[str, str]:
         """Return name -> what is wrong, of the files that are not what the manifest says."""
         sizes = {n: e["size"] for n, e in self.files.items()}
-        self.judge.expect(sum(sizes.values()))
+        self.findings.expect(sum(sizes.values()))
         names = sorted(self.files, key=lambda n: -sizes[n])
         faults = each(self._file_fault, names, sum(sizes.values()))
-        self.judge.report.files += len(names)
-        self.judge.report.bytes += sum(sizes.values())
+        self.findings.report.files += len(names)
+        self.findings.report.bytes += sum(sizes.values())
         return {n: what for n, what in zip(names, faults, strict=True) if what is not None}
 
     def _file_fault(self, name: str) -> str | None:
-        return file_fault(self.folder / name, self.files[name], self.judge)
+        return file_fault(self.folder / name, self.files[name], self.findings)
 
     def _metadata(self) -> Metadata | None:
         """Return DCP's metadata; a damaged one is not read."""
         name = f"dcp/{METADATA_FILE}"
         if name not in self.files:
-            self.say(MANIFEST, None, f"does not name {name}")
+            self.add(MANIFEST, None, f"does not name {name}")
         if name not in self.files or name in self.damaged:
             return None
         try:
             return read_metadata(self.folder / "dcp", blobs=False)
         except CheckpointError as error:
-            self.say(name, None, str(error))
+            self.add(name, None, str(error))
             return None
 
     def _locate(self, name: str, what: str, metadata: Metadata | None) -> None:
-        """Say what is wrong with a file, by tensor where its bytes belong to tensors."""
+        """Add what is wrong with a file, by tensor where its bytes belong to tensors."""
         file = self.folder / name
         found: list[tuple[str, str]] = []
         places = [] if metadata is None else _blobs(metadata, name)
         if not is_plain(file):
             found = [(place.name, f"is lost: its shard {what}") for place in places]
-            self.say(name, None, what)
+            self.add(name, None, what)
         elif places:
             found = damaged_blobs(file, places)
             if not found and file.stat().st_size == self.files[name]["size"]:
@@ -150,10 +150,10 @@ class CheckpointCheck:
                     (piece, f"is lost with the header of its file, which {what}") for piece in lost
                 ]
         if not found:
-            self.say(name, None, what)
+            self.add(name, None, what)
         for tensor, damage in found:
             self.hit.add(tensor)
-            self.say(name, tensor, damage)
+            self.add(name, tensor, damage)
 
     def _tensors(self, metadata: Metadata, manifest: dict[str, Any]) -> None:
         """Check that every tensor is there once, and holds what was in live memory."""
@@ -163,33 +163,33 @@ class CheckpointCheck:
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self.judge.report.tensors += len(stored)
+        self.findings.report.tensors += len(stored)
         for key in stored:
             if fault := coverage_fault(metadata, key):
-                self.say(name, key, f"is not whole: {fault}")
+                self.add(name, key, f"is not whole: {fault}")
                 self.hit.add(key)
         known = manifest.get("tensors") or {}
         if not known or manifest.get("version") != MANIFEST_VERSION:
-            self.judge.report.notes.append(
+            self.findings.report.notes.append(
                 f"{self.inside}{MANIFEST} has no digests of tensors as version {MANIFEST_VERSION} "
                 "has them: only the files were compared"
             )
             return
         for key in sorted(known.keys() ^ {k for k in stored if k.startswith("model.")}):
             where, other = (MANIFEST, name) if key in known else (name, MANIFEST)
-            self.say(where, key, f"is there, and not in {other}")
+            self.add(where, key, f"is there, and not in {other}")
         both = [key for key in known if key in stored]
         for key in both:
             entry, said = stored[key], known[key]
             there = (list(entry.size), str(entry.properties.dtype).removeprefix("torch."))
             if there != (said["shape"], said["dtype"]):
-                self.say(name, key, f"is {there}, in {MANIFEST} {said['shape'], said['dtype']}")
+                self.add(name, key, f"is {there}, in {MANIFEST} {said['shape'], said['dtype']}")
                 self.hit.add(key)
         self._digests(metadata, {k: known[k]["digest"] for k in both if k not in self.hit})
 
     def _digests(self, metadata: Metadata, known: dict[str, str]) -> None:
         entries = {key: metadata.state_dict_metadata[key] for key in known}
-        self.judge.expect(sum(_nbytes(entry) for entry in entries.values()))
+        self.findings.expect(sum(_nbytes(entry) for entry in entries.values()))
 
         def check(key: str) -> None:
             entry: Any = entries[key]
@@ -197,10 +197,10 @@ class CheckpointCheck:
                 chunks = tuple(tensor_chunks(self.folder / "dcp", metadata, key))
                 tensor = StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
                 if digest(tensor, key) != known[key]:
-                    self.say(self._shard(chunks), key, "does not hold what was in memory at saving")
+                    self.add(self._shard(chunks), key, "does not hold what was in memory at saving")
             except (CheckpointError, OSError) as error:
-                self.say(f"dcp/{METADATA_FILE}", key, f"cannot be read: {error}")
-            self.judge.advance(_nbytes(entry))
+                self.add(f"dcp/{METADATA_FILE}", key, f"cannot be read: {error}")
+            self.findings.advance(_nbytes(entry))
 
         each(check, list(known), sum(_nbytes(entry) for entry in entries.values()))
 
@@ -215,10 +215,10 @@ class CheckpointCheck:
         try:
             step = json.loads((self.folder / STATE).read_text("utf-8"))["step"]
         except (ValueError, KeyError, TypeError) as error:
-            self.say(STATE, None, f"is not the state of a run: {error!r}")
+            self.add(STATE, None, f"is not the state of a run: {error!r}")
             return
         if step != manifest.get("step"):
-            self.say(STATE, None, f"is of step {step}, {MANIFEST} of step {manifest.get('step')}")
+            self.add(STATE, None, f"is of step {step}, {MANIFEST} of step {manifest.get('step')}")
 
 
 def _understood(content: bytes) -> tuple[dict[str, Any] | None, str | None]:

@@ -39,7 +39,7 @@ from toolkit.formats.tensor_stream import first_difference, in_file
 from toolkit.loading.pretrained import misfits
 from toolkit.models.causal_lm import build_on_meta, tied_names
 from toolkit.verify.export_proof import Proof, fill, load_export, logits_of
-from toolkit.verify.findings import Judge, each, file_fault, in_cache, is_plain
+from toolkit.verify.findings import Findings, each, file_fault, in_cache, is_plain
 
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _WRAPPERS = re.compile(r"FSDP|FullyShard|DistributedDataParallel|OptimizedModule|PeftModel|Wrapped")
@@ -50,8 +50,8 @@ _NOISE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch
 class ExportCheck:
     """One Hugging Face folder and what is found in it."""
 
-    def __init__(self, folder: Path, judge: Judge) -> None:
-        self.folder, self.judge, self.say = folder, judge, judge.say
+    def __init__(self, folder: Path, findings: Findings) -> None:
+        self.folder, self.findings, self.add = folder, findings, findings.add
         self.manifest: dict[str, Any] | None = None
         self.entries: dict[str, TensorEntry] = {}
         self.model: PreTrainedModel | None = None
@@ -62,7 +62,7 @@ class ExportCheck:
         try:
             self.manifest = export_manifest.read(self.folder)
         except ExportError as error:
-            self.say(export_manifest.FILE, None, str(error))
+            self.add(export_manifest.FILE, None, str(error))
         self._names()
         if self.manifest is not None:
             self._hash_files(self.manifest)
@@ -84,25 +84,25 @@ class ExportCheck:
             if name in (export_manifest.FILE, export_manifest.CARD):
                 continue
             if path.is_symlink() and not in_cache(path):
-                self.say(name, None, f"is a link to {os.readlink(path)}")
+                self.add(name, None, f"is a link to {os.readlink(path)}")
             elif name.startswith(".") and not weights:
                 continue
             elif path.is_dir():
-                self.say(name, None, "is a folder, which no export has")
+                self.add(name, None, "is a folder, which no export has")
             elif known is not None and name not in known:
                 what = "is a weight file" if weights else "is there, and"
-                self.say(name, None, f"{what} that the manifest does not know")
+                self.add(name, None, f"{what} that the manifest does not know")
             elif known is None and name.endswith(_OTHER_WEIGHTS):
-                self.say(name, None, "is a weight file that is not safetensors")
+                self.add(name, None, "is a weight file that is not safetensors")
             elif known is None and name.endswith(".index.json") and name != INDEX_FILE:
-                self.say(name, None, "is a second index")
+                self.add(name, None, "is a second index")
 
     def _hash_files(self, manifest: dict[str, Any]) -> None:
         files = manifest["files"]
-        self.judge.expect(sum(entry["size"] for entry in files.values()))
+        self.findings.expect(sum(entry["size"] for entry in files.values()))
         names = sorted(files, key=lambda n: -files[n]["size"])
         faults = each(
-            lambda n: file_fault(self.folder / n, files[n], self.judge, cache=True),
+            lambda n: file_fault(self.folder / n, files[n], self.findings, cache=True),
             names,
             sum(entry["size"] for entry in files.values()),
         )
@@ -116,12 +116,12 @@ class ExportCheck:
             what = (
                 "says of no tensor in the folder what it is: is it the manifest of another export?"
             )
-            self.say(export_manifest.FILE, None, what)
-        self.judge.report.files += len(files)
-        self.judge.report.bytes += sum(entry["size"] for entry in files.values())
+            self.add(export_manifest.FILE, None, what)
+        self.findings.report.files += len(files)
+        self.findings.report.bytes += sum(entry["size"] for entry in files.values())
 
     def _locate(self, name: str, what: str, tensors: dict[str, Any]) -> bool:
-        """Say what is wrong with a file, by tensor where its bytes belong to tensors.
+        """Add what is wrong with a file, by tensor where its bytes belong to tensors.
 
         Returns:
             Whether every tensor of it is hit.
@@ -130,16 +130,16 @@ class ExportCheck:
         held = {key: entry for key, entry in tensors.items() if entry["file"] == name}
         if not is_plain(file) and not in_cache(file):
             found = [(key, f"is lost: its file {what}") for key in held]
-            self.say(name, None, what)
+            self.add(name, None, what)
         elif held:
             # Where they are is taken from the manifest: the header may be what is damaged.
             places = {key: _place(file, entry) for key, entry in held.items()}
             found = damaged_pieces(file, places, {k: e["sha256"] for k, e in held.items()})
             what += "" if found else "; the bytes of its tensors are whole, its header is not"
         if not found:
-            self.say(name, None, what)
+            self.add(name, None, what)
         for key, damage in found:
-            self.say(name, key, damage)
+            self.add(name, key, damage)
         return len(found) == len(held) > 0 and "bytes long" not in what
 
     def _read_weights(self) -> None:
@@ -148,40 +148,40 @@ class ExportCheck:
             files = weight_files(self.folder)
         except (LoadingError, OSError) as error:
             where = INDEX_FILE if (self.folder / INDEX_FILE).is_file() else SINGLE_FILE
-            self.say(where, None, str(error))
+            self.add(where, None, str(error))
             return
         used = {file.name for file in files}
         for name in sorted(os.listdir(self.folder)):
             if name.endswith(".safetensors") and name not in used:
-                self.say(name, None, f"is a weight file that {INDEX_FILE} does not name")
+                self.add(name, None, f"is a weight file that {INDEX_FILE} does not name")
         for file in files:
             try:
                 read_header(file)
             except (LoadingError, OSError) as error:
-                self.say(file.name, None, str(error))
+                self.add(file.name, None, str(error))
                 return
         try:
             entries = read_weights(files)
         except LoadingError as error:
-            self.say(INDEX_FILE, None, str(error))
+            self.add(INDEX_FILE, None, str(error))
             return
         if (self.folder / INDEX_FILE).is_file():
             if used == {SINGLE_FILE}:
-                self.say(INDEX_FILE, None, f"is there beside {SINGLE_FILE}: loaders take either")
+                self.add(INDEX_FILE, None, f"is there beside {SINGLE_FILE}: loaders take either")
             else:
                 self._check_index(entries)
         self.entries = entries
-        self.judge.report.tensors += len(entries)
+        self.findings.report.tensors += len(entries)
 
     def _check_index(self, entries: dict[str, TensorEntry]) -> None:
         index = json.loads((self.folder / INDEX_FILE).read_text("utf-8"))
         for name in sorted(entries.keys() - index["weight_map"].keys()):
-            self.say(INDEX_FILE, name, f"is in {entries[name].file.name} and not in the index")
+            self.add(INDEX_FILE, name, f"is in {entries[name].file.name} and not in the index")
         about = index.get("metadata")
         said = about.get("total_size") if isinstance(about, dict) else None
         total = sum(entry.nbytes for entry in entries.values())
         if said is not None and said != total:
-            self.say(INDEX_FILE, None, f"says total_size {said}, the tensors have {total} bytes")
+            self.add(INDEX_FILE, None, f"says total_size {said}, the tensors have {total} bytes")
 
     def _compare_headers(self, tensors: dict[str, Any]) -> None:
         for name in sorted(tensors.keys() | self.entries.keys()):
@@ -193,32 +193,32 @@ class ExportCheck:
                     if entry is None
                     else ("is in the headers and not in the manifest")
                 )
-                self.say(where, name, what)
+                self.add(where, name, what)
                 continue
             there = [entry.file.name, DTYPE_NAMES[entry.dtype], list(entry.shape), entry.begin]
             known = [said[what] for what in ("file", "dtype", "shape", "begin")]
             if there != known:
-                self.say(entry.file.name, name, f"is {there}, in the manifest {known}")
+                self.add(entry.file.name, name, f"is {there}, in the manifest {known}")
 
     def _check_config(self) -> None:
         try:
             config = read_config(self.folder)
         except (ModelError, OSError) as error:
-            self.say("config.json", None, str(error))
+            self.add("config.json", None, str(error))
             return
         for name in config.get("architectures") or []:
             if _WRAPPERS.search(str(name)):
-                self.say("config.json", None, f"architectures names {name}, a wrapper of training")
+                self.add("config.json", None, f"architectures names {name}, a wrapper of training")
         for reference in _modules(config.get("auto_map")):
             if not (self.folder / f"{reference}.py").is_file():
-                self.say("config.json", None, f"auto_map names {reference}.py, which is not here")
+                self.add("config.json", None, f"auto_map names {reference}.py, which is not here")
         try:
             self.model = build_on_meta(ModelConfig(name_or_path=str(self.folder), init="random"))
         except ToolkitError as error:
-            self.say("config.json", None, str(error))
+            self.add("config.json", None, str(error))
             return
         if type(self.model).__name__ not in (config.get("architectures") or []):
-            self.say(
+            self.add(
                 "config.json",
                 None,
                 f"architectures is {config.get('architectures')}, without "
@@ -238,11 +238,11 @@ class ExportCheck:
         if not there or asked in (None, "auto"):
             return
         if said != asked:
-            self.say("config.json", None, f"dtype is {said}, the export was asked for {asked}")
+            self.add("config.json", None, f"dtype is {said}, the export was asked for {asked}")
         for name, entry in self.entries.items():
             dtype = str(entry.dtype).removeprefix("torch.")
             if entry.dtype.is_floating_point and dtype != asked:
-                self.say(entry.file.name, name, f"is {dtype}, the export was asked for {asked}")
+                self.add(entry.file.name, name, f"is {dtype}, the export was asked for {asked}")
 
     def _check_model(self, model: PreTrainedModel) -> None:
         """Compare the tensors with what the config describes, as transformers loads them."""
@@ -253,14 +253,14 @@ class ExportCheck:
             if name in state and tuple(state[name].shape) != entry.shape:
                 wanted = list(state[name].shape)
                 what = f"has shape {list(entry.shape)}, config.json describes {wanted}"
-                self.say(entry.file.name, name, what)
+                self.add(entry.file.name, name, what)
         for kind, names in misfits(model, self.entries).items():
             for name in names:
                 plain = name.partition(" (")[0]
                 known = self.entries.get(plain)
                 # Shapes under the model's own names are said above, with both sides.
                 if kind != "of another shape" or plain not in state or known is None:
-                    self.say(known.file.name if known else where, plain, f"is {kind}: {name}")
+                    self.add(known.file.name if known else where, plain, f"is {kind}: {name}")
         self._check_ties(model)
 
     def _check_ties(self, model: PreTrainedModel) -> None:
@@ -274,7 +274,7 @@ class ExportCheck:
                 same = left.shape == right.shape and left.dtype == right.dtype
                 differs = not same or first_difference(in_file(left), in_file(right))[0]
                 what = "and they differ" if differs else "which is stored twice"
-                self.say(right.file.name, name, f"is tied to {first}, {what}")
+                self.add(right.file.name, name, f"is tied to {first}, {what}")
 
     # ----------------------------------------------------------------------------------------------
 
@@ -284,11 +284,11 @@ class ExportCheck:
         for name, content in wanted.items():
             file = self.folder / name
             if not file.is_file():
-                self.say(name, None, "is missing, and is with the checkpoint")
+                self.add(name, None, "is missing, and is with the checkpoint")
             elif file.read_bytes() != content:
-                self.say(name, None, f"is not that of the checkpoint ({source.hf / name})")
+                self.add(name, None, f"is not that of the checkpoint ({source.hf / name})")
         for name in sorted(asset_files(self.folder).keys() - wanted.keys()):
-            self.say(name, None, "is not with the checkpoint")
+            self.add(name, None, "is not with the checkpoint")
         try:
             theirs, ours = read_config(source.hf), read_config(self.folder)
         except ModelError:
@@ -301,19 +301,24 @@ class ExportCheck:
             if key == "architectures" and (not base or base[0].endswith("Model")):
                 continue  # a base model that was trained with a head
             what = "was not there before" if key not in theirs else f"was {before!r}, is {now!r}"
-            self.say("config.json", None, f"{key} {what}")
+            self.add("config.json", None, f"{key} {what}")
 
     def prove(self, source: Source) -> Proof | None:
         """Compare every value with the checkpoint."""
         if self.model is None or not self.entries:
             return None  # said before
-        self.judge.expect(sum(entry.nbytes for entry in self.entries.values()))
+        self.findings.expect(sum(entry.nbytes for entry in self.entries.values()))
         try:
             proof = Proof(
-                source, digests_of(source), self.model, self.entries, self.say, self.judge.advance
+                source,
+                digests_of(source),
+                self.model,
+                self.entries,
+                self.add,
+                self.findings.advance,
             )
         except ExportError as error:
-            self.say("", None, str(error))
+            self.add("", None, str(error))
             return None
         proof.run()
         return proof
@@ -325,15 +330,15 @@ class ExportCheck:
         try:
             loaded, info = load_export(self.folder, self.model)
         except Exception as error:  # from_pretrained has no common class of errors
-            self.say("", None, f"does not load: {type(error).__name__}: {error}")
+            self.add("", None, f"does not load: {type(error).__name__}: {error}")
             return
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             for name in info.get(kind) or ():
-                self.say("", str(name), f"is among the {kind} of from_pretrained")
+                self.add("", str(name), f"is among the {kind} of from_pretrained")
         ours = logits_of(loaded)
-        notes = self.judge.report.notes
+        notes = self.findings.report.notes
         if not bool(ours.isfinite().all()):
-            self.say("", None, "computes logits that are not finite")
+            self.add("", None, "computes logits that are not finite")
             return
         if proof is None:
             notes.append("loads without missing or unexpected keys and computes finite logits")
@@ -342,15 +347,15 @@ class ExportCheck:
         try:
             fill(proof, twin, loaded)
         except ToolkitError as error:
-            self.say("", None, str(error))
+            self.add("", None, str(error))
             return
         theirs = logits_of(twin)
         largest = float((ours - theirs).abs().max())
-        self.judge.report.logits_difference = largest
+        self.findings.report.logits_difference = largest
         allowed = noise(loaded, theirs)
         if not largest <= allowed:
             what = f"logits differ from the checkpoint's by {largest:.3g}, more than {allowed:.3g}"
-            self.say("", None, what)
+            self.add("", None, what)
         notes.append(f"logits of export and checkpoint: largest difference {largest:.3g}")
 
 

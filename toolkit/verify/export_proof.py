@@ -32,7 +32,7 @@ from toolkit.formats.tensor_stream import (
 from toolkit.loading.pretrained import LoadGroup, load_group, load_groups, materialise
 from toolkit.models.causal_lm import tied_names, vocabulary_size
 
-Say = Callable[[str, str | None, str], None]
+Add = Callable[[str, str | None, str], None]
 """Takes a finding: file of the export, tensor, what is wrong."""
 
 
@@ -45,7 +45,7 @@ class Proof:
         digests: dict[str, str],
         model: PreTrainedModel,
         entries: dict[str, TensorEntry],
-        say: Say,
+        add: Add,
         advance: Callable[[int], Any],
     ) -> None:
         """Match the checkpoint's keys with the parameters of `model`, on meta, of the export.
@@ -58,7 +58,7 @@ class Proof:
             ExportError: the checkpoint is not whole, or not of one model.
         """
         self.source, self.digests, self.model = source, digests, model
-        self.entries, self.say, self.advance = entries, say, advance
+        self.entries, self.add, self.advance = entries, add, advance
         self.owner = tied_names(model)
         _, keys = parameter_names(source, model.state_dict())
         check_whole(source, keys.values())
@@ -96,7 +96,7 @@ class Proof:
         for key in self.keys.get(self.owner.get(group.parameter, group.parameter), ()):
             what = difference(self.source, self.digests, key, entry)
             if what is not None:
-                self.say(entry.file.name, name, what)
+                self.add(entry.file.name, name, what)
         self.advance(entry.nbytes)
 
     def _compare_converted(self, group: LoadGroup) -> None:
@@ -105,7 +105,7 @@ class Proof:
         try:
             made = load_group(self.model, group, self.entries)
         except LoadingError as error:
-            self.say(file, name, f"is not loaded by transformers: {error}")
+            self.add(file, name, f"is not loaded by transformers: {error}")
             return
         dtypes = {self.entries[key].dtype for key in group.keys}
         for parameter, tensor in made.items():
@@ -113,7 +113,7 @@ class Proof:
             for key in self.keys.get(self.owner.get(parameter, parameter), ()):
                 what = self._converted_difference(key, tensor, dtypes)
                 if what is not None:
-                    self.say(file, name, f"with its group becomes {parameter}, which {what}")
+                    self.add(file, name, f"with its group becomes {parameter}, which {what}")
         self.advance(sum(self.entries[key].nbytes for key in group.keys))
 
     def _converted_difference(
@@ -145,10 +145,10 @@ class Proof:
         for parameter, keys in self.keys.items():
             held = self.covered.get(parameter, [])
             if not held:
-                self.say(files[0] if len(files) == 1 else "", keys[0], "is not in the export")
+                self.add(files[0] if len(files) == 1 else "", keys[0], "is not in the export")
             elif len(held) > 1:
                 names = " and ".join(held)
-                self.say(
+                self.add(
                     self.entries[held[-1]].file.name if held[-1] in self.entries else "",
                     held[-1],
                     f"is stored twice: {names} are one parameter, {parameter}",

@@ -61,7 +61,7 @@ class Report:
         return [*said, *(f"note: {note}" for note in self.notes), last]
 
 
-class Judge:
+class Findings:
     """Collects findings and counts from several threads, and shows how far it is."""
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -77,7 +77,7 @@ class Judge:
         )
         self._begun = time.perf_counter()
 
-    def __enter__(self) -> "Judge":
+    def __enter__(self) -> "Findings":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,7 +87,7 @@ class Judge:
         )
         self.report.seconds = round(time.perf_counter() - self._begun, 3)
 
-    def say(self, file: str, tensor: str | None, what: str) -> None:
+    def add(self, file: str, tensor: str | None, what: str) -> None:
         with self._lock:
             self.report.findings.append((file, tensor, " ".join(what.split())))
 
@@ -109,7 +109,7 @@ def each(work: Callable[[str], Any], names: list[str], total: int) -> list[Any]:
 
 
 def file_fault(
-    file: Path, said: dict[str, Any], judge: Judge, *, cache: bool = False
+    file: Path, said: dict[str, Any], findings: Findings, *, cache: bool = False
 ) -> str | None:
     """Return what is wrong with a file: size and sha256 must be what was `said`."""
     expected = said["size"]
@@ -119,12 +119,12 @@ def file_fault(
         with open(file, "rb", buffering=0) as f:
             size = os.fstat(f.fileno()).st_size
             if size != expected:
-                judge.advance(expected)
+                findings.advance(expected)
                 return f"is {size} bytes long, expected {expected}"
             hasher, buffer = hashlib.sha256(), bytearray(min(_BLOCK, max(1, size)))
             while count := f.readinto(buffer):
                 hasher.update(memoryview(buffer)[:count])
-                judge.advance(count)
+                findings.advance(count)
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     return None if hasher.hexdigest() == said["sha256"] else "has other bytes than were written"

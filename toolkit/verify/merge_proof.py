@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.adapters.peft_folder import Part, Twin
+from toolkit.adapters.peft_folder import AdapterLayer, PeftLayout
 from toolkit.checkpoint.sources import Source, check_whole, parameter_names
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats.hf_folder import TensorEntry
 from toolkit.formats.tensor_stream import digest, first_difference, in_file, same_values, whole
 from toolkit.loading.pretrained import LoadGroup, load_group, load_groups
 from toolkit.models.causal_lm import tied_names
-from toolkit.verify.export_proof import Say, castable, stored_in
+from toolkit.verify.export_proof import Add, castable, stored_in
 
 _EPSILON = torch.finfo(torch.float32).eps
 
@@ -41,12 +41,12 @@ class MergeProof:
         self,
         source: Source,
         digests: dict[str, str],
-        twin: Twin,
+        twin: PeftLayout,
         config: dict[str, Any],
         base: dict[str, TensorEntry],
         model: PreTrainedModel,
         entries: dict[str, TensorEntry],
-        say: Say,
+        add: Add,
         advance: Callable[[int], Any],
     ) -> None:
         """Match everything by name.
@@ -61,7 +61,7 @@ class MergeProof:
             ExportError: the checkpoint is not whole, or of another adapter.
         """
         self.source, self.digests, self.twin, self.base = source, digests, twin, base
-        self.model, self.entries, self.say, self.advance = model, entries, say, advance
+        self.model, self.entries, self.add, self.advance = model, entries, add, advance
         self.rslora = bool(config.get("use_rslora"))
         self.owner = tied_names(model)
         _, self.keys = parameter_names(source, ())
@@ -80,7 +80,7 @@ class MergeProof:
         for key in self.keys.values():
             known = self.digests.get(key)
             if known is not None and digest(stored_in(self.source, key), key) != known:
-                self.say("", key, "cannot be compared: the checkpoint's does not have its digest")
+                self.add("", key, "cannot be compared: the checkpoint's does not have its digest")
                 return
         theirs = {self._own(g.parameter): g for g in load_groups(self.model, self.base)}
         groups = load_groups(self.model, self.entries)
@@ -92,19 +92,19 @@ class MergeProof:
                 self._compare_group(group, theirs)
         state = [n for n in self.model.state_dict() if self._own(n) == n]
         for name in sorted(set(state) - self.covered):
-            self.say("", name, "is not in the export")
+            self.add("", name, "is not in the export")
 
     def _own(self, parameter: str) -> str:
         return self.owner.get(parameter, parameter)
 
-    def _part(self, parameter: str) -> Part | None:
+    def _part(self, parameter: str) -> AdapterLayer | None:
         parts = self.twin.parts.get(self._own(parameter))
         return parts[0] if parts else None
 
     def _cover(self, parameter: str, key: str) -> None:
         name = self._own(parameter)
         if name in self.covered:
-            self.say(self.entries[key].file.name, key, f"is stored twice, as {name}")
+            self.add(self.entries[key].file.name, key, f"is stored twice, as {name}")
         self.covered.add(name)
 
     def _compare_plain(self, group: LoadGroup, theirs: dict[str, LoadGroup]) -> None:
@@ -114,18 +114,18 @@ class MergeProof:
         self._cover(group.parameter, key)
         twin = theirs.get(self._own(group.parameter))
         if twin is None or twin.converted:
-            self.say(entry.file.name, key, f"is {group.parameter}, which the base does not hold so")
+            self.add(entry.file.name, key, f"is {group.parameter}, which the base does not hold so")
             return
         before = self.base[twin.keys[0]]
         if before.shape != entry.shape:
             what = f"has shape {list(entry.shape)}, in the base {list(before.shape)}"
-            self.say(entry.file.name, key, what)
+            self.add(entry.file.name, key, what)
         elif before.dtype != entry.dtype and not castable(before.dtype, entry.dtype):
-            self.say(entry.file.name, key, f"is {entry.dtype}, in the base {before.dtype}")
+            self.add(entry.file.name, key, f"is {entry.dtype}, in the base {before.dtype}")
         else:
             fault, _ = first_difference(in_file(before), in_file(entry))
             if fault is not None:
-                self.say(entry.file.name, key, f"is not adapted, and not the base's: {fault}")
+                self.add(entry.file.name, key, f"is not adapted, and not the base's: {fault}")
         self.advance(entry.nbytes)
 
     def _compare_group(self, group: LoadGroup, theirs: dict[str, LoadGroup]) -> None:
@@ -137,7 +137,7 @@ class MergeProof:
             twin = theirs.get(self._own(group.parameter))
             before = {} if twin is None else self._read(twin, self.base)
         except LoadingError as error:
-            self.say(file, key, f"is not loaded by transformers: {error}")
+            self.add(file, key, f"is not loaded by transformers: {error}")
             return
         dtypes = {self.entries[k].dtype for k in group.keys}
         before = {self._own(name): tensor for name, tensor in before.items()}
@@ -146,7 +146,7 @@ class MergeProof:
             fault = self._difference(name, tensor, before.pop(self._own(name), None), dtypes)
             if fault is not None:
                 said = f"with its group becomes {name}, which " if group.converted else ""
-                self.say(file, key, said + fault)
+                self.add(file, key, said + fault)
         self.advance(sum(self.entries[k].nbytes for k in group.keys))
 
     def _read(self, group: LoadGroup, entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
@@ -190,7 +190,7 @@ class MergeProof:
         return f"has {count} of {came.numel()} values that are not those that {what}"
 
     def _merged(
-        self, part: Part, weight: torch.Tensor, dtype: torch.dtype, sign: int
+        self, part: AdapterLayer, weight: torch.Tensor, dtype: torch.dtype, sign: int
     ) -> torch.Tensor:
         """Return base and adapter as one matrix, before its last rounding.
 
@@ -215,11 +215,11 @@ class MergeProof:
         value = factor.view(-1, 1) * sum_ if rows == 0 else factor.view(1, -1) * sum_
         return value + sign * 64 * _EPSILON * value.abs() if sign else value
 
-    def _factor(self, part: Part, role: str) -> torch.Tensor:
+    def _factor(self, part: AdapterLayer, role: str) -> torch.Tensor:
         return whole(stored_in(self.source, self.keys[part.tensors[role]])).float()
 
 
-def _product(part: Part, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _product(part: AdapterLayer, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Return B A in the orientation of the parameter: [out, in] of a linear layer, [in, out] of a
     Conv1D, [rows, width] of an embedding, and of experts one of the first two each.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.adapters.peft_folder import adapted, read_config, twin_of
+from toolkit.adapters.peft_folder import attach_adapters, peft_layout, read_config
 from toolkit.adapters.switch import without_adapters
 from toolkit.checkpoint.sources import Source, parameter_names
 from toolkit.config.settings import ModelConfig
@@ -30,26 +30,26 @@ class MergedCheck(ExportCheck):
         """Compare every value with base and adapter; `folder` holds the base."""
         if self.model is None or not self.entries:
             return  # said before
-        self.judge.expect(sum(entry.nbytes for entry in self.entries.values()))
+        self.findings.expect(sum(entry.nbytes for entry in self.entries.values()))
         try:
             config = read_config(source.hf)
             proof = MergeProof(
                 source,
                 digests_of(source),
-                twin_of(model_of(source), config),
+                peft_layout(model_of(source), config),
                 config,
                 read_weights(weight_files(folder)),
                 model_of(source),
                 self.entries,
-                self.say,
-                self.judge.advance,
+                self.add,
+                self.findings.advance,
             )
             proof.run()
         except (ExportError, LoadingError) as error:
-            self.say("", None, str(error))
+            self.add("", None, str(error))
             return
         if proof.rounded:
-            self.judge.report.notes.append(
+            self.findings.report.notes.append(
                 f"{proof.rounded:,} merged values lie at the border of two roundings, and are the "
                 "other one here"
             )
@@ -71,16 +71,16 @@ class MergedCheck(ExportCheck):
         try:
             loaded, _ = load_export(self.folder, self.model)
         except Exception as error:  # from_pretrained has no common class of errors
-            self.say("", None, f"does not load: {type(error).__name__}: {error}")
+            self.add("", None, f"does not load: {type(error).__name__}: {error}")
             return
         largest = float((logits_of(loaded) - theirs).abs().max())
         effect = float((plain - theirs).abs().max())
-        self.judge.report.logits_difference = largest
+        self.findings.report.logits_difference = largest
         allowed = max(noise(loaded, theirs), 0.5 * effect)
         said = f"{largest:.3g}, of base and adapter {effect:.3g}"
         if not largest <= allowed:
-            self.say("", None, f"logits differ from the checkpoint's by {said}")
-        self.judge.report.notes.append(
+            self.add("", None, f"logits differ from the checkpoint's by {said}")
+        self.findings.report.notes.append(
             f"logits of merged and adapted model: largest difference {said}"
         )
 
@@ -99,7 +99,7 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 def with_adapter(base: PreTrainedModel, source: Source) -> Any:
     """Return `base` with the adapter of a checkpoint, put in by name without PEFT's loading."""
     _, keys = parameter_names(source, ())
-    model = adapted(base, read_config(source.hf))
+    model = attach_adapters(base, read_config(source.hf))
     tensors = dict(model.state_dict())
     with torch.no_grad():
         for name, key in keys.items():

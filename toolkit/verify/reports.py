@@ -22,7 +22,7 @@ from toolkit.formats.hf_folder import INDEX_FILE, SINGLE_FILE
 from toolkit.verify.adapter import AdapterCheck
 from toolkit.verify.checkpoint import CheckpointCheck
 from toolkit.verify.export import ExportCheck
-from toolkit.verify.findings import Finding, Judge, Report
+from toolkit.verify.findings import Finding, Findings, Report
 from toolkit.verify.merged import MergedCheck
 
 __all__ = ["Finding", "Report", "is_export", "verify_checkpoint", "verify_export"]
@@ -41,12 +41,12 @@ def verify_checkpoint(checkpoint: str | Path) -> Report:
     """
     path = Path(checkpoint).expanduser()
     folders, kind, notes = _checkpoints(path)
-    with Judge(path, kind) as judge:
-        judge.report.notes += notes
+    with Findings(path, kind) as findings:
+        findings.report.notes += notes
         for folder in folders:
             inside = "" if folder == path else f"{folder.relative_to(path)}/"
-            CheckpointCheck(folder, inside, judge).check()
-    return judge.report
+            CheckpointCheck(folder, inside, findings).check()
+    return findings.report
 
 
 def verify_export(
@@ -86,8 +86,8 @@ def verify_export(
         return _verify_merged(folder, adapter, logits, hf_assets)
     if checkpoint is not None:
         source = find_source(Path(checkpoint).expanduser(), hf_assets)
-    with Judge(folder, "export") as judge:
-        checked = ExportCheck(folder, judge)
+    with Findings(folder, "export") as findings:
+        checked = ExportCheck(folder, findings)
         checked.check()
         proof = None
         if source is not None:
@@ -95,9 +95,11 @@ def verify_export(
             proof = checked.prove(source)
         if logits:
             checked.compare_logits(proof)
-        if judge.report.ok and source is not None:
-            judge.report.notes.append(f"holds the weights of {source.checkpoint or source.folder}")
-    return judge.report
+        if findings.report.ok and source is not None:
+            findings.report.notes.append(
+                f"holds the weights of {source.checkpoint or source.folder}"
+            )
+    return findings.report
 
 
 def _verify_adapter(
@@ -111,17 +113,19 @@ def _verify_adapter(
     if checkpoint is not None and source is None:
         find_source(Path(checkpoint).expanduser())
         raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
-    with Judge(folder, "export") as judge:
-        checked = AdapterCheck(folder, judge, base)
+    with Findings(folder, "export") as findings:
+        checked = AdapterCheck(folder, findings, base)
         checked.check()
         if source is not None:
             checked.compare_assets(source)
             checked.prove(source)
         if logits:
             checked.compare_adapted(source)
-        if judge.report.ok and source is not None:
-            judge.report.notes.append(f"holds the adapter of {source.checkpoint or source.folder}")
-    return judge.report
+        if findings.report.ok and source is not None:
+            findings.report.notes.append(
+                f"holds the adapter of {source.checkpoint or source.folder}"
+            )
+    return findings.report
 
 
 def _verify_merged(
@@ -129,18 +133,18 @@ def _verify_merged(
 ) -> Report:
     """Return what is wrong with a model that should be a base with an adapter merged in."""
     base = find_base(source, elsewhere)
-    with Judge(folder, "export") as judge:
-        checked = MergedCheck(folder, judge)
+    with Findings(folder, "export") as findings:
+        checked = MergedCheck(folder, findings)
         checked.check()
         checked.compare_assets(source)
         checked.prove_merged(source, base)
         if logits:
             checked.compare_merged(source, base)
-        if judge.report.ok:
-            judge.report.notes.append(
+        if findings.report.ok:
+            findings.report.notes.append(
                 f"is {base} with the adapter of {source.checkpoint or source.folder} merged in"
             )
-    return judge.report
+    return findings.report
 
 
 def is_export(path: str | Path) -> bool:

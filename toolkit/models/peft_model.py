@@ -19,7 +19,7 @@ _INNER = ("base_layer", "original_module")  # what PEFT calls the module that it
 _ADDED = ("lora_A", "modules_to_save")  # and what it puts beside
 
 
-def is_adapted(model: nn.Module) -> bool:
+def has_adapters(model: nn.Module) -> bool:
     """Whether `model` is a PeftModel, as `lora.add_adapters` returns it; sharded or not."""
     kind = type(model)
     return hasattr(kind, "get_base_model") and hasattr(kind, "active_peft_config")
@@ -28,13 +28,15 @@ def is_adapted(model: nn.Module) -> bool:
 def base_of(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside the adapters; a model without them is its own base.
 
-    Its adapted modules are still wrapped; `bare` takes the wrappers off for a while.
+    Its adapted modules are still wrapped; `unwrapped_base` takes the wrappers off for a while.
     """
-    return cast(Any, model).get_base_model() if is_adapted(model) else cast(PreTrainedModel, model)
+    return (
+        cast(Any, model).get_base_model() if has_adapters(model) else cast(PreTrainedModel, model)
+    )
 
 
 @contextlib.contextmanager
-def bare(model: nn.Module) -> Iterator[PreTrainedModel]:
+def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
     """Give the base as it was before the adapters: same modules, same names, same parameters.
 
     While entered, each adapted module's base module stands in its parent again, so that loaders
@@ -43,7 +45,7 @@ def bare(model: nn.Module) -> Iterator[PreTrainedModel]:
     """
     base = base_of(model)
     taken = []
-    for parent in list(base.modules()) if is_adapted(model) else ():
+    for parent in list(base.modules()) if has_adapters(model) else ():
         for name, child in parent._modules.items():
             inner = unwrapped(child)
             if inner is not child:
@@ -72,7 +74,7 @@ def trained_module(module: nn.Module | None) -> nn.Module | None:
 def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Return (the base's parameter, its copy) of the modules that are trained in full."""
     found = []
-    for module in model.modules() if is_adapted(model) else ():
+    for module in model.modules() if has_adapters(model) else ():
         copy = trained_module(module)
         if copy is not None and copy is not module:
             original = cast(nn.Module, module._modules["original_module"])
@@ -164,7 +166,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
     model with adapters what is trained, under PEFT's names.
     """
-    if is_adapted(model):
+    if has_adapters(model):
         return {f"model.{n}": t for n, t in trained_tensors(model).items()}
     persistent = model.state_dict().keys()
     tensors: dict[str, torch.Tensor] = {n: p.detach() for n, p in model.named_parameters()}
