@@ -23,11 +23,8 @@ from toolkit.checkpoint import saving as checkpoint
 from toolkit.config import settings as config
 from toolkit.config.settings import FinetuneConfig
 from toolkit.data import finetune as finetune_data
-from toolkit.data.checks import check_feed
-from toolkit.data.order.position import accumulation_for
-from toolkit.data.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
-from toolkit.data.report import render
 from toolkit.data.tokens.tokenizer import own_tokenizer
+from toolkit.data.training_data import TrainingData
 from toolkit.errors import CheckpointError
 from toolkit.export import adapter_proof
 from toolkit.export.live import export_step, exported
@@ -86,10 +83,8 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
     if cfg.model.init == "pretrained":
         ranks.on_all(lambda: check_fits(base, weights))
-    tokenizer = ranks.on_all(lambda: finetune_data.load_supervised_tokenizer(cfg, model_cfg, base))
-    batch_size = cfg.train.per_device_train_batch_size
-    packing = ranks.on_main(lambda: choose_packing(cfg.data, base, batch_size, run.device.type))
-    vocabulary = models.vocabulary_size(base)
+    data = finetune_data.prepare(cfg, base, model_cfg, run)
+    tokenizer = data.tokenizer
 
     # ---- Adapters, where asked for, and the shards -----------------------------------------------
     if cfg.lora.load_in_4bit:
@@ -98,14 +93,6 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     if cfg.lora.r:
         model = ranks.on_all(lambda: add_adapters(base, cfg.lora))
     ranks.on_all(lambda: apply_fsdp(model, mesh, cfg.sharding))
-    disk.preflight(model, folder, cfg.checkpoint, cfg.train.max_steps, run.say)
-
-    # ---- Data: examples to token ids, and which of them are learned ------------------------------
-    prepared = ranks.main_first(
-        lambda: finetune_data.prepare(cfg, tokenizer, vocabulary, packing.packing, run.world_size)
-    )
-    feed = prepared.feed
-    check_feed(cfg, feed)
     if tokenizer is not None:  # what cannot be answered is refused now, not at an evaluation
         ranks.on_all(
             lambda: encoded_prompts(
@@ -125,15 +112,9 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     else:
         ranks.on_all(lambda: checkpoint.check_same_model(model, found))
         saved = ranks.on_all(lambda: checkpoint.read_state(found))
-        ranks.on_all(lambda: feed.position.load_state_dict(saved["data"]))
-    accumulation = ranks.on_all(
-        lambda: accumulation_for(feed.position.global_batch, batch_size, run.world_size)
-    )
-    max_steps = cfg.train.max_steps
-    if max_steps == -1:
-        max_steps = ranks.on_all(lambda: feed.steps_for(cfg.train.num_train_epochs))
-        disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
-    ranks.on_all(lambda: feed.check_steps(max_steps))
+        data.load_state_dict(saved["data"])
+    max_steps = data.max_steps
+    disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
     if found is not None and not cfg.lora.r:
@@ -151,7 +132,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     optimizer = build_optimizer(model, cfg.optim)
     scheduler = build_scheduler(optimizer, cfg.optim, max_steps)
     stopping = early_stopping(cfg.train, cfg.checkpoint)
-    state = checkpoint.TrainState(model, optimizer, scheduler, feed.position)
+    state = checkpoint.TrainState(model, optimizer, scheduler, data.position)
     if found is not None:
         checkpoint.restore(state, found)
         run.say(f"resuming {folder} after step {state.step} (from {found})")
@@ -165,7 +146,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     metrics = Metrics(
         folder,
         clock=Clock(
-            round(feed.tokens_of_step()),
+            data.tokens_per_step,
             training_flops(model, cfg.data.sequence_length),
             run.world_size,
         ),
@@ -177,27 +158,18 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         logging_steps=cfg.train.logging_steps,
         disable_tqdm=cfg.metrics.disable_tqdm,
     )
-    run.say(describe(model, cfg, feed, packing, accumulation, run))
-    if found is None and prepared.encoded:
-        ranks.on_main(lambda: print(render(finetune_data.report(prepared, tokenizer)), flush=True))
+    run.say(describe(model, cfg, data, run))
+    if found is None and (supervision := ranks.on_main(data.report)):
+        run.say(supervision)
     stopped = stopping is not None and stopping.stop
     if first_step >= max_steps or stopped:
         why = "it had stopped early" if stopped else f"train.max_steps is {max_steps}"
         run.say(f"nothing to do: {first_step} steps are done, {why}")
 
-    size = cfg.train.per_device_eval_batch_size or batch_size
-    evals = feed.evals(run, per_device_batch_size=size)
-
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     step = saved_at = first_step
-    steps = feed.steps(
-        run,
-        0 if stopped else max(0, max_steps - first_step),
-        per_device_batch_size=batch_size,
-        workers=cfg.data.num_workers,
-    )
-    for step, micro_batches in enumerate(steps, start=first_step + 1):
+    for step, micro_batches in () if stopped else data.steps(after=first_step):
         unshard_early(model)
         stats = training.train_step(
             model,
@@ -209,12 +181,12 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         )
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
-        feed.position.advance()
+        data.position.advance()
 
         evaluated = {}
-        if feed.eval_sets and (step == max_steps or due(step, cfg.train.eval_steps)):
+        if data.evals and (step == max_steps or due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = evaluation_metrics(training.evaluate_sources(model, evals))
+                evaluated = evaluation_metrics(training.evaluate_sources(model, data.evals))
                 answer_prompts(model, tokenizer, cfg, folder, step, run)
             if stopping is not None and stopping.update(evaluated):
                 stopped = True
@@ -239,8 +211,8 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
                 saved_at = step
                 path = checkpoint.save(state, root, cfg.checkpoint)
                 run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
-                for line in feed.reading_lines():
-                    run.say(f"read       {line}")
+                for line in data.reading_lines():
+                    run.say(line)
                 if cfg.lora.r:
                     run.say(proven(model, path))
         if (last and cfg.checkpoint.export_at_end) or due(step, cfg.checkpoint.export_steps):
@@ -319,16 +291,13 @@ def due(step: int, every: int | None) -> bool:
 def describe(
     model: torch.nn.Module,
     cfg: FinetuneConfig,
-    feed: AnyFeed,
-    packing: Chosen,
-    accumulation: int,
+    data: TrainingData,
     run: launch.Run,
 ) -> str:
     """Return the lines that a run opens with: model, adapters, dtypes, data, batch."""
     base = base_of(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = count_values(model)
-    batch = feed.position.global_batch
     return "\n".join(
         [
             f"model      {models.plain_name(base)}, {total / 1e6:,.1f} M parameters, "
@@ -337,10 +306,7 @@ def describe(
             *filter(None, [quantise.describe(model, mesh_shape(run.world_size, cfg.sharding)[1])]),
             *unit_table(model, cfg.sharding).splitlines(),
             f"dtypes     {ledger_line(model, cfg.sharding)}",
-            *(f"data       {line}" for line in data_lines(feed, packing)),
-            f"packing    {packing.packing}: {packing.why}",
-            f"batch      {batch} samples = {cfg.train.per_device_train_batch_size} a device "
-            f"x {accumulation} accumulated x {run.world_size} process(es) on {run.device.type}",
+            *data.lines(),
         ]
     )
 

@@ -15,11 +15,9 @@ from toolkit.checkpoint import disk, run_dir
 from toolkit.checkpoint import saving as checkpoint
 from toolkit.config import settings as config
 from toolkit.config.settings import PretrainConfig
-from toolkit.data.checks import check_feed
-from toolkit.data.order.position import accumulation_for
-from toolkit.data.packing_choice import AnyFeed, Chosen, choose_packing, data_lines
-from toolkit.data.pretrain import make_feed
+from toolkit.data import pretrain as pretrain_data
 from toolkit.data.tokens.tokenizer import prepare_tokenizer
+from toolkit.data.training_data import TrainingData
 from toolkit.export.live import export_step, exported
 from toolkit.formats.hf_folder import local_folder
 from toolkit.hub import publish
@@ -71,14 +69,8 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     weights = local_folder(cfg.model.name_or_path, cfg.model.revision)
     if cfg.model.init == "pretrained":
         ranks.on_all(lambda: check_fits(model, weights))
-    batch_size = cfg.train.per_device_train_batch_size
-    packing = ranks.on_main(lambda: choose_packing(cfg.data, model, batch_size, run.device.type))
+    data = pretrain_data.prepare(cfg, model, model_cfg, run)
     ranks.on_all(lambda: apply_fsdp(model, mesh, cfg.sharding))
-    disk.preflight(model, folder, cfg.checkpoint, cfg.train.max_steps, run.say)
-    feed = ranks.main_first(
-        lambda: make_feed(model, model_cfg, cfg, packing.packing, run.world_size)
-    )
-    check_feed(cfg, feed)
 
     # ---- Where an earlier start left off ---------------------------------------------------------
     ranks.on_main(lambda: run_dir.hold(folder))
@@ -88,15 +80,9 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     if found is not None:
         ranks.on_all(lambda: checkpoint.check_same_model(model, found))
         saved = ranks.on_all(lambda: checkpoint.read_state(found))
-        ranks.on_all(lambda: feed.position.load_state_dict(saved["data"]))
-    accumulation = ranks.on_all(
-        lambda: accumulation_for(feed.position.global_batch, batch_size, run.world_size)
-    )
-    max_steps = cfg.train.max_steps
-    if max_steps == -1:
-        max_steps = ranks.on_all(lambda: feed.steps_for(cfg.train.num_train_epochs))
-        disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
-    ranks.on_all(lambda: feed.check_steps(max_steps))
+        data.load_state_dict(saved["data"])
+    max_steps = data.max_steps
+    disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
 
     # ---- Model: bytes into the shards ------------------------------------------------------------
     if found is not None:
@@ -113,7 +99,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     launch.seed_everything(cfg.seed, run.rank)
     optimizer = build_optimizer(model, cfg.optim)
     scheduler = build_scheduler(optimizer, cfg.optim, max_steps)
-    state = checkpoint.TrainState(model, optimizer, scheduler, feed.position)
+    state = checkpoint.TrainState(model, optimizer, scheduler, data.position)
     if found is not None:
         checkpoint.restore(state, found)
         run.say(f"resuming {folder} after step {state.step} (from {found})")
@@ -123,7 +109,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
     metrics = Metrics(
         folder,
         clock=Clock(
-            round(feed.tokens_of_step()),
+            data.tokens_per_step,
             training_flops(model, cfg.data.sequence_length),
             run.world_size,
         ),
@@ -135,23 +121,14 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         logging_steps=cfg.train.logging_steps,
         disable_tqdm=cfg.metrics.disable_tqdm,
     )
-    run.say(describe(model, cfg, feed, packing, accumulation, run))
+    run.say(describe(model, cfg, data))
     if first_step >= max_steps:
         run.say(f"nothing to do: {first_step} steps are done, train.max_steps is {max_steps}")
-
-    size = cfg.train.per_device_eval_batch_size or batch_size
-    evals = feed.evals(run, per_device_batch_size=size)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     saved_at = first_step if found is not None else None
-    steps = feed.steps(
-        run,
-        max(0, max_steps - first_step),
-        per_device_batch_size=batch_size,
-        workers=cfg.data.num_workers,
-    )
-    for step, micro_batches in enumerate(steps, start=first_step + 1):
+    for step, micro_batches in data.steps(after=first_step):
         unshard_early(model)
         stats = training.train_step(
             model,
@@ -162,12 +139,12 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         )
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
-        feed.position.advance()
+        data.position.advance()
 
         evaluated = {}
-        if feed.eval_sets and (step == max_steps or due(step, cfg.train.eval_steps)):
+        if data.evals and (step == max_steps or due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = evaluation_metrics(training.evaluate_sources(model, evals))
+                evaluated = evaluation_metrics(training.evaluate_sources(model, data.evals))
         metrics.step(step, stats, learning_rate, **evaluated)
 
         if step == max_steps or due(step, cfg.checkpoint.save_steps):
@@ -177,8 +154,8 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
                 saved_at = step
                 path = checkpoint.save(state, root, cfg.checkpoint)
             run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
-            for line in feed.reading_lines():
-                run.say(f"read       {line}")
+            for line in data.reading_lines():
+                run.say(line)
         at_end = step == max_steps and cfg.checkpoint.export_at_end
         if at_end or due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
@@ -212,14 +189,7 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def describe(
-    model: models.PreTrainedModel,
-    cfg: PretrainConfig,
-    feed: AnyFeed,
-    packing: Chosen,
-    accumulation: int,
-    run: launch.Run,
-) -> str:
+def describe(model: models.PreTrainedModel, cfg: PretrainConfig, data: TrainingData) -> str:
     """Return the lines that a run opens with: model, dtypes, data, batch."""
     name = models.plain_name(model)
     return "\n".join(
@@ -229,11 +199,7 @@ def describe(
             f"{cfg.model.init} weights",
             *unit_table(model, cfg.sharding).splitlines(),
             f"dtypes     {ledger_line(model, cfg.sharding)}",
-            *(f"data       {line}" for line in data_lines(feed, packing)),
-            *([f"packing    {packing.packing}: {packing.why}"] * (cfg.data.packing == "auto")),
-            f"batch      {feed.position.global_batch} samples = "
-            f"{cfg.train.per_device_train_batch_size} a device "
-            f"x {accumulation} accumulated x {run.world_size} process(es) on {run.device.type}",
+            *data.lines(),
         ]
     )
 

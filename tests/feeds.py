@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
@@ -29,6 +30,7 @@ class Rank:
 
     rank: int = 0
     world_size: int = 1
+    device = torch.device("cpu")
 
     def loader(self, dataset, batches, workers=0, collate_fn=None):
         shard = BatchSamplerShard(

@@ -99,7 +99,7 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
     for streaming in (False, True):
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
         cfg = PretrainConfig(model=named, data=data)
-        feed = pretrain_data.make_feed(model, named, cfg, "none", 1)
+        feed = pretrain_data.make_feed(cfg, tokenizer, models.vocabulary_size(model), "none", 1)
         if streaming:
             (source,) = feed.sources
             streamed = SourceStream(source, 0, feed.shape, seed=0)

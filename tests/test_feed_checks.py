@@ -1,8 +1,11 @@
 """What is refused of data and settings together, before training."""
 
+from dataclasses import replace
+
 import datasets
 import pytest
 from distributed import run_ranks
+from feeds import Rank
 
 from toolkit import ranks
 from toolkit.config.settings import (
@@ -11,9 +14,9 @@ from toolkit.config.settings import (
     FinetuneModelConfig,
     FinetuneTrainConfig,
 )
-from toolkit.data.checks import check_feed
 from toolkit.data.feed.map_style import Feed
 from toolkit.data.feed.sets import Shape, Source
+from toolkit.data.training_data import EncodedData, PackingChoice, TrainingData, check_data
 from toolkit.errors import ConfigError, DataError
 
 
@@ -29,7 +32,15 @@ def feed(rows: int, eval_split: float = 0.0, max_repeats: float | None = None) -
 
 
 def config(**train: object) -> FinetuneConfig:
-    return FinetuneConfig(FinetuneModelConfig("x"), train=FinetuneTrainConfig(**train))
+    settings = FinetuneTrainConfig(**({"per_device_train_batch_size": 4} | train))
+    return FinetuneConfig(FinetuneModelConfig("x"), train=settings)
+
+
+def check_feed(cfg: FinetuneConfig, feed: Feed, world_size: int = 1) -> TrainingData:
+    run = Rank(ranks.rank(), world_size)
+    data = TrainingData(cfg, EncodedData(feed), PackingChoice("bfd", "asked"), None, run)
+    check_data(data)
+    return data
 
 
 def test_what_needs_evaluations_needs_data_for_them():
@@ -37,14 +48,14 @@ def test_what_needs_evaluations_needs_data_for_them():
     for cfg in (
         stopping,
         config(eval_prompts=["hello"]),
-        FinetuneConfig(FinetuneModelConfig("x"), checkpoint=CheckpointConfig(keep_best=True)),
+        replace(config(), checkpoint=CheckpointConfig(keep_best=True)),
     ):
         with pytest.raises(ConfigError, match="nothing to evaluate on"):
             check_feed(cfg, feed(20))
         check_feed(cfg, feed(20, eval_split=0.5))
     check_feed(config(), feed(20))
     saving = CheckpointConfig(metric_for_best_model="accuracy", keep_best=1)
-    other = FinetuneConfig(FinetuneModelConfig("x"), checkpoint=saving)
+    other = replace(config(), checkpoint=saving)
     with pytest.raises(ConfigError, match=r"eval_accuracy is none of .* eval_loss, eval_perp"):
         check_feed(other, feed(20, eval_split=0.5))
 
@@ -55,10 +66,29 @@ def test_less_than_a_step_is_refused():
     assert feed(8, max_repeats=1).steps_for(1) == 1
 
 
+def test_a_batch_larger_than_the_data_is_said_once():
+    data = check_feed(config(), feed(20))
+    assert not any("WARNING" in line for line in data.lines())
+    (warning,) = [line for line in check_feed(config(), feed(4)).lines() if "WARNING" in line]
+    assert "global batch of 4 samples is larger than the training data (2 samples)" in warning
+    assert "each step reads it 2.0 times" in warning
+
+
+def test_a_loaded_position_is_checked_against_batches_and_limits():
+    data = check_feed(config(max_steps=3), feed(24, max_repeats=1))
+    state = data.state_dict()
+    with pytest.raises(DataError, match="global batch of 6 samples does not divide"):
+        data.load_state_dict(state | {"global_batch": 6})
+    with pytest.raises(DataError, match="at most 1 steps of 8 samples"):
+        data.load_state_dict(state | {"global_batch": 8})
+    data.load_state_dict(state | {"samples_seen": 8})
+    assert [step for step, _ in data.steps(after=2)] == [3]
+
+
 def _other_data(rank: int, world: int) -> None:
-    check_feed(config(), feed(20))
+    check_feed(config(per_device_train_batch_size=2), feed(20), world)
     try:
-        check_feed(config(), feed(20 + 2 * rank))
+        check_feed(config(per_device_train_batch_size=2), feed(20 + 2 * rank), world)
     except DataError as error:
         said = str(error)
     else:

@@ -4,22 +4,28 @@ Owns the order of these steps, for the recipe and for `toolkit inspect --data`, 
 the recipe does. Knows neither the loop nor how any of them works.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit import ranks
 from toolkit.config.settings import FinetuneConfig, ModelConfig, model_settings
 from toolkit.data.chat.conversations import chat_templates
 from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Packing, Shape
+from toolkit.data.feed.sets import Packing, Reader, Shape
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
-from toolkit.data.packing_choice import AnyFeed, choose_packing, pad_id
-from toolkit.data.report import check_supervised, supervision_report
+from toolkit.data.report import check_supervised
 from toolkit.data.sources.rows import Source, load_sources
 from toolkit.data.tokens.encode import Encoded, RowEncoder, encode
-from toolkit.data.tokens.tokenizer import check_vocabulary, load_tokenizer, own_tokenizer
+from toolkit.data.tokens.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    own_tokenizer,
+    pad_id,
+)
+from toolkit.data.training_data import EncodedData, TrainingData, check_data, choose_packing
 from toolkit.errors import DataError
 from toolkit.formats.hf_folder import assets_of
 from toolkit.models import causal_lm as models
@@ -50,33 +56,42 @@ def load_supervised_tokenizer(
     return tokenizer
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What a run reads from, and what it was made of."""
-
-    feed: AnyFeed
-    trained: list[Encoded]
-    """The sources to train on, where they were encoded before the run: none of streams."""
-    evaluated: list[Encoded]
-    """The sources to evaluate on; they may have the names of others to train on."""
-    formats: dict[str, str]
-    """Source to train on -> its format in words."""
-    eval_formats: dict[str, str]
-    """Source to evaluate on -> its format in words."""
-
-    @property
-    def encoded(self) -> list[Encoded]:
-        """All that was encoded before the run."""
-        return [*self.trained, *self.evaluated]
-
-
 def prepare(
+    cfg: FinetuneConfig, model: PreTrainedModel, model_cfg: ModelConfig, run: Reader
+) -> TrainingData:
+    """Return what the run reads. Collective; encodes on all cores, once, cached.
+
+    Args:
+        cfg: of the run.
+        model: on meta, before adapters and sharding.
+        model_cfg: the model's settings with the tokenizer that `own_tokenizer` found.
+        run: its processes.
+
+    Raises:
+        DataError: the tokenizer, a file, a row or the number of samples cannot be trained with,
+            nothing of a source is learned, the model mixes packed examples, or ranks read different
+            data.
+        ConfigError: a setting needs evaluation data, and there is none.
+    """
+    rows = cfg.train.per_device_train_batch_size
+    tokenizer = ranks.on_all(lambda: load_supervised_tokenizer(cfg, model_cfg, model))
+    packing = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
+    vocabulary = models.vocabulary_size(model)
+    encoded = ranks.main_first(
+        lambda: encode_sources(cfg, tokenizer, vocabulary, packing.packing, run.world_size)
+    )
+    data = TrainingData(cfg, encoded, packing, tokenizer, run)
+    check_data(data)
+    return data
+
+
+def encode_sources(
     cfg: FinetuneConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     vocabulary: int,
     packing: Packing,
     world_size: int,
-) -> Prepared:
+) -> EncodedData:
     """Read and encode the data; return what the run reads from.
 
     Encodes every row on all cores, cached on disk: call it on one rank first.
@@ -114,10 +129,10 @@ def prepare(
             for source in sources
         ]
         streamed = StreamFeed(streams, shape, **settings)
-        return Prepared(streamed, [], held_out, formats, eval_formats)
+        return EncodedData(streamed, [], held_out, formats, eval_formats)
     encoded = [_encoded(source, cfg, tokenizer, vocabulary) for source in sources]
     feed = Feed(encoded, shape, eval_split=data.eval_split, **settings)
-    return Prepared(feed, encoded, held_out, formats, eval_formats)
+    return EncodedData(feed, encoded, held_out, formats, eval_formats)
 
 
 def _encoded(
@@ -129,25 +144,6 @@ def _encoded(
     encoded = encode(source, tokenizer, cfg.data, vocabulary)
     check_supervised(encoded, cfg.data.sequence_length)
     return encoded
-
-
-def report(
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase | None,
-    samples: int = 1,
-) -> dict[str, Any]:
-    """Return the supervision report of what was encoded; see `data.report.supervision_report`."""
-    feed = prepared.feed
-    return supervision_report(
-        prepared.trained,
-        tokenizer,
-        sequence_length=feed.sequence_length,
-        formats=prepared.formats,
-        evaluated=prepared.evaluated,
-        eval_formats=prepared.eval_formats,
-        parts=[] if isinstance(feed, StreamFeed) else [asdict(part) for part in feed.parts],
-        samples=samples,
-    )
 
 
 def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
@@ -163,8 +159,8 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     tokenizer = load_supervised_tokenizer(cfg, model_cfg, model)
     chosen = choose_packing(cfg.data, model, cfg.train.per_device_train_batch_size)
     vocabulary = models.vocabulary_size(model)
-    prepared = prepare(cfg, tokenizer, vocabulary, chosen.packing, 1)
+    prepared = encode_sources(cfg, tokenizer, vocabulary, chosen.packing, 1)
     if cfg.data.streaming:  # made, it is known that it can be; now what is in it
         whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
-        prepared = prepare(whole, tokenizer, vocabulary, chosen.packing, 1)
-    return report(prepared, tokenizer, samples) | asdict(chosen)
+        prepared = encode_sources(whole, tokenizer, vocabulary, chosen.packing, 1)
+    return prepared.report(tokenizer, samples) | asdict(chosen)

@@ -1,31 +1,63 @@
-"""What a pretraining run reads: documents of every source, tokenised, and cut or packed.
-
-Owns the order of these steps for the recipe. Knows neither the loop nor how any of them works.
-"""
+"""What a pretraining run reads: documents of every source, tokenised, and cut or packed."""
 
 import dataclasses
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit import ranks
 from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig
 from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Packing, Shape, Source
+from toolkit.data.feed.sets import Packing, Reader, Shape, Source
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
-from toolkit.data.packing_choice import AnyFeed, pad_id
 from toolkit.data.sources.files import configured
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.sources.text import load_documents, load_source
 from toolkit.data.tokens.documents import DocumentEncoder
 from toolkit.data.tokens.tokenise import tokenise
-from toolkit.data.tokens.tokenizer import check_vocabulary, load_tokenizer
+from toolkit.data.tokens.tokenizer import check_vocabulary, load_tokenizer, pad_id
+from toolkit.data.training_data import (
+    AnyFeed,
+    EncodedData,
+    TrainingData,
+    check_data,
+    choose_packing,
+)
 from toolkit.models import causal_lm as models
 
 
+def prepare(
+    cfg: PretrainConfig, model: PreTrainedModel, model_cfg: ModelConfig, run: Reader
+) -> TrainingData:
+    """Return what the run reads. Collective; tokenises on all cores, once, cached.
+
+    Args:
+        cfg: of the run.
+        model: on meta, before adapters and sharding.
+        model_cfg: `cfg.model` with the tokenizer that `prepare_tokenizer` found.
+        run: its processes.
+
+    Raises:
+        DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, the
+            model mixes packed documents, or ranks read different data.
+        ConfigError: a setting needs evaluation data, and there is none.
+    """
+    rows = cfg.train.per_device_train_batch_size
+    tokenizer = ranks.on_all(lambda: load_tokenizer(model_cfg))
+    packing = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
+    vocabulary = models.vocabulary_size(model)
+    feed = ranks.main_first(
+        lambda: make_feed(cfg, tokenizer, vocabulary, packing.packing, run.world_size)
+    )
+    data = TrainingData(cfg, EncodedData(feed), packing, tokenizer, run)
+    check_data(data)
+    return data
+
+
 def make_feed(
-    model: PreTrainedModel,
-    model_cfg: ModelConfig,
     cfg: PretrainConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
     packing: Packing,
     world_size: int,
 ) -> AnyFeed:
@@ -34,8 +66,7 @@ def make_feed(
     Raises:
         DataError: see `data.text.load_source`, `data.tokenise.tokenise` and `Feed`.
     """
-    data, train, vocabulary = cfg.data, cfg.train, models.vocabulary_size(model)
-    tokenizer = load_tokenizer(model_cfg)
+    data, train = cfg.data, cfg.train
     if tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary, resize=cfg.model.resize_embeddings)
     shape = Shape(packing, data.sequence_length, pad_id(tokenizer))

@@ -47,6 +47,10 @@ class Reader(Protocol):
     """The processes of the run, as `launch.Run` has them."""
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
     def rank(self) -> int:
         """This process."""
 

@@ -165,6 +165,14 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return max([*tokenizer.get_vocab().values(), *added])
 
 
+def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Return the token that fills up; it is never learned, so any that has an embedding will do."""
+    for name in ("pad_token_id", "eos_token_id"):
+        if (found := getattr(tokenizer, name, None)) is not None:
+            return int(found)
+    return 0
+
+
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, resize: bool = False
 ) -> None:
