@@ -302,18 +302,14 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
     stops, skips = (
         RowEncoder(source, make_tokenizer(), settings(policy), 300) for policy in ("error", "skip")
     )
-    try:
-        for at, stored in enumerate(source.rows):
-            if isinstance(bad := found[at][1], BadRow):
-                with pytest.raises(DataError) as caught:
-                    stops(stored, at)
-                assert str(caught.value).startswith(f"{path} line {at + 1}: {bad}. ")
-                assert str(skips(stored, at)).endswith(str(bad))
-            else:
-                assert len(stops(stored, at).input_ids) == len(skips(stored, at).input_ids) > 0
-    finally:
-        stops.close()
-        skips.close()
+    for at, stored in enumerate(source.rows):
+        if isinstance(bad := found[at][1], BadRow):
+            with pytest.raises(DataError) as caught:
+                stops(stored, at)
+            assert str(caught.value).startswith(f"{path} line {at + 1}: {bad}. ")
+            assert str(skips(stored, at)).endswith(str(bad))
+        else:
+            assert len(stops(stored, at).input_ids) == len(skips(stored, at).input_ids) > 0
     counts = skips.counts
     assert counts.kept == len(BAD[base]) + 1
     assert counts.rows == counts.kept + sum(counts.dropped.values()) == len(found)

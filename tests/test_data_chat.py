@@ -3,7 +3,7 @@ tokenizer; templates that leave things out, or run away, end in an error.
 """
 
 import argparse
-import multiprocessing
+import datetime
 import random
 import subprocess
 from pathlib import Path
@@ -13,12 +13,13 @@ import pytest
 from chat_templates import PLAIN, SYSTEM, TEMPLATES, TOOLS, ChatTemplate, assistant, call, user
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
-from toolkit.data.chat.conversations import Chat, Rendered, learned_turns, render_and_mask
-from toolkit.data.chat.sandbox import Renderers
+from toolkit.data.chat import template as template_module
+from toolkit.data.chat.conversations import Chat, Rendered, learned_turns
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encoder import ACROSS, Encoder
@@ -33,13 +34,6 @@ CONVERSATIONS = {
     "think_tags": templates.THINK_TAGS,
 }
 CALLS = {"calls": templates.CALLS, "ends_with_call": templates.ENDS_WITH_CALL}
-
-
-@pytest.fixture(scope="module")
-def renderers():
-    shared = Renderers()
-    yield shared
-    shared.close()
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +92,11 @@ def said(rendered: Rendered | BadRow) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_learned_is_what_the_assistant_says(name, vocabulary, renderers):
+def test_what_is_learned_is_what_the_assistant_says(name, vocabulary):
     template, chats = TEMPLATES[name], conversations(name)
     tokenizer = tokenizer_of(vocabulary, template)
-    rendered = Chat(tokenizer, renderers=renderers).render(list(chats.values()))
-    encoder = Encoder(tokenizer, FinetuneDataConfig(), 5000, renderers=renderers)
+    rendered = Chat(tokenizer).render(list(chats.values()))
+    encoder = Encoder(tokenizer, FinetuneDataConfig(), 5000)
     encoded = encoder.batch(list(chats.values()))
     for (kind, chat), text, tokens in zip(chats.items(), rendered, encoded, strict=True):
         turns = expected(name, chat.messages)
@@ -122,10 +116,10 @@ def test_what_is_learned_is_what_the_assistant_says(name, vocabulary, renderers)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_generation_markers_tell_the_same(name, vocabulary, renderers):
+def test_generation_markers_tell_the_same(name, vocabulary):
     template, chats = TEMPLATES[name], conversations(name)
     tokenizer = tokenizer_of(vocabulary, template, template.marked)
-    rendered = Chat(tokenizer, renderers=renderers).render(list(chats.values()))
+    rendered = Chat(tokenizer).render(list(chats.values()))
     for (kind, chat), text in zip(chats.items(), rendered, strict=True):
         turns = expected(name, chat.messages)
         assert said(text) == turns, kind
@@ -228,7 +222,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
 # ---- Which turns
 
 
-def test_which_turns_are_learned(vocabulary, renderers):
+def test_which_turns_are_learned(vocabulary):
     chat = Conversation(PLAIN, supervised_from=4)
     assert learned_turns(chat, "auto") == learned_turns(chat, "completion") == [5]
     assert learned_turns(chat, "assistant") == [1, 3, 5]
@@ -239,34 +233,30 @@ def test_which_turns_are_learned(vocabulary, renderers):
         turns = expected("qwen3", PLAIN)
         wanted = {"auto": turns[2:], "assistant": turns, "last_assistant": turns[2:]}
         for supervise, texts in wanted.items():
-            (result,) = Chat(tokenizer, supervise=supervise, renderers=renderers).render([chat])
+            (result,) = Chat(tokenizer, supervise=supervise).render([chat])
             assert said(result) == texts
-        (result,) = Chat(tokenizer, supervise="all", renderers=renderers).render([chat])
+        (result,) = Chat(tokenizer, supervise="all").render([chat])
         assert said(result) == [result.text]
 
 
-def test_template_arguments_of_a_row(vocabulary, renderers):
+def test_template_arguments_of_a_row(vocabulary):
     tokenizer = tokenizer_of(vocabulary, TEMPLATES["llama3"])
     chats = [Conversation(PLAIN, template_kwargs=k) for k in ({}, {"date_string": "1 May 1999"})]
-    fixed, given = Chat(tokenizer, renderers=renderers).render(chats)
+    fixed, given = Chat(tokenizer).render(chats)
     assert "Today Date: 26 Jul 2024" in fixed.text  # whatever the day
     assert "Today Date: 1 May 1999" in given.text
     assert said(fixed) == said(given)
 
 
-def test_a_template_without_a_stop_token_is_noted(vocabulary, renderers):
+def test_a_template_without_a_stop_token_is_noted(vocabulary):
     base = TEMPLATES["chatml"]
     bare = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
     bare += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    (result,) = Chat(tokenizer_of(vocabulary, base, bare), renderers=renderers).render(
-        [Conversation(PLAIN)]
-    )
+    (result,) = Chat(tokenizer_of(vocabulary, base, bare)).render([Conversation(PLAIN)])
     assert said(result) == [m["content"] for m in PLAIN[1::2]]
     assert result.notes == {masks.NO_STOP: 3}
     plain = base.stock.replace("<|im_", "<im_")  # text that ends a turn and is no token
-    (result,) = Chat(tokenizer_of(vocabulary, base, plain), renderers=renderers).render(
-        [Conversation(PLAIN)]
-    )
+    (result,) = Chat(tokenizer_of(vocabulary, base, plain)).render([Conversation(PLAIN)])
     assert said(result) == [m["content"] + "<im_end|>" for m in PLAIN[1::2]]
     assert result.notes == {masks.NO_STOP: 3}
 
@@ -326,7 +316,6 @@ REFUSED = {
         "cannot tell where turn 1 (assistant) ends",
     ),
     "big_loop": ("{% for i in range(10**9) %}{% endfor %}", PLAIN, "Range too big"),
-    "big_text": ("{{ 'x' * 10**11 }}", PLAIN, "took more memory"),
     "two_bos": ("<s><s>" + TEMPLATES["chatml"].stock, PLAIN, "expected one '<s>'"),
     "wrong_markers": (
         TEMPLATES["chatml"].stock.replace("{%- for", "{% generation %}x{% endgeneration %}{%- for"),
@@ -342,96 +331,76 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, vocabulary, renderers):
+def test_refused(case, vocabulary):
     text, messages, match = REFUSED[case]
     template = ChatTemplate("", templates.chatml, "<|im_end|>", ["<|im_start|>"], bos="<s>")
-    chat = Chat(tokenizer_of(vocabulary, template, text), renderers=renderers)
+    chat = Chat(tokenizer_of(vocabulary, template, text))
     (result,) = chat.render([Conversation(messages)])
     assert isinstance(result, BadRow), result
     assert match in str(result)
     # The next one is not harmed, and the template is to blame, not the process.
-    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]), renderers=renderers)
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
     assert said(chat.render([Conversation(PLAIN)])[0]) == expected("chatml", PLAIN)
 
 
-def test_tools_that_are_not_printed(vocabulary, renderers):
-    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]), renderers=renderers)
+def test_tools_that_are_not_printed(vocabulary):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
     (result,) = chat.render([Conversation(PLAIN, tools=TOOLS)])
     assert "prints nothing of the tools" in str(result)
 
 
-def test_a_runaway_template_ends(vocabulary):
-    """Only where the row asks for it: the rows around it, of the same batch, are rendered."""
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    text = "{% if 'forever' in messages[0].content %}" + loop + "{% endif %}"
-    tokenizer = tokenizer_of(vocabulary, TEMPLATES["chatml"], text + TEMPLATES["chatml"].stock)
-    renderers = Renderers(seconds=1)
-    rows = [PLAIN, [user("Go on forever."), assistant("No.")], PLAIN]
-    results = Chat(tokenizer, renderers=renderers).render([Conversation(r) for r in rows])
-    assert "took more than 1 s of computing" in str(results[1])
-    assert said(results[0]) == said(results[2]) == expected("chatml", PLAIN)
-    renderers.close()
+def test_a_template_is_interrupted_with_the_conversation_named(vocabulary, monkeypatch, caplog):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
+
+    def endless(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(template_module, "_transformers_render", endless)
+    with pytest.raises(KeyboardInterrupt):
+        chat.render([Conversation([user("Go on forever."), assistant("No.")])])
+    assert "interrupted at the conversation [{'role': 'user', 'content': 'Go on fo" in caplog.text
 
 
-def test_the_process_is_light_and_knows_no_secret(vocabulary, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    renderers = Renderers()
-    tokenizer = tokenizer_of(vocabulary, TEMPLATES["chatml"])
-    assert said(Chat(tokenizer, renderers=renderers).render([Conversation(PLAIN)])[0])
-    process = Path("/proc", str(renderers._processes[0]._child._process.pid))
-    assert "torch" not in (process / "maps").read_text()
-    assert b"hf_secret" not in (process / "environ").read_bytes()
-    renderers.close()
-    assert not process.exists()
-
-
-def _in_a_worker(tokenizer) -> list[str]:
-    return said(render_and_mask(tokenizer, Conversation(PLAIN)))
-
-
-def test_processes_of_their_own(vocabulary, renderers):
-    """Many at a time give the same as one; a forked, daemonic worker starts its own."""
-    tokenizer = tokenizer_of(vocabulary, TEMPLATES["qwen3"])
-    shared = Chat(tokenizer, renderers=renderers)
-    rows = [Conversation([user(f"{i}?"), assistant(f"{i}!" * (i + 1))]) for i in range(50)]
-    rows[7] = Conversation([user("1?"), assistant("x", reasoning_content="y"), user("z")] * 9)
-    alone = shared.render(rows)
-    two = Renderers(2)
-    assert Chat(tokenizer, renderers=two).render(rows) == alone
-    two.close()
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(_in_a_worker, (tokenizer,)) == expected("qwen3", PLAIN)
-    assert shared.render(rows[:1]) == alone[:1]
+def test_no_clock_and_no_chance(vocabulary):
+    """And those of the process are left alone."""
+    text = "{{ strftime_now('%Y-%m-%d') }} {{ range(1000) | list | random }}"
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], text + TEMPLATES["chatml"].stock))
+    state = random.getstate()
+    first, again = (chat.render([Conversation(PLAIN)])[0].text for _ in range(2))
+    assert first == again
+    assert first.startswith("2024-07-26 ")
+    assert random.getstate() == state
+    assert chat_template_utils.datetime is datetime.datetime
 
 
 # ---- Which template
 
 
-def test_which_template(vocabulary, renderers, tmp_path):
+def test_which_template(vocabulary, tmp_path):
     base = TEMPLATES["chatml"]
     tokenizer = tokenizer_of(vocabulary, base)
     file = tmp_path / "other.jinja"
     file.write_text(base.stock.replace("<|im_start|>", "> "), "utf-8")
     for given in (str(file), file.read_text()):
-        chat = Chat(tokenizer, chat_template=given, renderers=renderers)
+        chat = Chat(tokenizer, chat_template=given)
         assert chat.render([Conversation(PLAIN)])[0].text.startswith("> user\nWhat")
     with pytest.raises(DataError, match=r"data.chat_template 'nowhere.jinja'.*No such file"):
         Chat(tokenizer, chat_template="nowhere.jinja")
     tokenizer.chat_template = {"default": base.stock, "tool_use": TEMPLATES["qwen3"].stock}
     chats = [Conversation(PLAIN), Conversation(PLAIN, tools=TOOLS)]
-    plain, tools = Chat(tokenizer, renderers=renderers).render(chats)
+    plain, tools = Chat(tokenizer).render(chats)
     assert "# Tools" in tools.text
     assert said(plain) == expected("chatml", PLAIN)
     assert said(tools) == expected("qwen3", PLAIN)
     tokenizer.chat_template = {"rag": base.stock}
     with pytest.raises(DataError, match=r"by name \(rag\), and none named default"):
-        Chat(tokenizer, renderers=renderers).render(chats)
+        Chat(tokenizer).render(chats)
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="has no chat template"):
         Chat(tokenizer)
     tokenizer.chat_template = "{% for %}"
-    with pytest.raises(DataError, match="TemplateSyntaxError: Expected an expression"):
-        Chat(tokenizer, renderers=renderers).render(chats)
+    with pytest.raises(DataError, match="template cannot be used: line 1: Expected an expression"):
+        Chat(tokenizer).render(chats)
 
 
 def test_a_tokenizer_with_code_of_its_own(vocabulary):

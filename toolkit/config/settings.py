@@ -238,8 +238,8 @@ class FinetuneDataConfig(DataConfig):
     left out, or the run ends. Both are counted. Plain text is cut into samples instead, and none of
     it is lost."""
     dataset_num_proc: int | None = None
-    """Processes that render conversations before the run; empty: as many as there are cores. (The
-    tokenizer has threads of its own.)"""
+    """Processes that encode conversations before the run; empty: as many as there are cores. (For
+    other rows the tokenizer has threads of its own.)"""
 
 
 @dataclass(frozen=True)

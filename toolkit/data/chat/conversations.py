@@ -1,10 +1,10 @@
 """Conversations as text in the tokenizer's chat template, and which of its characters are learned.
 
 Owns which template is used, which turns are learned, and the check on the text for the tokenizer.
-Refuses to know how the turns are found (`masks.py`), and where templates run (`sandbox.py`).
+Refuses to know how templates run (`template.py`), and how the turns are found (`masks.py`).
 """
 
-import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat.sandbox import Renderers, Template
+from toolkit.data.chat.template import Template
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
 
@@ -42,10 +44,9 @@ class Chat:
         tokenizer: its chat template and special tokens are used.
         supervise: which turns are learned; see `learned_turns`.
         chat_template: Jinja text, or a file that holds it, instead of the tokenizer's own.
-        renderers: the processes that render; empty: one, which this object starts and ends.
 
     Raises:
-        DataError: there is no template, or the file cannot be read.
+        DataError: there is no template, it is no template, or the file cannot be read.
     """
 
     def __init__(
@@ -54,61 +55,48 @@ class Chat:
         *,
         supervise: Supervise = "auto",
         chat_template: str | None = None,
-        renderers: Renderers | None = None,
     ) -> None:
         self.supervise = supervise
         self.bos, self.eos = tokenizer.bos_token, tokenizer.eos_token
         specials = special_tokens(tokenizer)
-        variables = json.loads(json.dumps(tokenizer.special_tokens_map, default=str))
+        variables = dict(tokenizer.special_tokens_map)
         self.templates = {
             name: Template(text, variables, specials)
             for name, text in chat_templates(tokenizer, chat_template).items()
         }
-        self._renderers = renderers or Renderers()
 
     def render(self, conversations: Sequence[Conversation]) -> list[Rendered | BadRow]:
         """Return the text of each conversation, or what is wrong with it, in order.
 
-        The same for any number of processes. Costs some five short renderings, about half a
-        millisecond; more where turns must be searched for (see `masks.py`).
+        Costs some five short renderings, about half a millisecond; more where turns must be
+        searched for (see `masks.py`).
 
         Raises:
-            DataError: the template is no template, or no process can be started.
+            DataError: there is no template for them.
         """
-        out: list[Rendered | BadRow] = [BadRow("not rendered")] * len(conversations)
-        by_name: dict[str, list[int]] = {}
-        for at, conversation in enumerate(conversations):
-            name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
-            if name not in self.templates:
-                raise DataError(
-                    "the tokenizer has chat templates by name "
-                    f"({', '.join(sorted(self.templates))}), and none named default; choose one "
-                    "with data.chat_template"
-                )
-            by_name.setdefault(name, []).append(at)
-        for name, places in by_name.items():
-            jobs = [self._job(conversations[at]) for at in places]
-            results = self._renderers.run(self.templates[name], jobs)
-            for at, result in zip(places, results, strict=True):
-                out[at] = self._rendered(result)
-        return out
+        return [self._render(conversation) for conversation in conversations]
 
-    def close(self) -> None:
-        """End the processes that render; they start anew when needed."""
-        self._renderers.close()
-
-    def _job(self, conversation: Conversation) -> dict:
-        return {
-            "messages": conversation.messages,
-            "tools": conversation.tools,
-            "kwargs": conversation.template_kwargs,
-            "wanted": learned_turns(conversation, self.supervise),
-        }
-
-    def _rendered(self, result: dict | BadRow) -> Rendered | BadRow:
-        if isinstance(result, BadRow):
-            return result
-        text, bos = result["text"], self.bos
+    def _render(self, conversation: Conversation) -> Rendered | BadRow:
+        name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise DataError(
+                "the tokenizer has chat templates by name "
+                f"({', '.join(sorted(self.templates))}), and none named default; choose one "
+                "with data.chat_template"
+            )
+        try:
+            marked = self.templates[name].mark(
+                conversation.messages,
+                conversation.tools,
+                conversation.template_kwargs,
+                learned_turns(conversation, self.supervise),
+            )
+        except BadRow as bad:
+            return bad
+        except KeyboardInterrupt:  # a template may run without end
+            logger.error("interrupted at the conversation %.200r", conversation.messages)
+            raise
+        text, bos = marked.text, self.bos
         # Where one token both begins and ends a text, it may stand anywhere.
         if bos and (text.startswith(bos * 2) or (bos != self.eos and text.count(bos) > 1)):
             return BadRow(
@@ -116,36 +104,8 @@ class Chat:
                 "the chat template, or from a turn that holds it as text",
                 "several begin-of-sequence tokens",
             )
-        spans = [(begin, end) for begin, end in result["spans"]]
-        if self.supervise == "all":
-            spans = [(0, len(text))]
-        return Rendered(text, spans, result["notes"])
-
-
-def render_and_mask(
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: Conversation,
-    *,
-    supervise: Supervise = "auto",
-    chat_template: str | None = None,
-) -> Rendered:
-    """Return one conversation as text, with the characters that are learned.
-
-    Starts a process, which takes about a second; many conversations go through `Chat`.
-
-    Raises:
-        BadRow: the template refuses the conversation, does not print all of it, takes too long, or
-            the turns cannot be told apart.
-        DataError: there is no template, or it is no template.
-    """
-    chat = Chat(tokenizer, supervise=supervise, chat_template=chat_template)
-    try:
-        (result,) = chat.render([conversation])
-    finally:
-        chat.close()
-    if isinstance(result, BadRow):
-        raise result
-    return result
+        spans = [(0, len(text))] if self.supervise == "all" else list(marked.turns.values())
+        return Rendered(text, spans, dict(marked.notes))
 
 
 def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:

@@ -4,15 +4,16 @@ Owns what a row that cannot be used does, the counts of what came of the rows, a
 Refuses to know files, how an example is encoded (`encoder.py`), and how examples become samples.
 
 [Note: who works]
-Chat templates run in `dataset_num_proc` processes of their own (see [Note: limits on templates] in
-`sandbox.py`), the Rust tokenizer on threads of this one (see [Note: threads, not processes] in
-`tokenise.py`). Results come back in the order of the rows: tokens, counts, and the first error are
-the same for any number of processes.
+Conversations are rendered and tokenised in `dataset_num_proc` processes of `datasets.map`; other
+rows in this one, where the Rust tokenizer runs on threads (see [Note: threads, not processes] in
+`tokenise.py`). Results come back in the order of the rows: tokens and counts are the same for any
+number of processes. With `on_bad_row: error` the first bad row that any of them meets ends the run.
 """
 
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat.conversations import chat_templates
-from toolkit.data.chat.sandbox import Renderers
-from toolkit.data.chat.template_worker import OUT_OF_BOUNDS, TODAY
+from toolkit.data.chat.template import TODAY
 from toolkit.data.examples.recognise import Example
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import At, Source
@@ -37,10 +37,10 @@ from toolkit.errors import DataError
 
 _BATCH_ROWS, _BATCH_BYTES = 512, 8 << 20
 _PLACES = 3
-_RUNAWAYS = 10
-"""So many rows on which the template ran out of bounds end the run: each costs seconds."""
+_ROWS_OF_A_PROCESS = 200
+"""Conversations for which a further process is worth its start."""
 
-_VERSION = 2
+_VERSION = 3
 """Part of the cache key: raise it when the same row gives other tokens or counts."""
 
 _COLUMNS = datasets.Features(
@@ -91,6 +91,16 @@ class Counts:
         if len(self.places.setdefault(reason, [])) < _PLACES:
             self.places[reason].append(place)
 
+    def add(self, other: "Counts") -> None:
+        """Add the counts of the rows that follow."""
+        for name in ("rows", "kept", "truncated", "cut_off", "tokens", "supervised"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.dropped, other.dropped), (self.notes, other.notes)):
+            for kind, count in theirs.items():
+                mine[kind] = mine.get(kind, 0) + count
+        for reason, places in other.places.items():
+            self.places[reason] = [*self.places.get(reason, []), *places][:_PLACES]
+
 
 @dataclass
 class Encoded:
@@ -120,48 +130,55 @@ def encode(
 ) -> Encoded:
     """Return `source` as token ids, with what came of its rows.
 
-    Renders in `cfg.dataset_num_proc` processes, tokenises on all cores, and is cached on disk with
-    its counts, under a name made of the rows, the tokenizer's content, the template and the
-    settings: a second start, in any process, reads the files. Among several ranks, call it on one
-    first. Memory: a few hundred megabytes, whatever the size of the source.
+    Works in `cfg.dataset_num_proc` processes on conversations, and is cached on disk with its
+    counts, under a name made of the rows, the tokenizer's content, the template and the settings:
+    a second start, in any process, reads the files. Among several ranks, call it on one first.
+    Memory: a few hundred megabytes for each process, whatever the size of the source.
 
     Raises:
         DataError: a row cannot be used and `cfg.on_bad_row` is `error`, or it is too long and
             `cfg.too_long` is `error`, with its file and row; or see `Encoder`.
     """
     quiet_forks()
-    processes = cfg.dataset_num_proc or _cores()
-    encoder = Encoder(tokenizer, cfg, vocab_size, renderers=Renderers(processes))
+    encoder = Encoder(tokenizer, cfg, vocab_size)
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     key = _key(source, tokenizer, cfg, vocab_size)
-    arrow, counted = folder / f"encoded-{key}.arrow", folder / f"encoded-{key}.json"
-    cached = datasets.is_caching_enabled() and arrow.is_file() and counted.is_file()
-    work = _Rows(source, encoder)
-    rows = source.rows
+    counted = folder / f"encoded-{key}.json"
+    rows, found, processes = source.rows, {}, 1
+    if datasets.is_caching_enabled() and counted.is_file():
+        found = json.loads(counted.read_text("utf-8"))
+    cached = bool(found) and all(Path(file).is_file() for file in found["files"])
+    if cached:
+        processes = found["processes"]
+    elif source.layout.format == "conversation":
+        processes = cfg.dataset_num_proc or min(_cores(), 1 + len(rows) // _ROWS_OF_A_PROCESS)
+        processes = max(1, min(processes, len(rows)))
     mean = max(1, rows.data.nbytes // max(1, len(rows)))
-    size = max(1, min(max(_BATCH_ROWS, 64 * processes), _BATCH_BYTES // mean))
-    try:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         tokens = rows.map(
-            work,
+            _Rows(source, encoder, Path(scratch)),
             batched=True,
-            batch_size=size,
+            batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // mean)),
             writer_batch_size=_BATCH_ROWS,
             with_indices=True,
+            with_rank=True,
+            num_proc=processes if processes > 1 else None,
             remove_columns=rows.column_names,
             features=_COLUMNS,
-            cache_file_name=str(arrow),
+            cache_file_name=str(folder / f"encoded-{key}.arrow"),
             load_from_cache_file=cached,
             new_fingerprint=key,
             desc=f"Encoding {source.name}",
         )
-    finally:
-        encoder.close()
-    if cached:
-        counts = Counts(**json.loads(counted.read_text("utf-8")))
-    else:
-        counts = work.counts
-        _write(counted, json.dumps(dataclasses.asdict(counts)))
+        if not cached:
+            total = Counts()
+            for part in sorted(Path(scratch).iterdir(), key=lambda part: int(part.name)):
+                total.add(Counts(**json.loads(part.read_text("utf-8"))))
+            files = [file["filename"] for file in tokens.cache_files]
+            found = {"processes": processes, "files": files, "counts": dataclasses.asdict(total)}
+            _write(counted, json.dumps(found))
+    counts = Counts(**found["counts"])
     return Encoded(source.name, tokens, counts, source.weight, source.max_repeats)
 
 
@@ -170,8 +187,7 @@ class RowEncoder:
 
     `row_encoder(raw, index)` is a `BadRow` that names the row where it is left out, and counted in
     `counts`. It depends on nothing but the row. Copies in forked or spawned processes work, and
-    count for themselves. A row on which the template runs out of time or memory ends the run,
-    whatever `on_bad_row` says: other ranks may get through it, and would train on other samples.
+    count for themselves.
 
     Args:
         source: its `rows` are not read.
@@ -187,7 +203,7 @@ class RowEncoder:
         cfg: FinetuneDataConfig,
         vocab_size: int,
     ) -> None:
-        self._work = _Rows(source, Encoder(tokenizer, cfg, vocab_size), runaways=1)
+        self._work = _Rows(source, Encoder(tokenizer, cfg, vocab_size))
 
     @property
     def counts(self) -> Counts:
@@ -203,21 +219,19 @@ class RowEncoder:
         (result,) = self._work.settled([raw], [(raw, index)])
         return result
 
-    def close(self) -> None:
-        """End the process that renders; it starts anew when needed."""
-        self._work.encoder.close()
-
 
 class _Rows:
-    """Stored rows to examples, with the policy and the counts."""
+    """Stored rows to examples, with the policy and the counts, which a process of `map` writes."""
 
-    def __init__(self, source: Source, encoder: Encoder, runaways: int = _RUNAWAYS) -> None:
-        self.source, self.encoder, self.counts = source, encoder, Counts()
-        self.runaways = runaways
+    def __init__(self, source: Source, encoder: Encoder, folder: Path | None = None) -> None:
+        self.source, self.encoder, self.counts, self.folder = source, encoder, Counts(), folder
 
-    def __call__(self, columns: dict[str, list], rows: list[int]) -> pa.Table:
+    def __call__(self, columns: dict[str, list], rows: list[int], rank: int | None) -> pa.Table:
         raws = [{name: values[k] for name, values in columns.items()} for k in range(len(rows))]
         settled = self.settled(raws, rows)
+        if self.folder is not None:
+            counts = json.dumps(dataclasses.asdict(self.counts))
+            Path(self.folder, str(rank or 0)).write_text(counts, "utf-8")
         pairs = zip(rows, settled, strict=True)
         kept = [(row, example) for row, example in pairs if isinstance(example, EncodedExample)]
         spans = [np.asarray(e.spans, np.int32).reshape(-1) for _, e in kept]
@@ -256,16 +270,6 @@ class _Rows:
             raise self.source.refusal(at, result)
         said = f"{self.source.place(at)}: {result}" if shown else str(result)
         self.counts.drop(result.reason, said)
-        if self.counts.dropped.get(OUT_OF_BOUNDS, 0) >= self.runaways:
-            why = (
-                f"That is the {self.runaways}th such row; the template, rather than the rows, is "
-                "at fault"
-                if self.runaways > 1
-                else "Such a row of a stream ends the run whatever data.on_bad_row says, since "
-                "another process may have got through it: shorten or remove it, or mend the "
-                "template"
-            )
-            raise DataError(f"{self.source.place(at)}: {result}. {why}")
         return BadRow(said, result.reason)
 
 

@@ -1,7 +1,7 @@
 """One example to token ids and the ranges of them that are learned.
 
 Owns the settings on what is learned and what is too long. Refuses to know files, templates
-(`chat.py` renders), and what a row that cannot be used does to the run.
+(`toolkit.data.chat` renders), and what a row that cannot be used does to the run.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat.conversations import Chat, Rendered
-from toolkit.data.chat.sandbox import Renderers
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.fixed_length import IGNORED
 from toolkit.data.sources.row_values import BadRow
@@ -71,15 +70,12 @@ class Encoder:
     tokens that the tokenizer puts around a text and, with `append_eos`, the end-of-sequence token,
     which is learned. Token ids are taken as they are, with the labels that came with them.
 
-    Processes for templates start with the first conversation; `close` ends them.
-
     Args:
         tokenizer: None only where all examples are tokenised already.
         cfg: `supervise`, `chat_template`, `too_long`, `sequence_length` (no bound where packing is
             `wrapped`: samples are cut later), `append_eos` are read. Neither bound nor `too_long`
             concern plain text: all of it is learned, in as many pieces as it takes.
         vocab_size: rows of the model's embedding.
-        renderers: the processes that render conversations; empty: one of its own.
 
     Raises:
         DataError: the tokenizer gives ids for which the model has no embedding.
@@ -90,12 +86,9 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase | None,
         cfg: FinetuneDataConfig,
         vocab_size: int,
-        *,
-        renderers: Renderers | None = None,
     ) -> None:
         self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
         self.limit = None if cfg.packing == "wrapped" else cfg.sequence_length
-        self._renderers = renderers
         self._chat: Chat | None = None
         if tokenizer is None:
             return
@@ -176,18 +169,12 @@ class Encoder:
                     out[at] = fitted
         return [o if o is not None else BadRow("no example") for o in out]
 
-    def close(self) -> None:
-        """End the processes that render; they start anew when needed."""
-        if self._chat is not None:
-            self._chat.close()
-
     def _render(self, conversations: list[Conversation]) -> list[Rendered | BadRow]:
         if self._chat is None:
             self._chat = Chat(
                 self._check_tokenizer(),
                 supervise=self.cfg.supervise,
                 chat_template=self.cfg.chat_template,
-                renderers=self._renderers,
             )
         return self._chat.render(conversations)
 

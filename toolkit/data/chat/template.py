@@ -1,0 +1,191 @@
+"""A chat template rendered by transformers, in its sandbox and in this process.
+
+Owns the spellings of a conversation that templates are tried with, and the day they are told.
+Refuses to know how turns are found (`masks.py`).
+
+[Note: the same text on every day]
+A conversation always renders the same: `strftime_now`, with which templates print today's date,
+tells a fixed day, and `random` is seeded. Else the tokens of a run would depend on the day on which
+it was started, or resumed.
+"""
+
+import copy
+import datetime
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers.utils import chat_template_utils
+
+from toolkit.data.chat.markers import with_markers
+from toolkit.data.chat.mask_text import Message
+from toolkit.data.chat.masks import UNCHECKED, Habits, Marked, NotFound, habits, mark
+from toolkit.data.chat.rendering import REFUSED
+from toolkit.data.sources.row_values import BadRow
+from toolkit.errors import DataError
+
+TODAY = datetime.datetime(2024, 7, 26, 12)
+"""What `strftime_now` tells templates: the day that Llama's templates print where they have no
+date."""
+
+_transformers_render: Callable[..., tuple[list[str], list]]
+_transformers_render = chat_template_utils.render_jinja_template  # type: ignore[assignment]
+_MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
+
+
+class Template:
+    """A chat template with the special tokens of its tokenizer.
+
+    Args:
+        text: the Jinja text.
+        variables: the tokenizer's special tokens by name.
+        specials: special tokens, as text.
+
+    Raises:
+        DataError: it is no Jinja template, or transformers has another clock than expected.
+    """
+
+    def __init__(self, text: str, variables: dict[str, Any], specials: Sequence[str]) -> None:
+        self.text, self.variables, self.specials = text, variables, specials
+        self.has_markers = bool(_MARKERS.search(text))
+        self._habits: dict[str, Habits] = {}
+        try:
+            chat_template_utils._compile_jinja_template(text)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template cannot be used: line {error.lineno}: {error.message}"
+            ) from error
+        _check_clock()
+
+    def mark(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+        wanted: list[int],
+    ) -> Marked:
+        """Return the rendering, with the characters of the turns `wanted`.
+
+        Raises:
+            BadRow: see `masks.mark`; of the spellings that were tried, what tells most.
+        """
+        refusal: BadRow | None = None
+        for spelling in _spellings(messages):
+            try:
+                return self._marked(spelling, tools or None, kwargs, wanted)
+            except BadRow as error:
+                if refusal is None or refusal.reason == REFUSED:
+                    refusal = error
+        raise refusal or BadRow("no messages")
+
+    def _marked(
+        self, messages: list[Message], tools: Any, kwargs: dict[str, Any], wanted: list[int]
+    ) -> Marked:
+        def render(turns: list[Message], prompt: bool = False, tools: Any = tools) -> str:
+            return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
+
+        known = self._known(kwargs)
+        options: Any = {"specials": self.specials, "known": known, "has_tools": bool(tools)}
+        if not (self.has_markers and wanted):
+            return mark(render, messages, wanted, **options)
+        every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        try:
+            marked, checked = mark(render, messages, every, **options), True
+        except NotFound:
+            if every != wanted:
+                raise
+            marked, checked = mark(render, messages, [], **options), False
+        markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
+        if not checked:
+            marked.turns = dict(enumerate(markers))
+            marked.notes[UNCHECKED] += 1
+            return marked
+        return with_markers(marked, markers, wanted, specials=self.specials, known=known)
+
+    def _known(self, kwargs: dict[str, Any]) -> Habits:
+        key = json.dumps(kwargs, sort_keys=True, default=repr)
+        if key not in self._habits:
+
+            def render(turns: list[Message], prompt: bool = False) -> str:
+                return self._render(turns, None, kwargs, add_generation_prompt=prompt)[0]
+
+            if len(self._habits) > 100:
+                self._habits.clear()
+            self._habits[key] = habits(render, self.specials, self.variables.get("eos_token"))
+        return self._habits[key]
+
+    def _render(
+        self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        with _stopped_clock():
+            texts, markers = _transformers_render(
+                conversations=[messages],
+                tools=tools or None,
+                chat_template=self.text,
+                **options,
+                **{**self.variables, **kwargs},
+            )
+        return texts[0], [tuple(span) for span in (markers or [[]])[0]]
+
+
+def _spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the spellings of a conversation that templates are written for, the usual one first.
+
+    They differ where a turn has tool calls: its arguments are a mapping or JSON text, and where it
+    says nothing, its content is missing, null or empty.
+    """
+    plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    yield plain
+    if not any(m.get("tool_calls") for m in plain):
+        return
+    for silent in ({}, {"content": None}, {"content": ""}):
+        for as_text in (False, True):
+            if silent or as_text:
+                yield [_spelled(m, silent, as_text) for m in plain]
+
+
+def _spelled(message: Message, silent: Message, as_text: bool) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not (message.get("content") or "").strip():
+        message = {**{k: v for k, v in message.items() if k != "content"}, **silent}
+    if as_text:
+        calls = copy.deepcopy(calls)
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return {**message, "tool_calls": calls}
+
+
+class _Stopped(datetime.datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> "_Stopped":
+        return cls(*TODAY.timetuple()[:6], tzinfo=tz)
+
+
+@contextmanager
+def _stopped_clock() -> Iterator[None]:
+    clock, state = chat_template_utils.datetime, random.getstate()
+    chat_template_utils.datetime = _Stopped  # type: ignore[misc]
+    random.seed(0)
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = clock  # type: ignore[misc]
+        random.setstate(state)
+
+
+def _check_clock() -> None:
+    template = "{{ strftime_now('%Y-%m-%d') }}"
+    with _stopped_clock():
+        texts, _ = _transformers_render(conversations=[[]], chat_template=template)
+    if texts[0] != TODAY.strftime("%Y-%m-%d"):
+        raise DataError(
+            "this transformers tells templates the date in a way the toolkit does not know, so "
+            "that tokens would depend on the day; use transformers 5.23"
+        )
