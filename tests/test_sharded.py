@@ -14,13 +14,23 @@ from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from toolkit import loading, models
+from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import commit
 from toolkit.checkpoint import saving as checkpoint
-from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
+from toolkit.config.settings import (
+    CheckpointConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ShardingConfig,
+)
+from toolkit.errors import ToolkitError
 from toolkit.export.consolidation import consolidate
-from toolkit.loading import pretrained as loading
-from toolkit.loading.pretrained import init_weights, load_pretrained
-from toolkit.models.causal_lm import build_on_meta
+from toolkit.formats.layout import laid_out_as
+from toolkit.loading import init_weights, load_pretrained
+from toolkit.models import build_on_meta
+from toolkit.models.peft_model import base_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training.launch import seed_everything
 from toolkit.training.loss import loss_sum
@@ -115,6 +125,28 @@ def draw(rank: int, world: int, folders: dict[str, str], seed: int) -> dict:
         model = shard(folders[name], world)
         init_weights(model, "cpu", seed)
         found[name] = full(model)
+    return found
+
+
+def fill_each_way(rank: int, world: int, folder: str) -> list:
+    """Fill a model as each kind of run begins; return what was said and whether it has values."""
+    found = []
+    for init, adapted, empty in (
+        ("pretrained", False, False),
+        ("random", False, False),
+        ("pretrained", False, True),
+        ("pretrained", True, True),
+    ):
+        cfg = ModelConfig(folder, dtype="float32", init=init)
+        model = models.prepare(cfg, 16)
+        if adapted:
+            model = add_adapters(model, LoraConfig(r=2))
+        apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)
+        said: list[str] = []
+        loading.fill(model, cfg, "cpu", 3, empty=empty, say=said.append)
+        weight = base_of(model).model.embed_tokens.weight.full_tensor()
+        expected = plain(folder).model.embed_tokens.weight
+        found.append((said, torch.equal(weight, expected)))
     return found
 
 
@@ -241,6 +273,32 @@ def test_random_start_is_the_same_for_any_world_and_as_transformers_draws(folder
             assert torch.equal(mine, other[name][parameter]) != bool(drawn), (
                 f"{parameter}: seed ignored"
             )
+
+
+def test_fill_begins_as_the_run_asks(folders):
+    for found in run_ranks(fill_each_way, 2, folders["untied"]):
+        loaded, drawn, empty, adapted = found
+        assert "weights    " + folders["untied"] in loaded[0][0]
+        assert loaded[1]
+        assert drawn[0] == ["weights    random, drawn from seed 3"]
+        assert not drawn[1]
+        assert empty[0] == ["weights    those of the run's checkpoint"]
+        assert "base       " + folders["untied"] in adapted[0][0]
+        assert adapted[1], "a checkpoint of adapters does not hold the base"
+
+
+def refused_on_one_rank(rank: int, world: int, folder: str) -> str:
+    cfg = ModelConfig(folder if rank == 0 else folder + "-gone", dtype="float32")
+    try:
+        models.prepare(cfg, 16)
+    except ToolkitError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_one_rank_refuses_all_refuse(folders):
+    said = run_ranks(refused_on_one_rank, 2, folders["untied"])
+    assert all("-gone is neither a folder" in s for s in said), said
 
 
 @pytest.fixture(scope="module")
@@ -439,7 +497,7 @@ def test_under_offload_parts_stay_in_host_memory(folders):
         reference = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)])
         reference._spec.mesh._device_type = "cuda"
         part = torch.ones(3, 4)
-        placed = loading.laid_out_as(reference, part)
+        placed = laid_out_as(reference, part)
         assert placed.to_local().device.type == "cpu"
         assert placed.shape == (6, 4)
         with pytest.raises((RuntimeError, AssertionError)):  # the control: it tries the GPU

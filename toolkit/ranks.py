@@ -69,7 +69,7 @@ def first_to_report(text: str) -> bool:
 
 def broadcast(value: T) -> T:
     """Return rank 0's `value` on every rank. Collective; pickles a small object."""
-    if world_size() == 1:
+    if world_size() == 1 or _is_fake():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, group=_current_group())
@@ -78,8 +78,8 @@ def broadcast(value: T) -> T:
 
 def gather(value: T) -> list[T]:
     """Return the `value` of every rank, in rank order, on every rank. Collective."""
-    if world_size() == 1:
-        return [value]
+    if world_size() == 1 or _is_fake():
+        return [value] * world_size()
     values: list = [None] * world_size()
     dist.all_gather_object(values, value, group=_current_group())
     return values
@@ -193,6 +193,11 @@ def exchanges_over(channel: str) -> Iterator[None]:
 
 def _current_group() -> dist.ProcessGroup | None:
     return object_group(getattr(_channel, "name", "main"))
+
+
+def _is_fake() -> bool:
+    """Whether the other ranks do not exist (`sharding.fake_world`): each is taken to agree."""
+    return dist.get_backend() == "fake"
 
 
 def _outcome(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -1,5 +1,5 @@
 """Bytes into shards: a checkpoint streamed in, or random weights drawn."""
 
-from toolkit.loading.pretrained import init_weights, load_pretrained
+from toolkit.loading.pretrained import check_fits, fill, init_weights, load_pretrained, materialise
 
-__all__ = ["init_weights", "load_pretrained"]
+__all__ = ["check_fits", "fill", "init_weights", "load_pretrained", "materialise"]

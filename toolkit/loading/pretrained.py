@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.adapters.base import base_digest, record_base
 from toolkit.adapters.first_values import copied_buffers, first_values
+from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError
 from toolkit.formats.hf_folder import (
     TensorEntry,
@@ -39,7 +40,7 @@ from toolkit.formats.layout import laid_out_as, local_slices
 from toolkit.formats.safetensors_rows import FileTensor, Reader
 from toolkit.loading.recorded_init import Recorder
 from toolkit.models.packed_linear import packed_weights
-from toolkit.models.peft_model import has_adapters, unwrapped_base
+from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,50 @@ def load_pretrained(
     )
 
 
-def check_fits(model: nn.Module, path: str | Path) -> None:
-    """Refuse a checkpoint that is not one of `model`, before its bytes are read. Headers only.
+def fill(
+    model: nn.Module,
+    cfg: ModelConfig,
+    device: torch.device | str,
+    seed: int,
+    *,
+    empty: bool,
+    say: Callable[[str], object],
+) -> None:
+    """Materialise `model` on `device` as a run begins. Collective.
 
-    Plays the load through on a copy of `model` with tensors that have no bytes, so that renamed,
-    converted and tied weights are judged as the load itself will judge them.
+    Args:
+        seed: of random weights, and of the first values of adapters.
+        empty: a checkpoint of the run is restored next, so that the weights need no values. The
+            base under adapters is loaded all the same: such a checkpoint does not hold it.
+        say: prints a line, on one rank.
+
+    Raises:
+        LoadingError: as `load_pretrained`, `init_weights` and `materialise`.
+    """
+    target = torch.device(device)
+    what = "base       " if has_adapters(model) else "weights    "
+    if empty and not has_adapters(model):
+        materialise(base_of(model), target)
+        say(f"{what}those of the run's checkpoint")
+    elif cfg.init == "random":
+        init_weights(model, target, seed)
+        say(f"{what}random, drawn from seed {seed}")
+    else:
+        folder = local_folder(cfg.name_or_path, cfg.revision)
+        report = load_pretrained(model, folder, target, seed=seed)
+        say(
+            f"{what}{cfg.name_or_path}: {report.tensors} tensors, {report.file_bytes / 1e9:.2f} "
+            f"GB; this rank read {report.bytes_requested / 1e9:.2f} GB in {report.seconds:.1f} s"
+        )
+
+
+@ranks.collective
+def check_fits(model: nn.Module, path: str | Path) -> None:
+    """Refuse a checkpoint that is not one of `model`, before its bytes are read. Collective.
+
+    Reads headers only. Plays the load through on a copy of `model` with tensors that have no
+    bytes, so that renamed, converted and tied weights are judged as the load itself will judge
+    them.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, not yet sharded.

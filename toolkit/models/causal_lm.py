@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from toolkit import ranks
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError
 from toolkit.formats.hf_folder import (
@@ -105,6 +106,21 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         revision=cfg.revision,
         folder=folder,
     )
+    return model
+
+
+@ranks.collective
+def prepare(cfg: ModelConfig, sequence_length: int) -> PreTrainedModel:
+    """Return the model of `cfg` on meta, after every refusal that needs no data. Collective.
+
+    Raises:
+        ModelError, LoadingError: as `check_usable` and `build_on_meta`; or the model sees future
+            tokens, or drops layers at random.
+    """
+    check_usable(cfg, sequence_length)
+    model = build_on_meta(cfg)
+    check_causal(model)
+    check_layerdrop(model.config)
     return model
 
 
@@ -378,8 +394,9 @@ def check_causal(model: PreTrainedModel) -> None:
         )
 
 
+@ranks.collective
 def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
-    """Refuse what is no causal LM, has too few positions, or lacks the weights it begins with.
+    """Refuse what is no causal LM, has too few positions, or lacks its weights. Collective.
 
     Reads the config and the headers of the weights.
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit import ranks
 from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.models.causal_lm import decoder_layers, kept_in_fp32, plain_name
@@ -59,6 +60,7 @@ class Quantised:
 # --------------------------------------------------------------------------------------------------
 
 
+@ranks.collective
 def check_quantisation(
     lora: LoraConfig, sharding: ShardingConfig, model: ModelConfig, device: torch.device | str
 ) -> None:
@@ -95,6 +97,7 @@ def check_quantisation(
 # --------------------------------------------------------------------------------------------------
 
 
+@ranks.collective
 def quantise_on_meta(
     model: PreTrainedModel, cfg: LoraConfig, param_dtype: torch.dtype | str
 ) -> None:

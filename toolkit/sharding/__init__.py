@@ -1,5 +1,13 @@
 """FSDP2 on a model: the mesh, the plan of its units, and the plan carried out."""
 
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, unshard_early
+from toolkit.sharding.unit_table import ledger_line, unit_table
 
-__all__ = ["apply_fsdp", "init_mesh"]
+__all__ = [
+    "apply_fsdp",
+    "init_mesh",
+    "ledger_line",
+    "mesh_shape",
+    "unit_table",
+    "unshard_early",
+]

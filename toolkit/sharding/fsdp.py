@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.models.packed_linear import packed_weights
@@ -41,8 +42,11 @@ _REDUCE_UNUSED = "set_reduce_scatter_unused_params"
 _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
 
 
+@ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
     """Return the mesh of the run: (dp_shard,), or (dp_replicate, dp_shard) for replicas (HSDP).
+
+    Collective.
 
     Args:
         device_type: "cpu", "cuda", ... as `torch.device.type`.
@@ -87,8 +91,10 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
     return replicas, shards
 
 
+@ranks.collective
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
     """Shard `model` in place, bottom up: inner units first, the root with all that is left last.
+    Collective.
 
     Every parameter becomes a DTensor sharded over dim 0 (but for what stays replicated, see
     `units`); on a meta model nothing is allocated. The gathered parameters have `param_dtype`,
