@@ -519,7 +519,7 @@ def test_a_name_on_the_hub_needs_no_weights(trained, copy, tmp_path: Path) -> No
     cached = copy("llama/source")
     (cached / "model.safetensors").unlink()
     run = trained[0] / "llama/run"
-    with mock.patch("toolkit.export.adapter.local_folder", return_value=cached):
+    with mock.patch("toolkit.checkpoint.adapter.local_folder", return_value=cached):
         consolidate(run, tmp_path / "named", hf_assets="org/base")
         config = json.loads((cached / "config.json").read_text())
         (cached / "config.json").write_text(json.dumps(config | {"num_attention_heads": 1}))
@@ -576,7 +576,7 @@ def test_a_manifest_of_somebody_else(copy: Callable[[str], Path], told: Any) -> 
     export_manifest.write(folder, described, {"adapter": told})
     report = verify_export(None, folder)
     assert [f[0] for f in report.findings] == [export_manifest.FILE]
-    assert "does not say of the adapter" in report.findings[0][2]
+    assert "does not describe adapter and base" in report.findings[0][2]
     export_manifest.write(folder, described, [told])  # type: ignore[arg-type]
     (finding,) = verify_export(None, folder).findings
     assert "its origin is no object" in finding[2]

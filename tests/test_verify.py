@@ -25,8 +25,7 @@ from toolkit.export.consolidation import consolidate
 from toolkit.formats import hf_folder as hf_format
 from toolkit.formats import manifest as export_manifest
 from toolkit.formats.dcp import read_metadata, tensor_chunks
-from toolkit.verify import checkpoint as checkpoint_check
-from toolkit.verify import export as export_check
+from toolkit.verify import findings as verify_findings
 from toolkit.verify.reports import verify_checkpoint, verify_export
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -452,11 +451,10 @@ def test_random_damage_is_reported(
 def test_comparing_sizes_alone_would_miss_flips(
     targets: dict[str, damage.Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def size_only(file: Path, said: dict[str, Any], *_: Any, **__: Any) -> str | None:
-        return None if file.stat().st_size == said["size"] else "has another size"
+    def size_only(file: Path, expected: dict[str, Any], *_: Any, **__: Any) -> str | None:
+        return None if file.stat().st_size == expected["size"] else "has another size"
 
-    for module in (checkpoint_check, export_check):
-        monkeypatch.setattr(module, "file_fault", size_only)
+    monkeypatch.setattr(verify_findings, "file_fault", size_only)
     for target in targets.values():
         missed, chance = damage.Outcome(), random.Random(0)
         for _ in range(15):

@@ -14,7 +14,6 @@ weighs.
 
 import contextlib
 import json
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from toolkit.models.peft_model import ADAPTER
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_ADDED = 2**22  # elements that are added at a time
 ENTRY = "adapter"
 """Of a checkpoint's manifest: which base was adapted."""
 
@@ -315,47 +313,57 @@ def read_as_peft(
 
 
 def merge_layer(
-    twin: PeftLayout, part: AdapterLayer, weight: torch.Tensor, factors: dict[str, torch.Tensor]
-) -> Any:
-    """Return `weight` with one part of the adapter merged in, as PEFT's own layer computes it.
+    layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return `weight` with one layer of the adapter merged in, by PEFT's own layer.
 
     So it is what `merge_and_unload` makes of that parameter, to the bit. `weight` is given away:
-    it is changed in place. Holds two tensors of its size in fp32 beside it (DoRA: five).
+    it is changed in place. Holds three tensors of its size in fp32 beside it (DoRA: five).
 
     Args:
         factors: A, B and magnitude, in float32: as PEFT lifts them when it loads an adapter.
     """
-    layer = twin.model.get_submodule(part.module)
-    base = layer.get_base_layer()
-    leaf = getattr(layer, "parameter_name", "weight")
-    held = [(base, leaf, nn.Parameter(weight, False))]
-    for role, name in part.tensors.items():
-        path, _, last = name.rpartition(".")
-        held.append((twin.model.get_submodule(path), last, nn.Parameter(factors[role], False)))
-    before = [(module, name, module._parameters[name]) for module, name, _ in held]
-    for module, name, value in held:
-        module._parameters[name] = value
+    with _holding(layout, layer, weight, factors) as module:
+        module.merge(safe_merge=False, adapter_names=[ADAPTER])
+        return getattr(module.get_base_layer(), _leaf(module)).data
+
+
+def weight_delta(
+    layout: PeftLayout, layer: AdapterLayer, factors: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return what PEFT's layer adds to its weight for these factors, in float32."""
+    base = layout.model.get_submodule(layer.module).get_base_layer()
+    shape = getattr(base, _leaf(layout.model.get_submodule(layer.module))).shape
+    with _holding(layout, layer, torch.zeros(()).expand(shape), factors) as module:
+        return module.get_delta_weight(ADAPTER)
+
+
+def _leaf(module: Any) -> str:
+    """Return the name of the parameter that a layer of PEFT adapts, in its base layer."""
+    return getattr(module, "parameter_name", "weight")
+
+
+@contextlib.contextmanager
+def _holding(
+    layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: dict[str, torch.Tensor]
+) -> Iterator[Any]:
+    """Yield PEFT's layer with these tensors; afterwards it is on meta again."""
+    module = layout.model.get_submodule(layer.module)
+    held = [(module.get_base_layer(), _leaf(module), weight)]
+    for role, factor in factors.items():
+        path, _, leaf = layer.tensors[role].rpartition(".")
+        held.append((layout.model.get_submodule(path), leaf, factor))
+    before = [(owner, leaf, owner._parameters[leaf]) for owner, leaf, _ in held]
+    for owner, leaf, value in held:
+        owner._parameters[leaf] = nn.Parameter(value, False)
     try:
         with torch.no_grad(), _quiet():
-            if "magnitude" in part.tensors:
-                layer.merge(safe_merge=False, adapter_names=[ADAPTER])
-                return base._parameters[leaf].data
-            delta = layer.get_delta_weight(ADAPTER)
+            yield module
     finally:
-        for module, name, value in before:
-            module._parameters[name] = value
-        layer.merged_adapters.clear()
-        getattr(layer, "_caches", {}).clear()
-    # What its merge does then, a few rows at a time: as a whole it would copy both to fp32.
-    rounded = part.kind in ("experts", "embedding")
-    for into, add in zip(_rows(weight), _rows(delta), strict=True):
-        into += add.to(weight.dtype) if rounded else add
-    return weight
-
-
-def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    width = max(1, math.prod(tensor.shape[1:]))
-    return tensor.split(max(1, _ADDED // width))
+        for owner, leaf, value in before:
+            owner._parameters[leaf] = value
+        module.merged_adapters.clear()
+        getattr(module, "_caches", {}).clear()
 
 
 def _own_draws() -> contextlib.AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """Whether a checkpoint is intact: its files, and the tensors that were in live memory.
 
-Owns the checks of one checkpoint folder. `verify` is the door.
+Owns the checks of one checkpoint folder.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ from toolkit.formats.damage import BlobPlace, damaged_blobs, damaged_pieces
 from toolkit.formats.dcp import METADATA_FILE, coverage_fault, read_metadata, tensor_chunks
 from toolkit.formats.hf_folder import header_metadata, read_header
 from toolkit.formats.tensor_stream import StoredTensor, digest
-from toolkit.verify.findings import Findings, each, file_fault, is_plain, plain_bytes
+from toolkit.parsing import parse_json, read_json
+from toolkit.verify.findings import Findings, is_regular, on_threads
 
 _HEX = re.compile(rb"[0-9a-f]{64}\n")
 
@@ -47,7 +48,7 @@ class CheckpointCheck:
             return
         self.files = manifest["files"]
         self._strangers()
-        faults = self._hash_files()
+        faults = self.findings.hash_files(self.folder, self.files)
         self.damaged = set(faults)
         metadata = self._metadata()
         for name, what in faults.items():
@@ -58,38 +59,36 @@ class CheckpointCheck:
 
     def _manifest(self) -> dict[str, Any] | None:
         """Return the manifest, also one that is not committed where it can be understood."""
-        try:
-            raw = {name: plain_bytes(self.folder / name) for name in (MANIFEST, COMMIT)}
-        except OSError as error:
-            name = Path(error.filename or MANIFEST).name
-            self.add(name, None, f"cannot be read: {error.strerror}")
+        raw: dict[str, bytes] = {}
+        for name in (MANIFEST, COMMIT):
+            try:
+                if is_regular(self.folder / name):
+                    raw[name] = (self.folder / name).read_bytes()
+                else:
+                    self.add(name, None, "is missing: not a committed checkpoint")
+            except OSError as error:
+                self.add(name, None, f"cannot be read: {error.strerror}")
+        if MANIFEST not in raw:
             return None
-        said, content = raw[COMMIT], raw[MANIFEST]
-        for name, found in raw.items():
-            if found is None:
-                self.add(name, None, "is missing: not a committed checkpoint")
-        if content is None:
-            return None
-        manifest, fault = _understood(content)
-        if fault is not None:
-            self.add(MANIFEST, None, fault)
+        manifest, fault = _understood(raw[MANIFEST])
         step = re.match(r"step-([0-9]+)", self.folder.name)
         if manifest is not None and step and manifest.get("step") != int(step[1]):
-            fault = f"is of step {manifest.get('step')}"
+            fault = fault or f"is of step {manifest.get('step')}"
+        if fault is not None:
             self.add(MANIFEST, None, fault)
-        if said is not None:
-            self._seal(said, content, fault)
+        if COMMIT in raw:
+            self._seal(raw[COMMIT], raw[MANIFEST], fault)
         self.findings.report.files += 2
-        self.findings.report.bytes += len(content) + len(said or b"")
+        self.findings.report.bytes += sum(map(len, raw.values()))
         return manifest
 
-    def _seal(self, said: bytes, content: bytes, fault: str | None) -> None:
-        """Compare COMMIT, to the byte, with the manifest; say which of the two is wrong."""
-        seal = hashlib.sha256(content).hexdigest().encode() + b"\n"
-        if said == seal:
+    def _seal(self, actual: bytes, manifest: bytes, fault: str | None) -> None:
+        """Compare COMMIT, to the byte, with the manifest; report which of the two is wrong."""
+        seal = hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+        if actual == seal:
             return
-        alike = sum(a == b for a, b in zip(said, seal, strict=False))
-        if not _HEX.fullmatch(said) or alike > 32:  # two hashes agree in 4 of 64 places
+        alike = sum(a == b for a, b in zip(actual, seal, strict=False))
+        if not _HEX.fullmatch(actual) or alike > 32:  # two hashes agree in 4 of 64 places
             self.add(COMMIT, None, "is not, to the byte, the sha256 of the manifest")
         elif fault is None:
             self.add(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
@@ -97,24 +96,10 @@ class CheckpointCheck:
 
     def _strangers(self) -> None:
         for name in sorted(commit.files_below(self.folder)):
-            link = (self.folder / name).is_symlink()
-            if link:
+            if (self.folder / name).is_symlink():
                 self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):
                 self.add(name, None, "is not in the manifest")
-
-    def _hash_files(self) -> dict[str, str]:
-        """Return name -> what is wrong, of the files that are not what the manifest says."""
-        sizes = {n: e["size"] for n, e in self.files.items()}
-        self.findings.expect(sum(sizes.values()))
-        names = sorted(self.files, key=lambda n: -sizes[n])
-        faults = each(self._file_fault, names, sum(sizes.values()))
-        self.findings.report.files += len(names)
-        self.findings.report.bytes += sum(sizes.values())
-        return {n: what for n, what in zip(names, faults, strict=True) if what is not None}
-
-    def _file_fault(self, name: str) -> str | None:
-        return file_fault(self.folder / name, self.files[name], self.findings)
 
     def _metadata(self) -> Metadata | None:
         """Return DCP's metadata; a damaged one is not read."""
@@ -134,7 +119,7 @@ class CheckpointCheck:
         file = self.folder / name
         found: list[tuple[str, str]] = []
         places = [] if metadata is None else _blobs(metadata, name)
-        if not is_plain(file):
+        if not is_regular(file):
             found = [(place.name, f"is lost: its shard {what}") for place in places]
             self.add(name, None, what)
         elif places:
@@ -170,7 +155,7 @@ class CheckpointCheck:
                 self.hit.add(key)
         known = manifest.get("tensors") or {}
         if not known or manifest.get("version") != MANIFEST_VERSION:
-            self.findings.report.notes.append(
+            self.findings.note(
                 f"{self.inside}{MANIFEST} has no digests of tensors as version {MANIFEST_VERSION} "
                 "has them: only the files were compared"
             )
@@ -178,31 +163,36 @@ class CheckpointCheck:
         for key in sorted(known.keys() ^ {k for k in stored if k.startswith("model.")}):
             where, other = (MANIFEST, name) if key in known else (name, MANIFEST)
             self.add(where, key, f"is there, and not in {other}")
-        both = [key for key in known if key in stored]
-        for key in both:
-            entry, said = stored[key], known[key]
-            there = (list(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-            if there != (said["shape"], said["dtype"]):
-                self.add(name, key, f"is {there}, in {MANIFEST} {said['shape'], said['dtype']}")
+        for key in known.keys() & stored.keys():
+            entry, expected = stored[key], (known[key]["shape"], known[key]["dtype"])
+            actual = (list(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+            if actual != expected:
+                self.add(name, key, f"is {actual}, in {MANIFEST} {expected}")
                 self.hit.add(key)
-        self._digests(metadata, {k: known[k]["digest"] for k in both if k not in self.hit})
+        whole = {k: stored[k] for k in known.keys() & stored.keys() - self.hit}
+        self._digests(metadata, whole, known)
 
-    def _digests(self, metadata: Metadata, known: dict[str, str]) -> None:
-        entries = {key: metadata.state_dict_metadata[key] for key in known}
-        self.findings.expect(sum(_nbytes(entry) for entry in entries.values()))
+    def _digests(
+        self,
+        metadata: Metadata,
+        entries: dict[str, TensorStorageMetadata],
+        known: dict[str, dict[str, Any]],
+    ) -> None:
+        sizes = {k: math.prod(e.size) * e.properties.dtype.itemsize for k, e in entries.items()}
+        self.findings.expect(total := sum(sizes.values()))
 
         def check(key: str) -> None:
-            entry: Any = entries[key]
+            entry = entries[key]
             try:
                 chunks = tuple(tensor_chunks(self.folder / "dcp", metadata, key))
                 tensor = StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
-                if digest(tensor, key) != known[key]:
+                if digest(tensor, key) != known[key]["digest"]:
                     self.add(self._shard(chunks), key, "does not hold what was in memory at saving")
             except (CheckpointError, OSError) as error:
                 self.add(f"dcp/{METADATA_FILE}", key, f"cannot be read: {error}")
-            self.findings.advance(_nbytes(entry))
+            self.findings.advance(sizes[key])
 
-        each(check, list(known), sum(_nbytes(entry) for entry in entries.values()))
+        on_threads(check, entries, total)
 
     def _shard(self, chunks: Iterable[Any]) -> str:
         """Return which of the shards of a tensor to name: a damaged one, if one is."""
@@ -213,21 +203,23 @@ class CheckpointCheck:
         if STATE not in self.files or STATE in self.damaged:
             return
         try:
-            step = json.loads((self.folder / STATE).read_text("utf-8"))["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            self.add(STATE, None, f"is not the state of a run: {error!r}")
+            state = read_json(self.folder / STATE, CheckpointError)
+        except CheckpointError as error:
+            self.add(STATE, None, str(error))
             return
-        if step != manifest.get("step"):
-            self.add(STATE, None, f"is of step {step}, {MANIFEST} of step {manifest.get('step')}")
+        if not isinstance(state, dict) or state.get("step") != manifest.get("step"):
+            what = f"is of step {state.get('step')}" if isinstance(state, dict) else "is no object"
+            self.add(STATE, None, f"{what}, {MANIFEST} of step {manifest.get('step')}")
 
 
 def _understood(content: bytes) -> tuple[dict[str, Any] | None, str | None]:
     """Return (manifest or None, what is wrong with it). One that is damaged may still be of use."""
     try:
-        manifest = json.loads(content)
+        manifest = parse_json(content, "it", CheckpointError)
+        rendered = json.dumps(manifest, indent=1, sort_keys=True).encode()
         files = {n: (e["size"], e["sha256"]) for n, e in manifest["files"].items()}
         tensors = [(e["shape"], e["dtype"], e["digest"]) for e in manifest["tensors"].values()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (CheckpointError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return None, f"is not a manifest of this toolkit: {type(error).__name__}: {error}"
     for name, (size, sha256) in files.items():
         if not commit.is_inside(name):
@@ -236,7 +228,7 @@ def _understood(content: bytes) -> tuple[dict[str, Any] | None, str | None]:
             return None, f"has no size and sha256 of {name!r}"
     if not all(isinstance(s, list) and isinstance(d, str) for s, d, _ in tensors):
         return None, "has no shapes and dtypes"
-    if json.dumps(manifest, indent=1, sort_keys=True).encode() != content:
+    if rendered != content:
         return manifest, "is not as it was written: its bytes are not those of its content"
     return manifest, None
 
@@ -256,7 +248,3 @@ def _blobs(metadata: Metadata, name: str) -> list[BlobPlace]:
                     dtype, sizes = entry.properties.dtype, tuple(chunk.sizes)
         found.append(BlobPlace(index.fqn, info.offset, info.length, dtype, sizes))
     return found
-
-
-def _nbytes(entry: Any) -> int:
-    return math.prod(entry.size) * entry.properties.dtype.itemsize

@@ -1,7 +1,7 @@
-"""What verification found, and the plain files it looks at.
+"""What verification found, and the files that it hashes.
 
-Owns how a finding is said: a file, the tensor where there is one, and what is wrong. Does not know
-what a checkpoint or an export is.
+A finding is a file, the tensor where there is one, and what is wrong. Does not know what a
+checkpoint or an export is.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ class Report:
     """run, checkpoint or export."""
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is no damage and yet worth a word."""
+    """What is no damage and should be known."""
     files: int = 0
     tensors: int = 0
     bytes: int = 0
@@ -54,26 +54,22 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return one line for every finding and note, and a last one that sums up."""
-        said = [": ".join(filter(None, finding)) for finding in self.findings]
+        found = [": ".join(filter(None, finding)) for finding in self.findings]
         count = f"{self.files:,} files, {self.tensors:,} tensors, {self.bytes:,} bytes"
         verdict = "verified" if self.ok else f"{len(self.findings)} FINDING(S)"
         last = f"{self.path}: {self.kind} {verdict} ({count} in {self.seconds:.1f} s)"
-        return [*said, *(f"note: {note}" for note in self.notes), last]
+        return [*found, *(f"note: {note}" for note in self.notes), last]
 
 
 class Findings:
-    """Collects findings and counts from several threads, and shows how far it is."""
+    """Collects findings and counts from several threads, and shows progress."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.report = Report(str(path), kind)
         self._lock = threading.Lock()
+        hidden = not sys.stderr.isatty()
         self._bar = tqdm(
-            total=0,
-            desc="verify",
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            disable=not sys.stderr.isatty(),
+            total=0, desc="verify", unit="B", unit_scale=True, leave=False, disable=hidden
         )
         self._begun = time.perf_counter()
 
@@ -82,66 +78,94 @@ class Findings:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        self.report.findings = sorted(
-            dict.fromkeys(self.report.findings), key=lambda f: (f[0], f[1] or "", f[2])
-        )
+        unique = dict.fromkeys(self.report.findings)
+        self.report.findings = sorted(unique, key=lambda f: (f[0], f[1] or "", f[2]))
         self.report.seconds = round(time.perf_counter() - self._begun, 3)
 
     def add(self, file: str, tensor: str | None, what: str) -> None:
+        """Add a finding; `what` becomes one line."""
         with self._lock:
             self.report.findings.append((file, tensor, " ".join(what.split())))
 
+    def note(self, text: str) -> None:
+        """Add a note."""
+        self.report.notes.append(text)
+
     def expect(self, count: int) -> None:
+        """Announce `count` bytes to come."""
         with self._lock:
             self._bar.total = (self._bar.total or 0) + count
 
     def advance(self, count: int) -> None:
+        """Count bytes that were read."""
         with self._lock:
             self._bar.update(count)
 
+    def hash_files(
+        self, folder: Path, files: dict[str, dict[str, Any]], *, in_cache: bool = False
+    ) -> dict[str, str]:
+        """Return name -> what is wrong, of the files that are not as `files` says.
 
-def each(work: Callable[[str], Any], names: list[str], total: int) -> list[Any]:
-    """Return `work` of each name, on threads where there are bytes enough to be worth them."""
-    if total < _WORTH_THREADS:
-        return [work(name) for name in names]
+        Args:
+            files: name -> its expected `size` and `sha256`.
+            in_cache: accept links as the Hub's cache has them.
+        """
+        sizes = {name: entry["size"] for name, entry in files.items()}
+        total = sum(sizes.values())
+        self.expect(total)
+        names = sorted(files, key=lambda name: -sizes[name])
+        faults = on_threads(
+            lambda name: file_fault(folder / name, files[name], self.advance, in_cache=in_cache),
+            names,
+            total,
+        )
+        self.report.files += len(names)
+        self.report.bytes += total
+        return {n: what for n, what in zip(names, faults, strict=True) if what is not None}
+
+
+def on_threads(work: Callable[[Any], Any], items: Iterable[Any], nbytes: int) -> list[Any]:
+    """Return `work` of each item, on four threads where there are bytes enough to be worth them."""
+    if nbytes < _WORTH_THREADS:
+        return [work(item) for item in items]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(work, names))
+        return list(pool.map(work, items))
 
 
 def file_fault(
-    file: Path, said: dict[str, Any], findings: Findings, *, cache: bool = False
+    file: Path,
+    expected: dict[str, Any],
+    advance: Callable[[int], None],
+    *,
+    in_cache: bool = False,
 ) -> str | None:
-    """Return what is wrong with a file: size and sha256 must be what was `said`."""
-    expected = said["size"]
+    """Return what is wrong with a file whose size and sha256 are expected."""
     try:
-        if not is_plain(file) and not (cache and in_cache(file)):
+        if not is_regular(file) and not (in_cache and is_cached(file)):
             return "is missing" if not os.path.lexists(file) else "is no regular file"
         with open(file, "rb", buffering=0) as f:
             size = os.fstat(f.fileno()).st_size
-            if size != expected:
-                findings.advance(expected)
-                return f"is {size} bytes long, expected {expected}"
+            if size != expected["size"]:
+                advance(expected["size"])
+                return f"is {size} bytes long, expected {expected['size']}"
             hasher, buffer = hashlib.sha256(), bytearray(min(_BLOCK, max(1, size)))
             while count := f.readinto(buffer):
                 hasher.update(memoryview(buffer)[:count])
-                findings.advance(count)
+                advance(count)
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    return None if hasher.hexdigest() == said["sha256"] else "has other bytes than were written"
+    return None if hasher.hexdigest() == expected["sha256"] else "has other bytes than were written"
 
 
-def plain_bytes(file: Path) -> bytes | None:
-    return file.read_bytes() if is_plain(file) else None
-
-
-def is_plain(file: Path) -> bool:
+def is_regular(file: Path) -> bool:
+    """Whether `file` is a regular file, and no link to one."""
     try:
         return stat.S_ISREG(os.lstat(file).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def in_cache(path: Path) -> bool:
+def is_cached(path: Path) -> bool:
     """Whether `path` is a link as the Hub's cache has them: from a snapshot to its blobs."""
     blobs = path.parent.parent.parent / "blobs"
     return (

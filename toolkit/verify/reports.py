@@ -2,9 +2,9 @@
 
     checkpoint   every byte against the manifest; every tensor against the digest of live memory
     export       every byte against its own manifest; index, headers, config and model agree
-    both         every value of the export against the checkpoint (`export_proof`)
+    both         every value of the export against the checkpoint (`proof`)
 
-Owns which path means what. Does not know the code that consolidates. Changes nothing.
+Owns which path means what. Does not know the code that exports. Changes nothing.
 """
 
 import os
@@ -62,9 +62,9 @@ def verify_export(
     that the config describes must agree. With a checkpoint: every value of the export is that of
     the checkpoint, cast to the export's dtype, every parameter is there exactly once, config and
     tokenizer are those of the checkpoint. A PEFT folder is proven against a checkpoint of adapters
-    in the same way, and a merged model to be its base plus the adapter (`merge_proof`). Reads the
-    export twice, and of the checkpoint only what has another dtype or is converted. Holds two
-    blocks of 4 MB (or one row) a thread, and one group of tensors that transformers converts.
+    in the same way, and a merged model to be its base plus the adapter. Reads the export twice, and
+    of the checkpoint only what has another dtype or is converted. Holds two blocks of 4 MB (or one
+    row) a thread, and two groups of tensors that transformers converts.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
@@ -78,61 +78,35 @@ def verify_export(
         CheckpointError, ExportError: there is none at the path; says which path would do.
     """
     folder = _export_folder(Path(export).expanduser())
-    source = None
     adapter = None if checkpoint is None else find_adapter(checkpoint)
-    if is_adapter_folder(folder):
-        return _verify_adapter(folder, checkpoint, adapter, logits, hf_assets)
-    if adapter is not None:
+    if adapter is not None and not is_adapter_folder(folder):
         return _verify_merged(folder, adapter, logits, hf_assets)
-    if checkpoint is not None:
+    source = adapter
+    if checkpoint is not None and adapter is None:
         source = find_source(Path(checkpoint).expanduser(), hf_assets)
+        if is_adapter_folder(folder):
+            raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
     with Findings(folder, "export") as findings:
         checked = ExportCheck(folder, findings)
-        checked.check()
-        proof = None
-        if source is not None:
-            checked.compare_assets(source)
-            proof = checked.prove(source)
-        if logits:
-            checked.compare_logits(proof)
-        if findings.report.ok and source is not None:
-            findings.report.notes.append(
-                f"holds the weights of {source.checkpoint or source.folder}"
-            )
-    return findings.report
-
-
-def _verify_adapter(
-    folder: Path,
-    checkpoint: str | Path | None,
-    source: Source | None,
-    logits: bool,
-    base: str | Path | None,
-) -> Report:
-    """Return what is wrong with a PEFT folder."""
-    if checkpoint is not None and source is None:
-        find_source(Path(checkpoint).expanduser())
-        raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
-    with Findings(folder, "export") as findings:
-        checked = AdapterCheck(folder, findings, base)
+        if is_adapter_folder(folder):
+            checked = AdapterCheck(folder, findings, hf_assets)
         checked.check()
         if source is not None:
             checked.compare_assets(source)
             checked.prove(source)
         if logits:
-            checked.compare_adapted(source)
+            checked.compare_logits(source)
         if findings.report.ok and source is not None:
-            findings.report.notes.append(
-                f"holds the adapter of {source.checkpoint or source.folder}"
-            )
+            what = "weights" if adapter is None else "adapter"
+            findings.note(f"holds the {what} of {source.checkpoint or source.folder}")
     return findings.report
 
 
 def _verify_merged(
-    folder: Path, source: Source, logits: bool, elsewhere: str | Path | None
+    folder: Path, source: Source, logits: bool, given_base: str | Path | None
 ) -> Report:
     """Return what is wrong with a model that should be a base with an adapter merged in."""
-    base = find_base(source, elsewhere)
+    base = find_base(source, given_base)
     with Findings(folder, "export") as findings:
         checked = MergedCheck(folder, findings)
         checked.check()
@@ -141,9 +115,8 @@ def _verify_merged(
         if logits:
             checked.compare_merged(source, base)
         if findings.report.ok:
-            findings.report.notes.append(
-                f"is {base} with the adapter of {source.checkpoint or source.folder} merged in"
-            )
+            where = source.checkpoint or source.folder
+            findings.note(f"is {base} with the adapter of {where} merged in")
     return findings.report
 
 
@@ -175,14 +148,14 @@ def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
             return [commit.find_checkpoint(path)], "checkpoint", []
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_near(path)}") from error
-    judged = [*commit.committed_steps(path).values()]
-    judged += [folder for folder, _ in commit.broken_steps(path).values()]
-    others = sorted(p.name for p in root.iterdir() if p not in judged)
-    if not judged:
+    checked = [*commit.committed_steps(path).values()]
+    checked += [folder for folder, _ in commit.broken_steps(path).values()]
+    others = sorted(p.name for p in root.iterdir() if p not in checked)
+    if not checked:
         beside = f"; beside it: {', '.join(others[:3])}" if others else ""
         raise CheckpointError(f"{root} holds no committed checkpoint (step-*/{COMMIT}){beside}")
     notes = [f"{CHECKPOINTS}/{name} is not a checkpoint and was not looked at" for name in others]
-    return sorted(judged), "run", notes
+    return sorted(checked), "run", notes
 
 
 def _near(path: Path) -> str:

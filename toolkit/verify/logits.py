@@ -1,0 +1,105 @@
+"""The logits of exports and checkpoints, computed as their readers would.
+
+Needs the memory of the model in one plain process. Does not judge what is different.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.adapters.peft_folder import attach_adapters, read_config
+from toolkit.checkpoint.sources import Source
+from toolkit.config.settings import ModelConfig
+from toolkit.errors import CheckpointError
+from toolkit.formats.tensor_stream import blocks, whole
+from toolkit.loading.pretrained import materialise
+from toolkit.models.causal_lm import build_on_meta, tied_names, vocabulary_size
+from toolkit.verify.proof import expected_of
+
+# How far logits of equal weights may be apart: kernels may add in another order.
+_NOISE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    """Return the logits of a few fixed tokens [2, length, vocabulary], in float32."""
+    text = model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    length = min(16, limit) if isinstance(limit, int) and limit > 0 else 16
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary_size(model), (2, length), generator=generator)
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+def noise(model: nn.Module, logits: torch.Tensor) -> float:
+    """Return how far the logits of equal weights may be apart."""
+    share = max(_NOISE.get(p.dtype, 0.0) for p in model.parameters())
+    return share * max(1.0, float(logits.abs().max()))
+
+
+def load_export(folder: Path, like: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load an export as its readers do; return it and transformers' account of the keys."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = type(like.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    loader: Any = AutoModelForCausalLM if known else type(like)
+    return loader.from_pretrained(
+        folder, output_loading_info=True, local_files_only=True, trust_remote_code=False
+    )
+
+
+def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
+    """Return the model of a checkpoint with its weights, cast to the dtypes of `like`.
+
+    Raises:
+        CheckpointError: a parameter is not in the checkpoint.
+    """
+    model = model_of(source)
+    dtypes = {n: t.dtype for n, t in like.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
+    materialise(model, "cpu")
+    first_name = tied_names(model)
+    found = expected_of(source, model.state_dict())
+    stored = {first_name.get(name, name): expected.stored for name, expected in found.items()}
+    persistent = model.state_dict().keys()
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors |= {n: b for n, b in model.named_buffers() if n in persistent}
+    for name, tensor in tensors.items():
+        if first_name.get(name, name) not in stored:
+            raise CheckpointError(f"{source.folder} lacks {name}")
+        rows = tensor.detach() if tensor.ndim > 1 else tensor.detach().reshape(1, -1)
+        for first, block in blocks(stored[first_name.get(name, name)]):
+            rows[first : first + block.shape[0]].copy_(block)
+    return model
+
+
+def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
+    """Return the base in `folder` as a reader loads it, with as many rows as `like` has: adapters
+    that were trained with new tokens hold the whole of embedding and head.
+    """
+    base, _ = load_export(folder, like)
+    rows = vocabulary_size(like)
+    if vocabulary_size(base) != rows:
+        base.resize_token_embeddings(rows, mean_resizing=False)
+    return base
+
+
+def with_adapter(base: PreTrainedModel, source: Source) -> Any:
+    """Return `base` with the adapter of a checkpoint, put in by name without PEFT's loading."""
+    model = attach_adapters(base, read_config(source.hf))
+    tensors = dict(model.state_dict())
+    with torch.no_grad():
+        for name, expected in expected_of(source).items():
+            tensors[name].copy_(whole(expected.stored))
+    return model
+
+
+def model_of(source: Source) -> PreTrainedModel:
+    """Return the model of a checkpoint, of adapters their base, on meta."""
+    return build_on_meta(ModelConfig(name_or_path=str(source.hf), init="random"))
