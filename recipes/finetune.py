@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from toolkit import ranks
+from toolkit import config, hub, ranks
 from toolkit.adapters.coverage import coverage_lines, idle_adapters
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import disk, run_dir
 from toolkit.checkpoint import saving as checkpoint
-from toolkit.config import settings as config
 from toolkit.config.settings import FinetuneConfig
 from toolkit.data import finetune as finetune_data
 from toolkit.data.tokens.tokenizer import own_tokenizer
@@ -29,7 +28,6 @@ from toolkit.errors import CheckpointError
 from toolkit.export import adapter_proof
 from toolkit.export.live import export_step, exported
 from toolkit.formats.hf_folder import local_folder
-from toolkit.hub import publish
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
@@ -75,7 +73,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
     ranks.on_all(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
     ranks.on_all(lambda: quantise.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device))
     adapted = cfg.model.name_or_path if cfg.lora.r else None
-    ranks.on_main(lambda: publish.check(cfg.hub, run.say, adapted=adapted))
+    hub.check(cfg.hub, run.say, adapted=adapted)
     model_cfg = ranks.on_all(lambda: own_tokenizer(config.model_settings(cfg)))
     base = ranks.on_all(lambda: models.build_on_meta(model_cfg))
     ranks.on_all(lambda: models.check_causal(base))
@@ -243,7 +241,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
         f"checkpoint {root / 'checkpoints'}  (newest: step {saved_at})\n"
         f"next       {export}" + ("   (--merge: with the base)" if cfg.lora.r else "")
     )
-    ranks.on_main(lambda: publish.publish(folder, cfg.hub, run.say))
+    hub.publish(folder, cfg.hub, run.say)
 
 
 def answer_prompts(

@@ -10,17 +10,15 @@ config and a model it runs the demo's. The same command on the same output_dir r
 import sys
 from pathlib import Path
 
-from toolkit import ranks
+from toolkit import config, hub, ranks
 from toolkit.checkpoint import disk, run_dir
 from toolkit.checkpoint import saving as checkpoint
-from toolkit.config import settings as config
 from toolkit.config.settings import PretrainConfig
 from toolkit.data import pretrain as pretrain_data
 from toolkit.data.tokens.tokenizer import prepare_tokenizer
 from toolkit.data.training_data import TrainingData
 from toolkit.export.live import export_step, exported
 from toolkit.formats.hf_folder import local_folder
-from toolkit.hub import publish
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models import causal_lm as models
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, unshard_early
@@ -57,7 +55,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
             f"{cfg.model.name_or_path} runs with your rights"
         )
     ranks.on_all(lambda: models.check_usable(cfg.model, cfg.data.sequence_length))
-    ranks.on_main(lambda: publish.check(cfg.hub, run.say))
+    hub.check(cfg.hub, run.say)
     model_cfg = ranks.main_first(
         lambda: prepare_tokenizer(
             cfg.model, cfg.data, folder / run_dir.TOKENIZER, keep=run_dir.holds_work(folder)
@@ -182,7 +180,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
         f"checkpoint {root / 'checkpoints'}  (newest: step {saved_at})\n"
         f"next       toolkit consolidate {folder} --output {run_dir.export_path(folder)}"
     )
-    ranks.on_main(lambda: publish.publish(folder, cfg.hub, run.say))
+    hub.publish(folder, cfg.hub, run.say)
 
 
 def due(step: int, every: int | None) -> bool:

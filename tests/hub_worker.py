@@ -15,6 +15,7 @@ import huggingface_hub.utils._http as client_http
 from huggingface_hub import constants
 
 from toolkit import cli
+from toolkit.hub import retries
 from toolkit.hub import upload as hub
 
 # The client's own waits between its tries are arguments with a default: shorter here, no clock is
@@ -28,8 +29,8 @@ def call(asked: dict) -> dict:
     # Read from HF_HUB_DISABLE_XET when the client was imported.
     constants.HF_HUB_DISABLE_XET = not asked.get("xet", False)
     if asked["call"] in ("push", "check_access"):
-        retry = options.pop("retry", {})
-        options["retry"] = hub.Retry(**{"first_wait": 0.001, "longest_wait": 0.01} | retry)
+        retries.TRIES = options.pop("tries", 6)
+        retries.FIRST_WAIT, retries.LONGEST_WAIT = 0.001, 0.01
         options["say"] = said.append
     out, err = io.StringIO(), io.StringIO()
     result, error, trace = None, None, ""

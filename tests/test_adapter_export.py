@@ -27,13 +27,20 @@ from toolkit.adapters.base import base_digest
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import saving as checkpoint
 from toolkit.checkpoint.facts import base_model
-from toolkit.config.settings import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
+from toolkit.config.settings import (
+    CheckpointConfig,
+    HubConfig,
+    LoraConfig,
+    ModelConfig,
+    ShardingConfig,
+)
 from toolkit.errors import CheckpointError, ExportError, HubError
 from toolkit.export import adapter_proof
 from toolkit.export.consolidation import consolidate
 from toolkit.export.live import export_live, export_step
 from toolkit.formats import manifest as export_manifest
 from toolkit.hub import card as model_card
+from toolkit.hub import publishing
 from toolkit.hub import upload as hub
 from toolkit.loading.pretrained import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta, vocabulary_size
@@ -723,10 +730,12 @@ def name_base(export: Path, name: object, **settings: Any) -> None:
 def test_a_base_that_is_no_hub_id_is_refused_before_a_run(name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/base").mkdir(parents=True)
+    cfg = HubConfig(push_to_hub=True, hub_model_id="me/adapter")
     with pytest.raises(HubError, match="is a path of this machine"):
-        hub.check_base(name)
-    hub.check_base("org/base")
-    hub.check_base("gpt2")
+        publishing.check(cfg, adapted=name)
+    monkeypatch.setattr(publishing, "check_access", lambda *_, **__: None)
+    publishing.check(cfg, adapted="org/base")
+    publishing.check(cfg, adapted="gpt2")
 
 
 def test_the_card_of_an_adapter(trained, copy: Callable[[str], Path]) -> None:

@@ -208,13 +208,22 @@ def test_the_settings_of_these_tests_are_good(start, tmp_path) -> None:
             ["--train.max_step", "3"],
             ["unknown setting 'train.max_step'", "did you mean train.max_steps?"],
         ),
-        (["--train.max_steps", "many"], ["train.max_steps must be an integer, got many"]),
+        (
+            ["--train.max_steps", "many"],
+            ["train.max_steps must be an integer of at least 1", "got many"],
+        ),
         (
             ["--sharding.param_dtype", "float16"],
-            ["sharding.param_dtype", "float16", "use bfloat16"],
+            ["sharding.param_dtype must be one of float32, bfloat16, got float16"],
         ),
-        (["--model.dtype", "float16"], ["model.dtype float16", "use float32 or bfloat16"]),
-        (["--checkpoint.save_total_limit", "1"], ["save_total_limit must be at least 2, got 1"]),
+        (
+            ["--model.dtype", "float16"],
+            ["model.dtype must be one of float32, bfloat16", "got float16"],
+        ),
+        (
+            ["--checkpoint.save_total_limit", "1"],
+            ["save_total_limit must be an integer of at least 2", "got 1"],
+        ),
         (["--optim.adam_beta2", "1.5"], ["optim.adam_beta2", "below 1", "1.5"]),
         (["--data.num_workers", "-1"], ["data.num_workers", "-1"]),
     ],

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit import config
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import expendable
-from toolkit.config import settings as config
 from toolkit.config.retention import Retention, retention
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
@@ -396,12 +396,12 @@ def test_the_config_says_what_is_kept():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["--checkpoint.save_total_limit", "1"], "must be at least 2"),
+        (["--checkpoint.save_total_limit", "1"], "must be an integer of at least 2"),
         (["--checkpoint.save_permanent_steps", "700"], "must be a multiple of save_steps 500"),
-        (["--checkpoint.save_permanent_steps", "0"], "must be at least 1"),
+        (["--checkpoint.save_permanent_steps", "0"], "must be an integer of at least 1"),
         (["--checkpoint.keep_best", "true"], "needs an evaluation at every checkpoint"),
         (["--checkpoint.keep_best", "2", "--train.eval_steps", "300"], "multiple of train.eval_"),
-        (["--checkpoint.keep_best", "-1"], "keep_best must be true, false or a number"),
+        (["--checkpoint.keep_best", "-1"], "keep_best must be true or false or an integer"),
         (
             ["--checkpoint.save_total_limit", "null", "--checkpoint.save_permanent_steps", "500"],
             "all checkpoints are kept",

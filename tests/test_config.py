@@ -3,13 +3,21 @@
 import ast
 import dataclasses
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from toolkit.config import settings as config
-from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig, ShardingConfig
+from toolkit import config
+from toolkit.config import (
+    DataConfig,
+    FinetuneConfig,
+    ModelConfig,
+    PretrainConfig,
+    ShardingConfig,
+    settings,
+)
 from toolkit.errors import ConfigError
 
 MODEL = "model: {name_or_path: here}\n"
@@ -138,6 +146,16 @@ def test_what_is_dumped_is_loaded_as_the_same(tmp_path) -> None:
         assert config.dump(config.load(PretrainConfig, file)) == file.read_text("utf-8")
 
 
+def test_pretraining_has_its_own_defaults(parse) -> None:
+    optim = parse().optim
+    assert (optim.learning_rate, optim.weight_decay, optim.adam_beta2) == (3e-4, 0.1, 0.95)
+    assert (optim.lr_scheduler_type, optim.warmup_steps) == ("cosine_with_min_lr", 0.01)
+    tuned = config.parse(FinetuneConfig, ["--model.name_or_path", "here"]).optim
+    assert (tuned.learning_rate, tuned.lr_scheduler_type, tuned.warmup_steps) == (5e-5, "linear", 0)
+    for given in ("20", "0.5", "0"):
+        assert parse(MODEL, "--optim.warmup_steps", given).optim.warmup_steps == float(given)
+
+
 def test_differences_are_named_by_their_setting(parse) -> None:
     old, new = parse(), parse(MODEL, "--train.max_steps", "3", "--seed", "1")
     assert config.differences(old, new) == {"train.max_steps": (-1, 3), "seed": (42, 1)}
@@ -156,7 +174,7 @@ def test_the_demo_config_is_good() -> None:
 def sentences() -> dict[tuple[str, str], str]:
     """Return (class, field) -> the docstring below the field, as `config.py` has it."""
     found = {}
-    for node in ast.parse(Path(config.__file__).read_text("utf-8")).body:
+    for node in ast.parse(Path(settings.__file__).read_text("utf-8")).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in itertools.pairwise(node.body):
@@ -173,7 +191,8 @@ def test_help_shows_every_setting_with_its_sentence(capsys) -> None:
     known = sentences()
     for name, (owner, field) in fields().items():
         assert f"--{name} " in said
-        assert known[owner.__name__, field.name] in said, name
+        owners = [c.__name__ for c in owner.__mro__ if (c.__name__, field.name) in known]
+        assert known[owners[0], field.name] in said, name
 
 
 def test_print_config_is_a_config(tmp_path, capsys) -> None:
@@ -218,13 +237,28 @@ def test_an_unknown_setting_is_named_with_the_known_ones(refusal, tmp_path) -> N
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("train: {max_steps: many}", "train.max_steps must be an integer, got many"),
-        ("train: {max_steps: 1.5}", "train.max_steps must be an integer, got 1.5"),
-        ("train: {max_steps: true}", "train.max_steps must be an integer, got True"),
-        ("train: {max_steps: null}", "train.max_steps must be an integer, got nothing (null)"),
-        ("optim: {learning_rate: fast}", "optim.learning_rate must be a number, got fast"),
+        (
+            "train: {max_steps: many}",
+            "train.max_steps must be an integer of at least 1, or -1 for all, got many",
+        ),
+        (
+            "train: {max_steps: 1.5}",
+            "train.max_steps must be an integer of at least 1, or -1 for all, got 1.5",
+        ),
+        (
+            "train: {max_steps: true}",
+            "train.max_steps must be an integer of at least 1, or -1 for all, got True",
+        ),
+        (
+            "train: {max_steps: null}",
+            "train.max_steps must be an integer of at least 1, or -1 for all, got nothing (null)",
+        ),
+        (
+            "optim: {learning_rate: fast}",
+            "optim.learning_rate must be a number of at least 0, got fast",
+        ),
         ("sharding: {cpu_offload: maybe}", "sharding.cpu_offload must be true or false, got maybe"),
-        ("sharding: {param_dtype: fp32}", "must be one of float32, bfloat16, float16, got fp32"),
+        ("sharding: {param_dtype: fp32}", "must be one of float32, bfloat16, got fp32"),
         (
             "sharding: {reshard_after_forward: later}",
             "must be true or false, an integer or auto, got later",
@@ -236,7 +270,7 @@ def test_an_unknown_setting_is_named_with_the_known_ones(refusal, tmp_path) -> N
         ),
         (
             "data: {max_eval_samples: few}",
-            "data.max_eval_samples must be an integer or empty, got few",
+            "data.max_eval_samples must be an integer of at least 1 or empty, got few",
         ),
         ("output_dir: 5", "output_dir must be text, got 5"),
         ("output_dir: null", "output_dir must be text, got nothing (null)"),
@@ -255,17 +289,17 @@ def test_a_wrong_type_is_named_with_the_right_one(refusal, text, said) -> None:
         ("", "is empty; a YAML file with settings is expected"),
         ("# only a comment", "is empty"),
         ("- a", "must hold a mapping of settings, got list"),
-        ("model: [", "is not valid YAML"),
-        ("model: {name_or_path: a}\n\tseed: 1", "is not valid YAML"),
-        ("model: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("model: [", "is not readable YAML"),
+        ("model: {name_or_path: a}\n\tseed: 1", "is not readable YAML"),
+        ("model: !!python/object/apply:os.getcwd []", "has a value with a tag"),
         ("seed: 1", "model.name_or_path is required; set it in the file of --config, or with"),
         (
             MODEL + "optim: {weight_decay: 1}\noptim: {learning_rate: 1}",
-            "has 'optim' twice, in lines 2 and 3",
+            "'optim' stands twice in one mapping, in lines 2 and 3",
         ),
         (
             MODEL + "train:\n  max_steps: 1\n  max_steps: 2",
-            "has 'max_steps' twice, in lines 3 and 4",
+            "'max_steps' stands twice in one mapping, in lines 3 and 4",
         ),
     ],
 )
@@ -279,8 +313,53 @@ def test_a_file_that_is_not_there(tmp_path) -> None:
             config.parse(PretrainConfig, ["--config", str(tmp_path / name)])
         assert str(tmp_path) in str(caught.value)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    with pytest.raises(ConfigError, match="not readable YAML"):
         config.load(PretrainConfig, tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: " + "9" * 100_000,
+        "seed: 0x" + "f" * 100_000,
+        "seed: " + "1:" * 100_000 + "1",
+        "seed: '" + "9" * 20_000 + "'",
+        "seed: '" + "[" * 20_000 + "'",
+        "seed: '" + "[" * 100_000 + "'",
+        "seed: !!int x",
+        "seed: !!timestamp x",
+        "seed: 2024-01-01",
+        "output_dir: !!binary x",
+        "data: " + "{a: " * 100_000,
+        "data: {train_files: " + "[" * 100_000 + "]" * 100_000 + "}",
+        "# " + "x" * 2**20,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_bombs_are_one_error_line(refusal, text) -> None:
+    begun = time.monotonic()
+    said = refusal(MODEL + text)
+    assert len(said) < 1000
+    if text.startswith("seed: "):
+        assert len(refusal(MODEL, "--seed", text[6:].strip("'"))) < 1000
+        assert len(refusal(MODEL, "--seed=" + text[6:].strip("'"))) < 1000
+    assert time.monotonic() - begun < 5
+
+
+def test_a_date_is_a_text(parse) -> None:
+    assert parse(MODEL + "output_dir: 2024-01-01").output_dir == "2024-01-01"
+    assert parse("model: {name_or_path: 2024-01-02}").model.name_or_path == "2024-01-02"
+
+
+def test_a_config_of_100_mb_is_not_read(tmp_path) -> None:
+    file = tmp_path / "large.yaml"
+    with open(file, "wb") as f:
+        f.write(MODEL.encode() + b"a: [")
+        f.truncate(100_000_000)
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="is larger than"):
+        config.load(PretrainConfig, file)
+    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize(
@@ -309,16 +388,22 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
         ("data: {train_files: ''}", "data.train_files is an empty text"),
         ("data: {eval_files: [a, '']}", "data.eval_files is an empty text"),
         ("output_dir: ''", "output_dir is an empty text"),
-        ("data: {sequence_length: 1}", "data.sequence_length must be at least 2"),
-        ("data: {eval_split: 1}", "data.eval_split is a share from 0 to below 1, got 1"),
-        ("data: {num_workers: -1}", "data.num_workers must not be negative, got -1"),
-        ("data: {max_eval_samples: 0}", "data.max_eval_samples must be at least 1, got 0"),
+        ("data: {sequence_length: 1}", "data.sequence_length must be an integer of at least 2"),
+        ("data: {eval_split: 1}", "data.eval_split must be a number from 0 to below 1, got 1"),
+        ("data: {num_workers: -1}", "data.num_workers must be an integer of at least 0, got -1"),
+        (
+            "data: {max_eval_samples: 0}",
+            "data.max_eval_samples must be an integer of at least 1 or empty, got 0",
+        ),
         (
             "checkpoint: {save_total_limit: 1}",
-            "checkpoint.save_total_limit must be at least 2, got 1",
+            "checkpoint.save_total_limit must be an integer of at least 2 or empty, got 1",
         ),
-        ("checkpoint: {save_steps: 0}", "checkpoint.save_steps must be at least 1, got 0"),
-        ("train: {max_steps: 0}", "train.max_steps must be at least 1, or -1"),
+        (
+            "checkpoint: {save_steps: 0}",
+            "checkpoint.save_steps must be an integer of at least 1, got 0",
+        ),
+        ("train: {max_steps: 0}", "train.max_steps must be an integer of at least 1, or -1"),
         ("train: {num_train_epochs: 0}", "train.num_train_epochs must be a number above 0, got 0"),
         (
             "train: {num_train_epochs: .inf}",
@@ -326,28 +411,46 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
         ),
         (
             "train: {per_device_train_batch_size: 0}",
-            "per_device_train_batch_size must be at least 1",
+            "per_device_train_batch_size must be an integer of at least 1",
         ),
         (
             "train: {gradient_accumulation_steps: 0}",
-            "gradient_accumulation_steps must be at least 1",
+            "gradient_accumulation_steps must be an integer of at least 1",
         ),
-        ("train: {eval_steps: 0}", "train.eval_steps must be at least 1, got 0"),
-        ("optim: {learning_rate: -1}", "optim.learning_rate must be a number from 0 up, got -1"),
-        ("optim: {learning_rate: .nan}", "optim.learning_rate must be a number from 0 up, got nan"),
-        ("optim: {max_grad_norm: .inf}", "optim.max_grad_norm must be a number from 0 up, got inf"),
-        ("optim: {adam_beta1: 1}", "optim.adam_beta1 must be from 0 to below 1, got 1"),
-        ("optim: {min_lr_rate: 2}", "optim.min_lr_rate is a share from 0 to 1, got 2"),
-        ("sharding: {dp_shard: 0}", "sharding.dp_shard must be at least 1, or -1"),
+        (
+            "train: {eval_steps: 0}",
+            "train.eval_steps must be an integer of at least 1 or empty, got 0",
+        ),
+        (
+            "optim: {learning_rate: -1}",
+            "optim.learning_rate must be a number of at least 0, got -1",
+        ),
+        (
+            "optim: {learning_rate: .nan}",
+            "optim.learning_rate must be a number of at least 0, got nan",
+        ),
+        (
+            "optim: {max_grad_norm: .inf}",
+            "optim.max_grad_norm must be a number of at least 0, got inf",
+        ),
+        ("optim: {adam_beta1: 1}", "optim.adam_beta1 must be a number from 0 to below 1, got 1"),
+        ("optim: {min_lr_rate: 2}", "optim.min_lr_rate must be a number from 0 to 1, got 2"),
+        ("sharding: {dp_shard: 0}", "sharding.dp_shard must be an integer of at least 1, or -1"),
         (
             "sharding: {activation_checkpointing: full, activation_offload: true, "
             "torch_compile: layer}",
             "activation_offload runs uncompiled code in each layer",
         ),
-        ("sharding: {dp_replicate: 0}", "sharding.dp_replicate must be at least 1, or -1"),
-        ("sharding: {dp_replicate: -2}", "or -1 for all ranks that the other leaves, got -2"),
-        ("sharding: {param_dtype: float16}", "sharding.param_dtype float16 needs loss scaling"),
-        ("sharding: {reduce_dtype: float16}", "sharding.reduce_dtype float16 needs loss scaling"),
+        (
+            "sharding: {dp_replicate: 0}",
+            "sharding.dp_replicate must be an integer of at least 1, or -1",
+        ),
+        ("sharding: {dp_replicate: -2}", "or -1 for all, got -2"),
+        ("sharding: {param_dtype: float16}", "got float16 (it needs loss scaling, which"),
+        (
+            "sharding: {reduce_dtype: float16}",
+            "sharding.reduce_dtype must be one of float32, bfloat16, got float16",
+        ),
     ],
 )
 def test_values_that_cannot_be(refusal, text, said) -> None:

@@ -675,7 +675,7 @@ def test_a_checkpoint_keeps_it_and_another_metric_is_refused():
 
 
 def test_a_multiple_without_resizing_is_refused():
-    from toolkit.config import settings as config
+    from toolkit import config
 
     flags = ["--model.name_or_path", "x", "--model.pad_to_multiple_of", "64"]
     with pytest.raises(ConfigError, match=r"needs model\.resize_embeddings"):

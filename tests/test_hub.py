@@ -22,9 +22,9 @@ from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Larg
 
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.facts import run_facts
+from toolkit.errors import REMOVED, is_secret_name, scrub
 from toolkit.formats import manifest as export_manifest
 from toolkit.hub import card as model_card
-from toolkit.redact import REMOVED, is_secret_name, scrub
 
 NAME = "me/tiny"
 FACTS = {
@@ -32,7 +32,8 @@ FACTS = {
     "data": {"train_files": ["a.txt"]},
     "hyperparameters": {"optim.learning_rate": 0.001},
     "metrics": {"loss": 1.5},
-    "curve": {"loss": [[1, 3.0], [2, 2.0], [3, 1.5]], "eval_loss": []},
+    "global_batch": 16,
+    "devices": 2,
     "versions": {"toolkit": "0"},
     "steps": 3,
     "tokens": 96,
@@ -362,12 +363,31 @@ def test_verified_first(hub, push, export, tmp_path):
     assert not hub.seen
 
 
+def test_links_that_leave_the_folder_are_not_followed(hub, push, export, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("README.md", export_manifest.FILE, "config.json"):
+        linked = tmp_path / f"linked-{name}"
+        shutil.copytree(export, linked)
+        if (linked / name).exists():
+            shutil.move(linked / name, outside / name)
+        else:
+            (outside / name).write_text("# private\n")
+        (linked / name).symlink_to(outside / name)
+        for what in ("push", "preview"):
+            done = push(what, linked, NAME)
+            assert done["error"][0] == "ExportError", (name, done)
+            assert "link" in done["error"][1]
+            assert name in done["error"][1]
+    assert not hub.seen
+
+
 def test_refusals_are_one_line(hub, push, export):
     hub.taken.add("me/taken")
     hub.make("me/closed").writable = False
     cases = [
         ({"environment": {"HF_TOKEN": None}}, NAME, "run `hf auth login`, or set HF_TOKEN"),
-        ({"environment": {"HF_TOKEN": "hf_wrongWrongWrongWrong"}}, NAME, "(401)"),
+        ({"environment": {"HF_TOKEN": "hf_wrongWrongWrongWrong"}}, NAME, "(401: "),
         ({"environment": {"HF_TOKEN": READ_TOKEN}}, NAME, "write role"),
         ({}, "tiny", "is not ORG/NAME"),
         ({}, "me/a b", "is not one"),
@@ -434,7 +454,7 @@ def test_the_connection_breaks_at_every_request_in_turn(hub, push, export, other
         repo = again(hub, before)
         old = repo.content()
         hub.faults = every(kind, k, float("inf"))
-        done = push("push", export, NAME, retry={"tries": 2})
+        done = push("push", export, NAME, tries=2)
         unchanged = repo.content() == old and len(repo.branches["main"]) == 2
         complete = holds(repo, export) and len(repo.branches["main"]) == 3
         assert unchanged or complete, k
@@ -492,7 +512,7 @@ def test_busy_hub(hub, push, export):
     assert len(hub.seen) == 1
     hub.reset()
     hub.faults = every("status", 0, float("inf"), status=500)
-    done = push("push", export, NAME, retry={"tries": 3})
+    done = push("push", export, NAME, tries=3)
     assert "failed 3 times" in done["error"][1]
     assert len(hub.seen) == 3
 
@@ -624,7 +644,7 @@ def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
     card = hub.repos[NAME].content("two")["README.md"].decode()
     for part in ("trained from tiny_llama", "`text.txt`", "| train.per_device_train_batch_size |"):
         assert part in card
-    assert "Loss over the steps" in card
+    assert "Batch: 16 samples a step on 2 devices." in card
     assert str(tmp_path) not in card + json.dumps(export_manifest.read(Path(f"{run}-hf")))
     push.heard.append(said)
 
@@ -662,8 +682,6 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     assert facts["base_model"]["license"] == "apache-2.0"
     assert facts["steps"] == 500
     assert facts["metrics"]["eval_loss"] == 5.5
-    curve = facts["curve"]["loss"]
-    assert (len(curve), curve[0][0], curve[-1][0]) == (200, 1, 500)
     assert run_facts(tmp_path / "no") == {}
 
     manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
@@ -716,15 +734,24 @@ def test_facts_of_a_fine_tuning(tmp_path):
     assert facts()["data"]["built_in"] == "the source of Python's standard library"
 
 
-def test_the_curve_is_drawn():
-    falling = model_card.draw([[s, 9.0 - s] for s in range(9)], [[8, 2.0]], width=9).splitlines()
-    assert falling[0].startswith("9.000 |*")
-    assert falling[-3].startswith("1.000 |")
-    assert falling[-3].endswith("*")
-    assert sum(row.count("*") for row in falling) == 9
-    assert sum(row.count("o") for row in falling) == 1
-    assert model_card.draw([[1, 2.0]], []) == ""
-    assert model_card.draw([[1, None], [2, 3.0]], []) == ""
+def test_the_card_has_the_batch_and_the_evaluation(tmp_path):
+    state = {"step": 20, "world_size": 2, "data": {"global_batch": 16}}
+    for step in (10, 20, 30):
+        folder = tmp_path / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps(state | {"world_size": step // 10}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": {"eval_files": ["e.txt"]}}))
+    line = {"step": 20, "loss": 2.0, "eval_loss": 1.5, "tokens": 9}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    for step, devices in ((20, "2 devices"), (25, "2 devices"), (None, "3 devices")):
+        facts = run_facts(tmp_path, step)
+        manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
+        card = model_card.render(manifest, NAME, "ab" * 32)
+        assert f"Batch: 16 samples a step on {devices}." in card
+    (entry,) = yaml.safe_load(card.split("---")[1])["model-index"]
+    (result,) = entry["results"]
+    assert result["dataset"]["name"] == "e.txt"
+    assert (result["metrics"][0]["type"], result["metrics"][0]["value"]) == ("loss", 1.5)
 
 
 def test_secrets_are_known_by_name_and_by_look():

@@ -31,7 +31,7 @@ from toolkit.checkpoint.commit import find_checkpoint
 from toolkit.data.order.position import SampleOrder
 from toolkit.export.consolidation import consolidate
 from toolkit.formats import manifest as export_manifest
-from toolkit.hub import publish
+from toolkit.hub import publishing
 from toolkit.training.metrics import read_metrics
 
 STEPS, GLOBAL_BATCH, LENGTH = 20, 8, 32
@@ -141,8 +141,8 @@ def test_the_run_itself_exports(runs, tmp_path):
     assert left["origin"]["run"] == right["origin"]["run"]
     assert [p.name for p in live.parent.iterdir()] == ["step-00000020"]
     assert not (runs[1] / "exports").exists()
-    assert publish.export_of(find_checkpoint(runs[2]), runs[2]) == live  # no second export
-    assert publish.export_of(find_checkpoint(runs[1]), runs[1]) == Path(f"{runs[1]}-hf")
+    assert publishing.export_of(find_checkpoint(runs[2]), runs[2]) == live  # no second export
+    assert publishing.export_of(find_checkpoint(runs[1]), runs[1]) == Path(f"{runs[1]}-hf")
 
 
 def test_any_number_of_processes_trains_as_a_plain_loop(runs, tiny_llama, text_file):

@@ -24,11 +24,10 @@ import torch
 from conftest import save_byte_tokenizer, save_tiny_model
 from safetensors.torch import save_file
 
-from toolkit import cli
+from toolkit import cli, config
 from toolkit.checkpoint import commit, run_dir
 from toolkit.checkpoint.saving import TrainState, resume, save
 from toolkit.checkpoint.summary import summarise
-from toolkit.config import settings as config
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import LoadingError, ModelError, ToolkitError

@@ -19,11 +19,10 @@ from test_checkpoint_resume import Trainer
 from test_checkpoint_saving import small_state
 from torch import nn
 
-from toolkit import cli
+from toolkit import cli, config
 from toolkit.checkpoint import commit, dcp_reader, disk, run_dir, store, store_commit
 from toolkit.checkpoint import saving as checkpoint
 from toolkit.checkpoint.fetch import at_hand
-from toolkit.config import settings as config
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.formats.dcp import BlobView, read_metadata

@@ -228,7 +228,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _inspect_plan(args: argparse.Namespace) -> int:
-    from toolkit.config import settings as config
+    from toolkit import config
     from toolkit.sharding.unit_table import plan_summary, render_plan
 
     # What pretraining knows, fine-tuning knows too.
@@ -240,7 +240,7 @@ def _inspect_plan(args: argparse.Namespace) -> int:
 def _inspect_data(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit.config import settings as config
+    from toolkit import config
     from toolkit.data.finetune import inspect_data
     from toolkit.data.report import render
 
@@ -257,7 +257,7 @@ def _inspect_data(args: argparse.Namespace) -> int:
 def _push(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit.hub.upload import preview, push
+    from toolkit.hub import preview, push
 
     logging.set_verbosity_error()
     where = {"revision": args.revision, "private": not args.public}

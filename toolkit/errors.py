@@ -1,9 +1,69 @@
 """The errors a user can meet. Each says what was expected, what came and what to do next.
 
-Owns the exception classes. Knows nothing else of the toolkit but what a secret looks like.
+Owns the exception classes, and what a secret looks like: no message repeats one. A text that looks
+like none of these and yet is one cannot be recognised: pass it as `known`.
 """
 
-from toolkit.redact import scrub
+import re
+from collections.abc import Iterable
+
+REMOVED = "[removed]"
+
+# Tokens of the Hub, of code hosts, of trackers and of clouds; JSON web tokens; private keys.
+_TOKEN = re.compile(
+    r"\bhf_[A-Za-z0-9]{30,}\b"  # 34 of them; names of files have underscores
+    r"|\bapi_org_[A-Za-z0-9]{16,}"
+    r"|\b(?:sk|pk|rk)-(?=[A-Za-z_-]*\d)(?=[a-z0-9_-]*[A-Z])[A-Za-z0-9_-]{20,}"
+    r"|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_[A-Za-z0-9_]{20,}|\bglpat-[A-Za-z0-9_-]{16,}"
+    r"|\bA(?:KIA|SIA)[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{30,}|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+# Where it stands: after `bearer`, before the host of a URL, in a URL's query.
+_IN_PLACE = re.compile(
+    r"(\bbearer\s+)[A-Za-z0-9._~+/=-]{16,}"
+    r"|(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+(?=@)"
+    r"|([?&](?:[\w.-]*(?:token|secret|password|signature|credential|api_?key|key-?id)|sig|key|auth)=)"
+    r"[^&\s'\"#]+",
+    re.IGNORECASE,
+)
+_SECRET_WORDS = {
+    *("token", "password", "passwd", "passphrase", "secret", "credential", "credentials"),
+    *("apikey", "authorization", "bearer", "auth"),
+}
+_KEY_OF = {"api", "access", "private", "secret", "account", "auth", "signing", "ssh"}
+_TOKENS_OF_TEXT = ("eos", "bos", "pad", "unk", "sep", "cls", "mask")
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a setting of this name holds a secret: `hf_token`, `hub.apiKey`.
+
+    Names of other things do not: `train_tokenizer`, `tokens_per_second`, `eos_token_id`.
+    """
+    words = [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+    if not words:
+        return False
+    if words[-1] == "token":
+        return len(words) < 2 or words[-2] not in _TOKENS_OF_TEXT
+    return words[-1] in _SECRET_WORDS or (words[-1] == "key" and bool(_KEY_OF & set(words[:-1])))
+
+
+def looks_secret(text: str) -> bool:
+    """Return whether a text holds a token, a private key, or an address with credentials in it."""
+    return scrub(text) != text
+
+
+def holds_token(text: str) -> bool:
+    """Return whether a text holds a token or a private key; an address with credentials is none."""
+    return bool(_TOKEN.search(text))
+
+
+def scrub(text: str, known: Iterable[str | None] = ()) -> str:
+    """Return `text` with everything that looks like a secret, and every `known` one, removed."""
+    for secret in filter(None, known):
+        text = text.replace(secret, REMOVED)
+    text = _TOKEN.sub(REMOVED, text)
+    return _IN_PLACE.sub(lambda m: (m[1] or m[2] or m[3]) + REMOVED, text)
 
 
 class ToolkitError(Exception):

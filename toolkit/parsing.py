@@ -19,6 +19,8 @@ MAX_JSON_VALUES = 1_000_000
 MAX_YAML_BYTES = 2**20
 MAX_YAML_EVENTS = 50_000
 MAX_DEPTH = 100
+MAX_DIGITS = 100
+"""Characters of a number in YAML, whose integers to the base 60 take quadratic time."""
 _STRUCTURE = re.compile(rb"[\[\]{},]")
 
 
@@ -71,6 +73,8 @@ def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) 
                 raise error(f"{source} is nested too deeply, or holds too many values, to be read")
             if isinstance(event, yaml.AliasEvent):
                 raise error(f"{source} repeats a value by an alias (*{event.anchor}): write it out")
+            if tag := getattr(event, "tag", None):
+                raise error(f"{source} has a value with a tag ({tag}): write it without one")
         return yaml.load(content, Loader=_PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise error(f"{source} is not readable YAML: {_one_line(problem)}") from None
@@ -97,9 +101,33 @@ def _one_line(problem: BaseException) -> str:
 
 
 class _PlainLoader(yaml.CSafeLoader):
-    """YAML's plain values: a date stays the text that it is."""
+    """YAML's plain values: a date stays the text that it is, no key stands twice in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.YAMLError(
+                    f"{key.value!r} stands twice in one mapping, in lines {lines[key.value]} and "
+                    f"{line}; join them into one"
+                )
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        if len(node.value) > MAX_DIGITS:
+            raise yaml.YAMLError(f"a number of {len(node.value):,} characters")
+        is_int = node.tag.endswith(":int")
+        return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
 
-_PlainLoader.add_constructor(  # type: ignore[type-var]  # the stub wants a SafeLoader
-    "tag:yaml.org,2002:timestamp", _PlainLoader.construct_yaml_str
-)
+_TAG = "tag:yaml.org,2002:"
+for _kind, _constructor in (
+    ("timestamp", _PlainLoader.construct_yaml_str),
+    ("int", _PlainLoader.construct_number),
+    ("float", _PlainLoader.construct_number),
+):
+    _PlainLoader.add_constructor(_TAG + _kind, _constructor)  # type: ignore[type-var]  # of a stub

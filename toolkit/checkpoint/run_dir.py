@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from toolkit import config
 from toolkit.checkpoint import commit, store_commit
 from toolkit.checkpoint.store import Place, probe, where
-from toolkit.config import settings as config
 from toolkit.errors import ConfigError
 from toolkit.training.metrics import METRICS
 

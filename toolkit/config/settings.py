@@ -1,28 +1,33 @@
-"""What a run is: frozen dataclasses, one per concern, and how they are read from YAML and flags.
+"""What a run is: frozen dataclasses, one per concern.
 
-Owns every default (in its field, with its sentence below it), the parsing, and the checks that need
-no file and no model. Knows neither torch nor the files a run will read.
+Owns every default (in its field, with its sentence below it), the range of every number (in its
+type) and the settings that contradict each other (`__post_init__`). Knows neither torch nor the
+files that a run will read.
 """
 
 import dataclasses
-import difflib
-import itertools
-import math
-import re
-import sys
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
-
+from toolkit.config.ranges import (
+    AllOrCount,
+    AtLeast1,
+    AtLeast2,
+    Fraction,
+    NonNegative,
+    NotNegative,
+    Positive,
+    UnitInterval,
+)
 from toolkit.errors import ConfigError
-from toolkit.redact import is_secret_name, looks_secret
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+MAX_SHARD_SIZE = "5GB"
+"""Largest weight file of an export, where nothing else is asked for."""
+
+Dtype = Literal["float32", "bfloat16"]
+Schedule = Literal[
+    "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"
+]
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class ModelConfig:
     resize_embeddings: bool = False
     """Grow or shrink the embedding and the head to the tokenizer's length; new rows are the mean of
     the old ones."""
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: AtLeast1 | None = None
     """With resize_embeddings: round the number of rows up to a multiple of this, such as 64, which
     matrix products of some devices are faster with."""
     frozen_parameters: list[str] = field(default_factory=list)
@@ -58,6 +63,10 @@ class ModelConfig:
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of is not None and not self.resize_embeddings:
+            raise ConfigError("model.pad_to_multiple_of needs model.resize_embeddings: true")
 
 
 @dataclass(frozen=True)
@@ -80,17 +89,17 @@ class ShardingConfig:
     """
 
     # ---- Mesh
-    dp_replicate: int = -1
+    dp_replicate: AllOrCount = -1
     """Number of replicas of the sharded model (HSDP); the processes are dp_replicate x dp_shard.
     -1: as many as dp_shard leaves."""
-    dp_shard: int = -1
+    dp_shard: AllOrCount = -1
     """Number of ranks that share one copy of the model; -1: all that dp_replicate leaves. 1 is
     plain data parallelism, for models that fit on one device."""
 
     # ---- Units: what is gathered, and freed, together
     layer_classes: list[str] = field(default_factory=list)
     """Patterns of the modules that become units; empty: the decoder layers of the model."""
-    layers_per_unit: int = 1
+    layers_per_unit: AtLeast1 = 1
     """Put every so many consecutive layers into one unit: fewer, larger all-gathers."""
     sublayer_units: bool = False
     """Make units of the attention and the MLP of each layer too: less memory, more all-gathers."""
@@ -108,7 +117,7 @@ class ShardingConfig:
     """Dtype of the gathered parameters and of the computation."""
     reduce_dtype: Dtype = "float32"
     """Dtype of the gradient reduction between ranks."""
-    output_dtype: Dtype | None = None
+    output_dtype: Dtype | Literal["float16"] | None = None
     """Dtype that the model's outputs are cast to; empty: as they are computed. With another than
     float32 the loss leaves the head as part of the outputs: all logits exist at once."""
     cast_forward_inputs: bool = True
@@ -124,10 +133,10 @@ class ShardingConfig:
     root."""
     reshard_after_forward_overrides: dict[str, bool | int] = field(default_factory=dict)
     """Pattern -> reshard_after_forward of the units that it names."""
-    forward_prefetch: int = 0
+    forward_prefetch: NotNegative = 0
     """Gather so many units ahead in the forward, in the order in which they ran in the first one;
     0: PyTorch's own overlap."""
-    backward_prefetch: int = 0
+    backward_prefetch: NotNegative = 0
     """Gather so many units ahead in the backward; 0: PyTorch's own (one)."""
     prefetch_order: list[str] = field(default_factory=list)
     """Names of the units in the order in which they run, to prefetch from the first step on; a
@@ -141,7 +150,7 @@ class ShardingConfig:
     that cannot be swapped. Without effect on CPUs."""
 
     # ---- Recomputation and compilation
-    activation_checkpointing: bool | int | Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: bool | AtLeast1 | Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward: of each decoder layer (`full` or true), of every k-th
     (an integer), or all but matrix products and attention (`selective`)."""
     activation_checkpointing_modules: list[str] = field(default_factory=list)
@@ -155,6 +164,31 @@ class ShardingConfig:
     """Backend of torch.compile."""
     torch_compile_mode: str | None = None
     """Mode of torch.compile, such as max-autotune-no-cudagraphs."""
+
+    def __post_init__(self) -> None:
+        if self.layers_per_unit > 1 and self.sublayer_units:
+            raise ConfigError(
+                "sharding.layers_per_unit makes units coarser than a layer, sublayer_units finer; "
+                "set one of them"
+            )
+        if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
+            raise ConfigError(
+                "sharding.prefetch_order without a depth does nothing; set forward_prefetch or "
+                "backward_prefetch to 1 or more"
+            )
+        if self.activation_offload and self.torch_compile not in (False, "none"):
+            raise ConfigError(
+                "sharding.activation_offload runs uncompiled code in each layer, so that "
+                "torch_compile would compile none of it; leave out one of them"
+            )
+        if self.activation_checkpointing not in (False, "none"):
+            return
+        for name in ("activation_checkpointing_modules", "activation_offload"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"sharding.{name} without activation_checkpointing does nothing; set "
+                    "sharding.activation_checkpointing: full"
+                )
 
 
 @dataclass(frozen=True)
@@ -171,10 +205,10 @@ class SourceConfig:
     """Split of dataset_name to train on."""
     name: str | None = None
     """What reports and metrics call it; empty: the name of its first file or data set."""
-    weight: float | None = None
+    weight: Positive | None = None
     """Its share of the samples, relative to the other weights; empty (for all sources or none): in
     proportion to its size, which is one pass over everything."""
-    max_repeats: float | None = None
+    max_repeats: Positive | None = None
     """Passes over it at most; what it would give beyond comes from the others. Empty: no limit."""
 
 
@@ -202,7 +236,7 @@ class DataConfig:
     on_bad_row: Literal["error", "skip"] = "error"
     """What a row that cannot be used does: end the run with its file and line, or be left out and
     counted."""
-    sequence_length: int = 1024
+    sequence_length: AtLeast2 = 1024
     """Tokens per sample."""
     append_eos: bool = True
     """Put the tokenizer's end-of-sequence token after each document."""
@@ -211,12 +245,25 @@ class DataConfig:
     (best fit decreasing) puts whole documents together that do not see each other; `none` pads each
     to the longest of its batch. `auto` is `bfd` where the model keeps packed documents apart, which
     is tried at start, else `none`."""
-    eval_split: float = 0.01
+    eval_split: Fraction = 0.01
     """Share of the samples held out for evaluation where there are no eval_files; 0: none."""
-    max_eval_samples: int | None = None
+    max_eval_samples: AtLeast1 | None = None
     """Evaluate on at most this many samples."""
-    num_workers: int = 0
+    num_workers: NotNegative = 0
     """Worker processes of each rank's DataLoader."""
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("dataset_name", "train_files", "sources") if getattr(self, n)]
+        if len(given) > 1:
+            names = " and ".join(f"data.{name}" for name in given)
+            raise ConfigError(f"{names} are both set; give one of them")
+        for i, source in enumerate(self.sources):
+            if bool(source.files) == bool(source.dataset_name):
+                raise ConfigError(
+                    f"data.sources[{i}] must name files or a dataset_name, one of the two"
+                )
+        if len({s.weight is None for s in self.sources}) > 1:
+            raise ConfigError("data.sources: give every source a weight, or none")
 
 
 @dataclass(frozen=True)
@@ -237,7 +284,7 @@ class FinetuneDataConfig(DataConfig):
     """What happens to an example of more than sequence_length tokens: its end is cut off, it is
     left out, or the run ends. Both are counted. Plain text is cut into samples instead, and none of
     it is lost."""
-    dataset_num_proc: int | None = None
+    dataset_num_proc: AtLeast1 | None = None
     """Processes that encode conversations before the run; empty: as many as there are cores. (For
     other rows the tokenizer has threads of its own.)"""
 
@@ -246,48 +293,62 @@ class FinetuneDataConfig(DataConfig):
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    learning_rate: float = 5e-5
+    learning_rate: NonNegative = 5e-5
     """Peak learning rate of AdamW."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
-    adam_beta1: float = 0.9
+    adam_beta1: Fraction = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: Fraction = 0.999
     """Decay of the second moment."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: NonNegative = 1e-8
     """Added to the denominator."""
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"
-    ] = "linear"
+    lr_scheduler_type: Schedule = "linear"
     """Schedule after the warm-up, as transformers names it."""
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises from 0."""
-    min_lr_rate: float = 0.1
+    warmup_steps: NotNegative | Fraction = 0
+    """Steps in which the learning rate rises from 0; below 1: their share of all steps."""
+    min_lr_rate: UnitInterval = 0.1
     """Last learning rate of `cosine_with_min_lr`, as a share of the peak."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradients are clipped to this global norm; 0: not clipped (the norm is still logged)."""
+
+
+@dataclass(frozen=True)
+class PretrainOptimConfig(OptimConfig):
+    """Optimizer and learning-rate schedule."""
+
+    learning_rate: NonNegative = 3e-4
+    """Peak learning rate of AdamW."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    adam_beta2: Fraction = 0.95
+    """Decay of the second moment."""
+    lr_scheduler_type: Schedule = "cosine_with_min_lr"
+    """Schedule after the warm-up, as transformers names it."""
+    warmup_steps: NotNegative | Fraction = 0.01
+    """Steps in which the learning rate rises from 0; below 1: their share of all steps."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """How long, and with which batches."""
 
-    max_steps: int = -1
+    max_steps: AllOrCount = -1
     """Optimizer steps; -1: as many as num_train_epochs needs."""
-    num_train_epochs: float = 1.0
+    num_train_epochs: Positive = 1.0
     """Passes over the training samples where max_steps is -1."""
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: AtLeast1 = 8
     """Samples of one micro-batch on one process."""
-    per_device_eval_batch_size: int | None = None
+    per_device_eval_batch_size: AtLeast1 | None = None
     """Samples of one evaluation forward on one process; empty: as in training."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: AtLeast1 = 1
     """Micro-batches of one optimizer step on one process."""
     sync_each_batch: bool = False
     """Reduce gradients after every micro-batch: no unsharded gradient is kept between them, and
     gradient_accumulation_steps times the traffic."""
-    logging_steps: int = 10
+    logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
-    eval_steps: int | None = None
+    eval_steps: AtLeast1 | None = None
     """Evaluate every so many steps and at the end; empty: at the end only, where there is eval
     data.
     """
@@ -297,32 +358,38 @@ class TrainConfig:
 class FinetuneTrainConfig(TrainConfig):
     """How long, with which batches, and what is tried at an evaluation."""
 
-    neftune_noise_alpha: float | None = None
+    neftune_noise_alpha: Positive | None = None
     """Noise on the embeddings while training, uniform in +-alpha / sqrt(tokens x width) (NEFTune);
     5 is usual; empty: none."""
-    label_smoothing_factor: float = 0.0
+    label_smoothing_factor: Fraction = 0.0
     """Share of the target that is spread over the whole vocabulary; training only."""
-    early_stopping_patience: int | None = None
+    early_stopping_patience: AtLeast1 | None = None
     """Stop after so many evaluations in a row without a better checkpoint.metric_for_best_model;
     empty: never."""
-    early_stopping_threshold: float = 0.0
+    early_stopping_threshold: NonNegative = 0.0
     """By how much the metric must be better to count."""
     eval_prompts: list[str] = field(default_factory=list)
     """Prompts that the model answers at each evaluation, as a user's message where there is a chat
     template."""
-    eval_max_new_tokens: int = 64
+    eval_max_new_tokens: AtLeast1 = 64
     """Tokens of an answer to eval_prompts at most."""
+
+    def __post_init__(self) -> None:
+        if self.early_stopping_patience is not None and self.eval_steps is None:
+            raise ConfigError(
+                "train.early_stopping_patience needs train.eval_steps: it counts evaluations"
+            )
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Adapters (LoRA and its kin, through PEFT) instead of full-parameter fine-tuning."""
 
-    r: int = 0
+    r: NotNegative = 0
     """Rank of the adapters; 0: none, all parameters are trained."""
-    lora_alpha: float = 32
+    lora_alpha: Positive = 32.0
     """Adapters are scaled by lora_alpha / r (rsLoRA: / sqrt(r))."""
-    lora_dropout: float = 0.0
+    lora_dropout: Fraction = 0.0
     """Dropout before the adapters."""
     target_modules: str | list[str] = "all-linear"
     """Modules that are adapted: `all-linear` (every linear layer but the head), names or their ends
@@ -350,20 +417,30 @@ class LoraConfig:
     """Modules that keep the base's dtype, by name or the end of one. Embedding, head, routers,
     modules_to_save, fused experts and what is no linear layer always do."""
 
+    def __post_init__(self) -> None:
+        if self.r:
+            return
+        changed = [f.name for f in dataclasses.fields(self) if not _is_default(self, f)]
+        if changed:
+            raise ConfigError(
+                f"{', '.join(f'lora.{name}' for name in changed)} without lora.r does nothing; set "
+                "the rank of the adapters, such as lora.r: 16"
+            )
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how many stay."""
 
-    save_steps: int = 500
+    save_steps: AtLeast1 = 500
     """A checkpoint every so many steps, and at the end."""
-    save_total_limit: int | None = 2
+    save_total_limit: AtLeast2 | None = 2
     """Keep the newest so many (at least 2, so that one is whole while another is written); empty:
     all.
     """
-    save_permanent_steps: int | None = None
+    save_permanent_steps: AtLeast1 | None = None
     """Keep the checkpoints of these steps for good: a multiple of save_steps; empty: none."""
-    keep_best: bool | int = False
+    keep_best: bool | NotNegative = False
     """Keep so many of the best by metric_for_best_model beside the newest; true: one."""
     metric_for_best_model: str = "eval_loss"
     """Metric of an evaluation that `keep_best` compares; `eval_` may be left out."""
@@ -379,12 +456,25 @@ class CheckpointConfig:
     empty: output_dir, which keeps everything else in any case. A store needs its fsspec driver
     (s3fs, gcsfs, adlfs) and finds its credentials where that driver looks for them.
     """
-    export_steps: int | None = None
+    export_steps: AtLeast1 | None = None
     """Write the model as a Hugging Face folder every so many steps, to exports/step-N of the run;
     all of them stay; empty: none.
     """
     export_at_end: bool = False
     """Write it after the last step. Off: `toolkit consolidate` can at any time, in one process."""
+
+    def __post_init__(self) -> None:
+        permanent = self.save_permanent_steps
+        if permanent is not None and permanent % self.save_steps:
+            raise ConfigError(
+                f"checkpoint.save_permanent_steps {permanent} must be a multiple of save_steps "
+                f"{self.save_steps}: other steps are not saved"
+            )
+        if self.save_total_limit is None and (permanent is not None or self.keep_best):
+            raise ConfigError(
+                "checkpoint.save_permanent_steps and keep_best do nothing where save_total_limit "
+                "is empty: all checkpoints are kept"
+            )
 
 
 @dataclass(frozen=True)
@@ -411,6 +501,10 @@ class HubConfig:
     hub_revision: str | None = None
     """Branch to push to, created when missing; empty: main."""
 
+    def __post_init__(self) -> None:
+        if self.push_to_hub and not self.hub_model_id:
+            raise ConfigError("hub.push_to_hub needs hub.hub_model_id: give ORG/NAME")
+
 
 @dataclass(frozen=True)
 class PretrainConfig:
@@ -419,7 +513,7 @@ class PretrainConfig:
     model: ModelConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: PretrainOptimConfig = field(default_factory=PretrainOptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -428,6 +522,9 @@ class PretrainConfig:
     """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
     seed: int = 42
     """Seeds the random weights, the sample order and dropout."""
+
+    def __post_init__(self) -> None:
+        _check_run(self)
 
 
 @dataclass(frozen=True)
@@ -448,540 +545,67 @@ class FinetuneConfig:
     seed: int = 42
     """Seeds the adapters, the sample order and dropout."""
 
-
-# --------------------------------------------------------------------------------------------------
-# Reading
-# --------------------------------------------------------------------------------------------------
-
-
-def parse(
-    cls: type,
-    args: Sequence[str] | None = None,
-    default_file: Path | None = None,
-    defaults: Mapping[str, Any] | None = None,
-) -> Any:
-    """Read a `cls` from `--config FILE` and `--section.field value` flags, later ones winning.
-
-    Args:
-        cls: a config dataclass such as `PretrainConfig`.
-        args: the command line without the program's name; `sys.argv[1:]` where None.
-        default_file: the config used when `args` name no `--config`.
-        defaults: dotted setting -> value that stands where neither a file nor a flag says
-            otherwise, such as what the launch configuration asks for.
-
-    Raises:
-        ConfigError: an unknown key (the known ones are listed), a wrong type, or settings that
-            contradict each other.
-        SystemExit: after `--help` and `--print_config`.
-    """
-    args = list(sys.argv[1:] if args is None else args)
-    defaults = dict(defaults or {})
-    parser = _parser(cls)
-    for name in defaults:
-        _check_path(cls, name, "launch configuration")
-    parser.set_defaults(defaults)
-    if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
-        args = ["--config", str(default_file), *args]
-    for file in _config_files(args):
-        _check_keys(cls, _read_yaml(file), str(file))
-    for arg in args:
-        flag = arg.split("=")[0]
-        if flag.startswith("--") and flag not in ("--config", "--help", "--print_config"):
-            path = flag.removeprefix("--").removesuffix("+")
-            section = _check_path(cls, path, "command line")
-            if dataclasses.is_dataclass(section):
-                first = f"--{path}.{dataclasses.fields(section)[0].name}"
-                raise ConfigError(
-                    f"{flag} is a section of settings; give them one by one, such as {first} VALUE"
-                )
-        if looks_secret(arg):
+    def __post_init__(self) -> None:
+        _check_run(self)
+        if self.model.train_tokenizer:
             raise ConfigError(
-                f"{flag if '=' in arg else 'the command line'} holds what looks like a token or a "
-                "password; leave it to the environment, such as HF_TOKEN, or to a login"
+                "model.train_tokenizer is for pretraining; fine-tuning needs the tokenizer of the "
+                "model, or model.tokenizer_name_or_path"
             )
-    try:
-        sections = parser.instantiate(parser.parse_args(args))
-    except ArgumentError as error:
-        raise ConfigError(_in_plain_words(cls, " ".join(str(error).split()))) from error
-    cfg = cls(**{f.name: sections[f.name] for f in dataclasses.fields(cls)})
-    for name, value in _flat(cfg).items():
-        kind = _check_path(cls, name, "")
-        if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
-            raise ConfigError(f"{name} must be {_in_words(kind)}, got nothing (null)")
-    try:
-        check(cfg)
-    except ConfigError as error:
-        flat, said = _flat(cfg), str(error)
-        blamed = [n for n, v in defaults.items() if re.search(rf"{n}\b", said) and flat[n] == v]
-        if not blamed:
-            raise
-        raise ConfigError(
-            f"{error} ({', '.join(blamed)} came from the launch configuration)"
-        ) from error
-    return cfg
+        if not self.lora.r:
+            return
+        if self.model.frozen_parameters:
+            raise ConfigError(
+                "model.frozen_parameters with lora.r does nothing: adapters freeze the whole base; "
+                "leave it out, and name what learns in lora.target_modules and lora.modules_to_save"
+            )
+        if self.model.trust_remote_code:
+            raise ConfigError(
+                "lora.r with model.trust_remote_code: adapters are proven and exported on a base "
+                "that is built again, without code from outside. Train all parameters (lora.r: 0), "
+                "or a model that transformers knows"
+            )
+        if self.checkpoint.async_save:
+            raise ConfigError(
+                "checkpoint.async_save with lora.r gains nothing: each save of an adapter is "
+                "proven by loading it back before the run goes on, and adapters are small. Leave "
+                "async_save out"
+            )
 
 
-def load(cls: type, file: str | Path) -> Any:
-    """Read a `cls` from a YAML file such as a run's `config.yaml`."""
-    return parse(cls, ["--config", str(file)])
+def model_settings(cfg: PretrainConfig | FinetuneConfig) -> ModelConfig:
+    """Return the model's settings with the storage dtype that depends on the adapters filled in:
+    the checkpoint's own under them, else float32.
+    """
+    with_adapters = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
+    dtype = cfg.model.dtype or ("auto" if with_adapters else "float32")
+    return dataclasses.replace(cfg.model, dtype=dtype)
 
 
-def dump(cfg: Any) -> str:
-    """Return the resolved config as YAML; `load` reads it back to an equal value."""
-    return yaml.dump(dataclasses.asdict(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def check(cfg: Any) -> None:
-    """Raise `ConfigError` where fields of `cfg` contradict each other or are out of range."""
-    train, optim, data, saving = cfg.train, cfg.optim, cfg.data, cfg.checkpoint
+def _check_run(cfg: PretrainConfig | FinetuneConfig) -> None:
+    """Refuse settings of different sections that contradict each other."""
     for name, value in {
         "model.name_or_path": cfg.model.name_or_path,
         "output_dir": cfg.output_dir,
-        "data.train_files": data.train_files,
-        "data.eval_files": data.eval_files,
-        "checkpoint.root": saving.root or [saving.root],
+        "data.train_files": cfg.data.train_files,
+        "data.eval_files": cfg.data.eval_files,
+        "checkpoint.root": cfg.checkpoint.root,
     }.items():
-        if "" in _listed(value):  # a variable of the shell that was not set
+        if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
             raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
-    positive = {
-        "train.per_device_train_batch_size": train.per_device_train_batch_size,
-        "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "train.logging_steps": train.logging_steps,
-        "checkpoint.save_steps": saving.save_steps,
-        "checkpoint.save_permanent_steps": saving.save_permanent_steps,
-        "checkpoint.export_steps": saving.export_steps,
-        "sharding.layers_per_unit": cfg.sharding.layers_per_unit,
-        "train.eval_steps": train.eval_steps,
-        "train.per_device_eval_batch_size": train.per_device_eval_batch_size,
-        "data.max_eval_samples": data.max_eval_samples,
-    }
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    if data.sequence_length < 2:
+    if cfg.data.streaming and cfg.train.max_steps == -1:
         raise ConfigError(
-            f"data.sequence_length must be at least 2 (a token and the one it predicts), "
-            f"got {data.sequence_length}"
+            "data.streaming needs train.max_steps: the length of a pass is known only at its end"
         )
-    if train.max_steps != -1 and train.max_steps < 1:
-        raise ConfigError(
-            f"train.max_steps must be at least 1, or -1 for whole epochs, got {train.max_steps}"
-        )
-    if train.max_steps == -1 and not 0 < train.num_train_epochs < math.inf:
-        raise ConfigError(
-            f"train.num_train_epochs must be a number above 0, got {train.num_train_epochs}"
-        )
-    if saving.save_total_limit is not None and saving.save_total_limit < 2:
-        raise ConfigError(
-            f"checkpoint.save_total_limit must be at least 2, got {saving.save_total_limit}: the "
-            "last "
-            "good checkpoint stays until the next one is whole"
-        )
-    _check_retention(train, saving)
-    multiple = cfg.model.pad_to_multiple_of
-    if multiple is not None and (multiple < 1 or not cfg.model.resize_embeddings):
-        raise ConfigError(
-            f"model.pad_to_multiple_of must be at least 1, and needs model.resize_embeddings; got "
-            f"{multiple} and resize_embeddings {str(cfg.model.resize_embeddings).lower()}"
-        )
-    if cfg.model.dtype == "float16":
-        raise ConfigError(
-            "model.dtype float16 cannot hold master weights (AdamW's second moment underflows to "
-            "0); use float32 or bfloat16"
-        )
-    if not 0 <= data.eval_split < 1:
-        raise ConfigError(f"data.eval_split is a share from 0 to below 1, got {data.eval_split}")
-    _check_data(data, train)
-    if data.num_workers < 0:
-        raise ConfigError(f"data.num_workers must not be negative, got {data.num_workers}")
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
-        if not 0 <= getattr(optim, name) < math.inf:
-            raise ConfigError(
-                f"optim.{name} must be a number from 0 up, got {getattr(optim, name)}"
-            )
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(optim, name) < 1:
-            raise ConfigError(f"optim.{name} must be from 0 to below 1, got {getattr(optim, name)}")
-    if not 0 <= optim.min_lr_rate <= 1:
-        raise ConfigError(f"optim.min_lr_rate is a share from 0 to 1, got {optim.min_lr_rate}")
-    if cfg.hub.push_to_hub and not cfg.hub.hub_model_id:
-        raise ConfigError("hub.push_to_hub needs hub.hub_model_id: give ORG/NAME")
-    _check_sharding(cfg.sharding)
-    if isinstance(cfg, FinetuneConfig):
-        _check_finetune(cfg)
-    for name, value in _flat(cfg).items():
-        if looks_secret(str(value)):
-            raise ConfigError(
-                f"{name} holds what looks like a token or a password, and config.yaml would keep "
-                "it; leave it to the environment, such as HF_TOKEN, or to a login"
-            )
-
-
-def _check_data(data: DataConfig, train: TrainConfig) -> None:
-    given = [n for n in ("dataset_name", "train_files", "sources") if getattr(data, n)]
-    if len(given) > 1:
-        raise ConfigError(
-            f"{' and '.join(f'data.{n}' for n in given)} are both set; give one of them"
-        )
-    for i, source in enumerate(data.sources):
-        where = f"data.sources[{i}]"
-        if bool(source.files) == bool(source.dataset_name):
-            raise ConfigError(f"{where} must name files or a dataset_name, one of the two")
-        for name in ("weight", "max_repeats"):
-            value = getattr(source, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{where}.{name} must be a number above 0, got {value}")
-    if len({s.weight is None for s in data.sources}) > 1:
-        raise ConfigError("data.sources: give every source a weight, or none")
-    if data.streaming and train.max_steps == -1:
-        raise ConfigError(
-            "data.streaming needs train.max_steps: how long a pass is, nobody knows before it ends"
-        )
-
-
-def _check_finetune(cfg: "FinetuneConfig") -> None:
-    train, lora = cfg.train, cfg.lora
-    if lora.r < 0:
-        raise ConfigError(f"lora.r is a rank, 1 or more, or 0 for no adapters, got {lora.r}")
-    if not lora.r:
-        default = LoraConfig()
-        given = [
-            f.name
-            for f in dataclasses.fields(lora)
-            if getattr(lora, f.name) != getattr(default, f.name)
-        ]
-        if given:
-            raise ConfigError(
-                f"{', '.join(f'lora.{n}' for n in given)} without lora.r does nothing; set the "
-                "rank of the adapters, such as lora.r: 16"
-            )
-    if lora.r and cfg.model.frozen_parameters:
-        raise ConfigError(
-            "model.frozen_parameters with lora.r does nothing: adapters freeze the whole base; "
-            "leave it out, and say with lora.target_modules and lora.modules_to_save what learns"
-        )
-    if lora.r and cfg.model.trust_remote_code:
-        raise ConfigError(
-            "lora.r with model.trust_remote_code: adapters are proven and exported on a base that "
-            "is built again, without code from outside. Train all parameters (lora.r: 0), or a "
-            "model that transformers knows"
-        )
-    if lora.r and cfg.checkpoint.async_save:
-        raise ConfigError(
-            "checkpoint.async_save with lora.r gains nothing: each save of an adapter is proven by "
-            "loading it back before the run goes on, and adapters are small. Leave async_save out"
-        )
-    if cfg.model.train_tokenizer:
-        raise ConfigError(
-            "model.train_tokenizer is for pretraining; fine-tuning needs the tokenizer of the "
-            "model, or model.tokenizer_name_or_path"
-        )
-    if not 0 <= lora.lora_dropout < 1:
-        raise ConfigError(f"lora.lora_dropout must be from 0 to below 1, got {lora.lora_dropout}")
-    if not 0 < lora.lora_alpha < math.inf:
-        raise ConfigError(f"lora.lora_alpha must be a number above 0, got {lora.lora_alpha}")
-    if lora.adapter_dtype == "float16":
-        raise ConfigError("lora.adapter_dtype float16 cannot be trained; use float32 or bfloat16")
-    if not 0 <= train.label_smoothing_factor < 1:
-        raise ConfigError(
-            "train.label_smoothing_factor is a share from 0 to below 1, got "
-            f"{train.label_smoothing_factor}"
-        )
-    noise, patience = train.neftune_noise_alpha, train.early_stopping_patience
-    if noise is not None and not 0 < noise < math.inf:
-        raise ConfigError(f"train.neftune_noise_alpha must be a number above 0, got {noise}")
-    if patience is not None and (patience < 1 or train.eval_steps is None):
-        raise ConfigError(
-            "train.early_stopping_patience is a number of evaluations, 1 or more, and needs "
-            f"train.eval_steps; got {patience} and eval_steps {train.eval_steps}"
-        )
-    if not 0 <= train.early_stopping_threshold < math.inf:
-        raise ConfigError(
-            "train.early_stopping_threshold must be a number from 0 up, got "
-            f"{train.early_stopping_threshold}"
-        )
-    for name, value in (
-        ("train.eval_max_new_tokens", train.eval_max_new_tokens),
-        ("data.dataset_num_proc", cfg.data.dataset_num_proc),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-
-
-def _check_sharding(cfg: ShardingConfig) -> None:
-    for name in ("dp_replicate", "dp_shard"):
-        value = getattr(cfg, name)
-        if value != -1 and value < 1:
-            raise ConfigError(
-                f"sharding.{name} must be at least 1, or -1 for all ranks that the other leaves, "
-                f"got {value}"
-            )
-    for name in ("forward_prefetch", "backward_prefetch"):
-        if getattr(cfg, name) < 0:
-            raise ConfigError(
-                f"sharding.{name} is a number of units, 0 or more, got {getattr(cfg, name)}"
-            )
-    dtypes = {
-        "param_dtype": cfg.param_dtype,
-        "reduce_dtype": cfg.reduce_dtype,
-        **{f"param_dtype_overrides[{k}]": v for k, v in cfg.param_dtype_overrides.items()},
-    }
-    for name, dtype in dtypes.items():
-        if dtype == "float16":
-            raise ConfigError(
-                f"sharding.{name} float16 needs loss scaling, which this training has not; use "
-                "bfloat16 or float32"
-            )
-    every = cfg.activation_checkpointing
-    if isinstance(every, int) and not isinstance(every, bool) and every < 1:
-        raise ConfigError(
-            f"sharding.activation_checkpointing must be true, false, none, full, selective or a "
-            f"number k >= 1 (every k-th layer), got {every}"
-        )
-    if cfg.layers_per_unit > 1 and cfg.sublayer_units:
-        raise ConfigError(
-            "sharding.layers_per_unit makes units coarser than a layer, sublayer_units finer; set "
-            "one of them"
-        )
-    if cfg.prefetch_order and not (cfg.forward_prefetch or cfg.backward_prefetch):
-        raise ConfigError(
-            "sharding.prefetch_order without a depth does nothing; set forward_prefetch or "
-            "backward_prefetch to 1 or more"
-        )
-    recomputes = every not in (False, "none")
-    if cfg.activation_offload and cfg.torch_compile not in (False, "none"):
-        raise ConfigError(
-            "sharding.activation_offload runs uncompiled code in each layer, so that torch_compile "
-            "would compile none of it; leave out one of them"
-        )
-    for name, asked in (
-        ("activation_checkpointing_modules", cfg.activation_checkpointing_modules),
-        ("activation_offload", cfg.activation_offload),
-    ):
-        if asked and not recomputes:
-            raise ConfigError(
-                f"sharding.{name} without activation_checkpointing does nothing; set "
-                "sharding.activation_checkpointing: full"
-            )
-
-
-def _check_retention(train: TrainConfig, saving: CheckpointConfig) -> None:
-    permanent, every = saving.save_permanent_steps, saving.save_steps
-    if permanent is not None and permanent % every:
-        raise ConfigError(
-            f"checkpoint.save_permanent_steps {permanent} must be a multiple of save_steps "
-            f"{every}: other steps are not saved"
-        )
-    if saving.save_total_limit is None and (permanent is not None or saving.keep_best):
-        raise ConfigError(
-            "checkpoint.save_permanent_steps and keep_best do nothing where save_total_limit is "
-            "empty: all checkpoints are kept"
-        )
-    if saving.keep_best < 0:
-        raise ConfigError(
-            f"checkpoint.keep_best must be true, false or a number from 0, got {saving.keep_best}"
-        )
-    if saving.keep_best and (train.eval_steps is None or every % train.eval_steps):
+    every, evals = cfg.checkpoint.save_steps, cfg.train.eval_steps
+    if cfg.checkpoint.keep_best and (evals is None or every % evals):
         raise ConfigError(
             f"checkpoint.keep_best needs an evaluation at every checkpoint: save_steps {every} "
-            f"must be a multiple of train.eval_steps, got {train.eval_steps}"
+            f"must be a multiple of train.eval_steps, got {evals}"
         )
 
 
-def model_settings(cfg: Any) -> ModelConfig:
-    """Return the model's settings with the storage dtype filled in that depends on the adapters:
-    the checkpoint's own under them, else float32.
-    """
-    adapted = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
-    return dataclasses.replace(
-        cfg.model, dtype=cfg.model.dtype or ("auto" if adapted else "float32")
-    )
-
-
-def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
-    before, after = _flat(old), _flat(new)
-    names = [n for n in {**before, **after} if _listed(before.get(n)) != _listed(after.get(n))]
-    return {n: (before.get(n), after.get(n)) for n in names}
-
-
-# --------------------------------------------------------------------------------------------------
-# Keys
-# --------------------------------------------------------------------------------------------------
-
-
-def _parser(cls: type) -> ArgumentParser:
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
-        description=cls.__doc__, exit_on_error=False, allow_abbrev=False, formatter_class=_Help
-    )
-    parser.add_argument(
-        "--config", action="config", help="YAML file with any of the settings below"
-    )
-    parser.add_class_arguments(cls)
-    return parser
-
-
-class _Dumper(yaml.SafeDumper):
-    """YAML in which texts stay texts: PyYAML reads `1e3` as one, jsonargparse as a number."""
-
-
-def _text_node(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    style = "'" if re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value, re.IGNORECASE) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _text_node)
-
-
-class _Help(DefaultHelpFormatter):
-    """jsonargparse's help on a fixed width, so that it reads the same under every launcher."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=110, max_help_position=44)
-
-
-def _config_files(args: Sequence[str]) -> list[Path]:
-    files = [a.split("=", 1)[1] for a in args if a.startswith("--config=")]
-    files += [b for a, b in itertools.pairwise(args) if a == "--config"]
-    for file in files:
-        if not Path(file).is_file():
-            what = "is not a file" if Path(file).exists() else "does not exist"
-            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()})")
-    return [Path(f) for f in files]
-
-
-def _read_yaml(file: Path) -> dict:
-    try:
-        text = file.read_text(encoding="utf-8")
-        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), file)
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        raise ConfigError(
-            f"{file} is empty; a YAML file with settings is expected (--help lists them)"
-        )
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} must hold a mapping of settings, got {type(content).__name__}")
-    return content
-
-
-def _refuse_duplicates(node: yaml.Node | None, file: Path) -> None:
-    """Refuse a key that stands twice in one mapping: YAML would drop the first without a word."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_duplicates(item, file)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if key.value in seen:
-            raise ConfigError(
-                f"{file} has {key.value!r} twice, in lines {seen[key.value]} and {line}; join them "
-                "into one"
-            )
-        seen[str(key.value)] = line
-        _refuse_duplicates(value, file)
-
-
-def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
-    """Refuse the first key of a YAML mapping that `cls` does not know, with the keys it knows."""
-    for key, value in content.items():
-        known = _check_path(cls, f"{prefix}{key}", where)
-        if dataclasses.is_dataclass(known) and not isinstance(value, dict):
-            raise ConfigError(f"{prefix}{key} ({where}) is a section of settings, got {value!r}")
-        if dataclasses.is_dataclass(known):
-            _check_keys(cls, value, where, f"{prefix}{key}.")
-        if typing.get_origin(known) is list and isinstance(value, list):
-            (item,) = typing.get_args(known)
-            for i, entry in enumerate(value):
-                if dataclasses.is_dataclass(item) and isinstance(entry, dict):
-                    _check_keys(item, entry, f"{where}, {prefix}{key}[{i}]")  # type: ignore[arg-type]
-
-
-def _check_path(cls: type, path: str, where: str) -> Any:
-    """Return the type of a dotted setting; refuse one that does not exist."""
-    here, walked = cls, ""
-    for part in path.split("."):
-        hints = typing.get_type_hints(here) if dataclasses.is_dataclass(here) else {}
-        if part not in hints:
-            guess = difflib.get_close_matches(part, hints, n=1)
-            section = walked.removesuffix(".") or "the top level"
-            if is_secret_name(part):
-                raise ConfigError(
-                    f"{path!r} ({where}) is no setting: a config is written to files, and a token "
-                    "does not belong there. Run `hf auth login`, or set HF_TOKEN"
-                )
-            raise ConfigError(
-                f"unknown setting {path!r} ({where})"
-                + (f", did you mean {walked}{guess[0]}?" if guess else "")
-                + (
-                    f"; known in {section}: {', '.join(hints)}"
-                    if hints
-                    else f"; {section} takes a value"
-                )
-            )
-        here, walked = hints[part], f"{walked}{part}."
-    return here
-
-
-def _in_plain_words(cls: type, said: str) -> str:
-    """Return what jsonargparse says of a value that does not parse, in a user's words."""
-    if match := re.fullmatch(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', said):
-        name, value = match[1], match[2].rsplit("Given value: ", 1)[-1]
-        return f"{name} must be {_in_words(_check_path(cls, name, ''))}, got {value}"
-    if match := re.fullmatch(r"the following arguments are required: (.*)", said):
-        return (
-            f"{match[1]} is required; set it in the file of --config, or with "
-            f"--{match[1].split(',')[0]} VALUE"
-        )
-    if match := re.fullmatch(r"unrecognized arguments: (.*)", said):
-        return (
-            f"unexpected on the command line: {match[1]}. A setting is given as --section.field "
-            "VALUE, a list as --data.train_files '[a.txt, b.txt]' or a quoted glob, a file of "
-            "settings as --config FILE"
-        )
-    return said
-
-
-def _in_words(kind: Any) -> str:
-    """Return a type as a user would name it: `int | None` is "an integer or empty"."""
-    names = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "empty",
-    }
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
-    if typing.get_origin(kind) is list:
-        return "a list"
-    if typing.get_origin(kind) is dict:
-        return f"a mapping from text to {_in_words(typing.get_args(kind)[1])}"
-    if kind in names:
-        return names[kind]
-    return (
-        ", ".join(map(_in_words, typing.get_args(kind)[:-1]))
-        + f" or {_in_words(typing.get_args(kind)[-1])}"
-    )
-
-
-def _listed(value: Any) -> Any:
-    """Return a text as the list of one that it stands for: `train_files: a.txt` is `[a.txt]`."""
-    return [value] if isinstance(value, str) else value
-
-
-def _flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of every field below a config; a dict is one value."""
-    out: dict[str, Any] = {}
-    for part in dataclasses.fields(cfg):
-        value = getattr(cfg, part.name)
-        if dataclasses.is_dataclass(value):
-            out |= _flat(value, f"{prefix}{part.name}.")
-        else:
-            out[prefix + part.name] = value
-    return out
+def _is_default(section: Any, entry: dataclasses.Field) -> bool:
+    made = entry.default_factory
+    default = entry.default if made is dataclasses.MISSING else made()
+    return getattr(section, entry.name) == default

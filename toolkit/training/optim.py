@@ -4,6 +4,8 @@ Owns which parameters decay and which implementation runs. Knows nothing of the 
 optimizer after sharding, so that its state is born sharded.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -47,10 +49,10 @@ def build_scheduler(
     optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
 ) -> LRScheduler:
     """Return transformers' schedule of `cfg.lr_scheduler_type` over `max_steps` optimizer steps."""
-    kind = cfg.lr_scheduler_type
-    if kind == "constant" and cfg.warmup_steps > 0:
+    kind, warmup = cfg.lr_scheduler_type, int(cfg.warmup_steps)
+    if cfg.warmup_steps < 1:
+        warmup = math.ceil(cfg.warmup_steps * max_steps)
+    if kind == "constant" and warmup > 0:
         kind = "constant_with_warmup"  # transformers' `constant` would ignore the warm-up
     extra = {"min_lr_rate": cfg.min_lr_rate} if kind == "cosine_with_min_lr" else None
-    return get_scheduler(
-        kind, optimizer, cfg.warmup_steps, max_steps, scheduler_specific_kwargs=extra
-    )
+    return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)

@@ -1,57 +1,64 @@
-"""The end of a run that publishes itself: newest checkpoint -> export -> the Hub.
-
-Owns where the export of a run lies and when an existing one is taken. Knows neither weights nor the
-Hub's protocol.
-"""
+"""The end of a run that publishes itself: newest checkpoint -> export -> the Hub."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
+from toolkit import ranks
 from toolkit.checkpoint import fetch
 from toolkit.checkpoint.commit import EXPORTS, MANIFEST, find_checkpoint
+from toolkit.checkpoint.facts import is_path
 from toolkit.checkpoint.run_dir import export_path
-from toolkit.config.settings import HubConfig
+from toolkit.config import HubConfig
 from toolkit.errors import ExportError, HubError
-from toolkit.export.consolidation import consolidate
+from toolkit.export import consolidate
 from toolkit.formats import manifest as export_manifest
-from toolkit.hub import upload as hub
-from toolkit.verify.reports import verify_export
-
-Say = Callable[[str], object]
+from toolkit.hub.retries import Say
+from toolkit.hub.upload import check_access, push
+from toolkit.verify import verify_export
 
 
 def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> None:
-    """Refuse before training what publishing would be refused for at its end.
+    """Refuse before training what publishing would be refused for at its end. Collective.
 
     Creates the repository when there is none: nothing else proves that it may be created. A few
-    requests, from one process.
+    requests, from rank 0.
 
     Args:
         adapted: base of the adapters that the run trains; None where it trains none.
 
     Raises:
-        HubError: no token, no such name, no permission, or the Hub cannot be reached.
+        HubError: no token, no such name, no permission, the Hub cannot be reached, or the base of
+            the adapters is a path.
     """
-    if cfg.push_to_hub:
-        if adapted is not None:
-            hub.check_base(adapted)
-        hub.check_access(str(cfg.hub_model_id), private=cfg.hub_private_repo, say=say)
+    if not cfg.push_to_hub:
+        return
+    if adapted is not None and is_path(adapted):
+        raise HubError(
+            f"the base {adapted!r} is a path of this machine, and a published adapter names its "
+            "base: no reader would find it there, and the path would be published. Give the base's "
+            "Hub id as model.name_or_path, or leave hub.push_to_hub out and export with `toolkit "
+            "consolidate RUN --output FOLDER --hf_assets ORG/NAME` (or --merge) before `toolkit "
+            "push`"
+        )
+    private = cfg.hub_private_repo
+    ranks.on_main(lambda: check_access(str(cfg.hub_model_id), private=private, say=say))
 
 
 def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
-    """Export the run's newest checkpoint and push it; return the commit's URL, None when not asked.
+    """Export the run's newest checkpoint and push it; return the commit's URL. Collective.
 
-    The export is the one that the run wrote at this step, where it has, and holds the checkpoint's
-    weights; else `RUN-hf`, or `RUN-hf-step-N` where another one is in the way. One of this very
-    checkpoint is taken as it is. What fails leaves the run and the export.
+    None where `cfg` does not ask for it. The export is the one that the run wrote at this step,
+    where it has, and holds the checkpoint's weights; else `RUN-hf`, or `RUN-hf-step-N` where
+    another one is in the way. What fails leaves the run and the export.
 
     Raises:
-        HubError: the push failed; says the command that does it again.
+        HubError: the push failed; names the command that does it again.
         ExportError: the checkpoint cannot be exported, or the export does not verify.
     """
-    if not cfg.push_to_hub:
-        return None
+    return ranks.on_main(lambda: _publish(run_dir, cfg, say)) if cfg.push_to_hub else None
+
+
+def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
     with fetch.at_hand(run_dir) as source:  # checkpoint.root may be elsewhere
         checkpoint = find_checkpoint(source)
         output = export_of(checkpoint, run_dir)
@@ -60,7 +67,7 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
             consolidate(checkpoint, output)
     private, revision = cfg.hub_private_repo, cfg.hub_revision
     try:
-        url = hub.push(output, str(cfg.hub_model_id), revision=revision, private=private, say=say)
+        url = push(output, str(cfg.hub_model_id), revision=revision, private=private, say=say)
     except HubError as error:
         branch = f" --revision {revision}" if revision else ""
         public = "" if private else " --public"
@@ -84,7 +91,7 @@ def export_of(checkpoint: Path, run_dir: Path) -> Path:
 
 
 def _is_of(checkpoint: Path, export: Path) -> bool:
-    """Whether an export says that it was made of this checkpoint; `push` verifies what it says."""
+    """Return whether an export names this checkpoint as its source; `push` verifies it."""
     try:
         origin = export_manifest.read(export)["origin"]
     except ExportError:

@@ -1,0 +1,327 @@
+"""How a run's settings are read from YAML files and flags, and written as YAML.
+
+Owns the parsing and the wording of what cannot be parsed. Every text goes through
+`toolkit.parsing`, so that no file costs more than its bounds. Knows no setting by name.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import re
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import (
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    set_loader,
+    set_parsing_settings,
+)
+
+from toolkit.config.ranges import WORDS
+from toolkit.errors import ConfigError, is_secret_name, looks_secret
+from toolkit.parsing import parse_yaml, read_yaml
+
+
+def parse(
+    cls: type,
+    args: Sequence[str] | None = None,
+    default_file: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:
+    """Read a `cls` from `--config FILE` and `--section.field value` flags, later ones winning.
+
+    Args:
+        cls: a config dataclass such as `PretrainConfig`.
+        args: the command line without the program's name; `sys.argv[1:]` where None.
+        default_file: the config used when `args` name no `--config`.
+        defaults: dotted setting -> value that stands where neither a file nor a flag says
+            otherwise, such as what the launch configuration asks for.
+
+    Raises:
+        ConfigError: an unknown key (the known ones are listed), a wrong type, a file that cannot be
+            read, or settings that contradict each other.
+        SystemExit: after `--help` and `--print_config`.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    defaults = dict(defaults or {})
+    parser = _parser(cls)
+    for name in defaults:
+        _check_path(cls, name, "launch configuration")
+    parser.set_defaults(defaults)
+    if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
+        args = ["--config", str(default_file), *args]
+    for file in _config_files(args):
+        _check_keys(cls, _read(file), str(file))
+    _check_flags(cls, args)
+    try:
+        parsed = parser.parse_args(args)
+        sections = parser.instantiate(parsed)
+        cfg = cls(**{f.name: _plain(sections[f.name]) for f in dataclasses.fields(cls)})
+    except ArgumentError as error:
+        raise ConfigError(_in_plain_words(cls, " ".join(str(error).split()))) from None
+    except ConfigError as error:  # of a dataclass, whose settings contradict each other
+        of_launch = [n for n, v in defaults.items() if parsed.get(n) == v]
+        blamed = [n for n in of_launch if re.search(rf"{n}\b", str(error))]
+        if not blamed:
+            raise
+        raise ConfigError(
+            f"{error} ({', '.join(blamed)} came from the launch configuration)"
+        ) from None
+    for name, value in _flat(cfg).items():
+        kind = _check_path(cls, name, "")
+        if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
+            raise ConfigError(f"{name} must be {_in_words(kind)}, got nothing (null)")
+        if looks_secret(str(value)):
+            raise ConfigError(
+                f"{name} holds what looks like a token or a password, and config.yaml would keep "
+                "it; leave it to the environment, such as HF_TOKEN, or to a login"
+            )
+    return cfg
+
+
+def load(cls: type, file: str | Path) -> Any:
+    """Read a `cls` from a YAML file such as a run's `config.yaml`. Raises as `parse` does."""
+    return parse(cls, ["--config", str(file)])
+
+
+def dump(cfg: Any) -> str:
+    """Return the resolved config as YAML; `load` reads it back to an equal value."""
+    return yaml.dump(dataclasses.asdict(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
+    before, after = _flat(old), _flat(new)
+    names = [n for n in {**before, **after} if _listed(before.get(n)) != _listed(after.get(n))]
+    return {n: (before.get(n), after.get(n)) for n in names}
+
+
+# --------------------------------------------------------------------------------------------------
+# jsonargparse
+# --------------------------------------------------------------------------------------------------
+
+
+class _Help(DefaultHelpFormatter):
+    """jsonargparse's help on a fixed width, so that it reads the same under every launcher."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=110, max_help_position=44)
+
+
+def _parser(cls: type) -> ArgumentParser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # A text that is no YAML, such as `*.txt`, is the text itself.
+    set_loader(
+        "bounded_yaml", lambda text: parse_yaml(text, "a value", ConfigError), (ConfigError,)
+    )
+    parser = ArgumentParser(
+        description=cls.__doc__,
+        exit_on_error=False,
+        allow_abbrev=False,
+        formatter_class=_Help,
+        parser_mode="bounded_yaml",
+    )
+    parser.add_argument(
+        "--config", action="config", help="YAML file with any of the settings below"
+    )
+    parser.add_class_arguments(cls)
+    return parser
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with numbers of jsonargparse's restricted types as plain numbers."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
+    return value if number is None else number(value)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML in which texts stay texts: PyYAML reads `1e3` as one, jsonargparse as a number."""
+
+
+def _text_node(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "'" if re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value, re.IGNORECASE) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is checked before jsonargparse sees it
+# --------------------------------------------------------------------------------------------------
+
+
+def _config_files(args: Sequence[str]) -> list[Path]:
+    files = [a.split("=", 1)[1] for a in args if a.startswith("--config=")]
+    files += [b for a, b in itertools.pairwise(args) if a == "--config"]
+    for file in files:
+        if not Path(file).is_file():
+            what = "is not a file" if Path(file).exists() else "does not exist"
+            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()})")
+    return [Path(f) for f in files]
+
+
+def _read(file: Path) -> dict:
+    content = read_yaml(file, ConfigError)
+    if content is None:
+        raise ConfigError(
+            f"{file} is empty; a YAML file with settings is expected (--help lists them)"
+        )
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a mapping of settings, got {type(content).__name__}")
+    return content
+
+
+def _check_flags(cls: type, args: Sequence[str]) -> None:
+    kind, setting = None, ""
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        if looks_secret(arg):
+            raise ConfigError(
+                f"{flag if equals else 'the command line'} holds what looks like a token or a "
+                "password; leave it to the environment, such as HF_TOKEN, or to a login"
+            )
+        if not flag.startswith("--"):
+            _check_text(setting, kind, arg)
+        elif flag not in ("--config", "--help", "--print_config"):
+            setting = flag.removeprefix("--").removesuffix("+")
+            kind = _check_path(cls, setting, "command line")
+            if dataclasses.is_dataclass(kind):
+                first = f"--{setting}.{dataclasses.fields(kind)[0].name}"
+                raise ConfigError(
+                    f"{flag} is a section of settings; give them one by one, such as {first} VALUE"
+                )
+            if equals:
+                _check_text(setting, kind, value)
+
+
+def _check_text(setting: str, kind: Any, text: str) -> None:
+    """Refuse a text that is no value of `kind`, before PyYAML reads it without bounds."""
+    if kind is None or str in (kind, *typing.get_args(kind)):
+        return
+    try:
+        parse_yaml(text, setting, ConfigError)
+    except ConfigError:
+        raise ConfigError(f"{setting} must be {_in_words(kind)}, got {text[:200]}") from None
+
+
+def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
+    """Refuse the first key of a YAML mapping that `cls` does not know, with the keys it knows."""
+    for key, value in content.items():
+        known = _check_path(cls, f"{prefix}{key}", where)
+        if dataclasses.is_dataclass(known) and not isinstance(value, dict):
+            raise ConfigError(f"{prefix}{key} ({where}) is a section of settings, got {value!r}")
+        if dataclasses.is_dataclass(known):
+            _check_keys(cls, value, where, f"{prefix}{key}.")
+        if isinstance(value, str):
+            _check_text(f"{prefix}{key}", known, value)
+        if typing.get_origin(known) is list and isinstance(value, list):
+            (item,) = typing.get_args(known)
+            for i, entry in enumerate(value):
+                if dataclasses.is_dataclass(item) and isinstance(entry, dict):
+                    _check_keys(item, entry, f"{where}, {prefix}{key}[{i}]")  # type: ignore[arg-type]
+
+
+def _check_path(cls: type, path: str, where: str) -> Any:
+    """Return the type of a dotted setting; refuse one that does not exist."""
+    here, walked = cls, ""
+    for part in path.split("."):
+        hints = typing.get_type_hints(here) if dataclasses.is_dataclass(here) else {}
+        if part not in hints:
+            guess = difflib.get_close_matches(part, hints, n=1)
+            section = walked.removesuffix(".") or "the top level"
+            if is_secret_name(part):
+                raise ConfigError(
+                    f"{path!r} ({where}) is no setting: a config is written to files, and a token "
+                    "does not belong there. Run `hf auth login`, or set HF_TOKEN"
+                )
+            raise ConfigError(
+                f"unknown setting {path!r} ({where})"
+                + (f", did you mean {walked}{guess[0]}?" if guess else "")
+                + (
+                    f"; known in {section}: {', '.join(hints)}"
+                    if hints
+                    else f"; {section} takes a value"
+                )
+            )
+        here, walked = hints[part], f"{walked}{part}."
+    return here
+
+
+# What stands before the value in jsonargparse's messages.
+_VALUE = re.compile(r"(?:Got|Given) value: |base 10: |to float: |Not of type \w+: ")
+
+
+def _in_plain_words(cls: type, said: str) -> str:
+    """Return what jsonargparse says of a value that does not parse, in a user's words."""
+    if match := re.fullmatch(r'Parser key "([\w.]+)": (.*)', said):
+        name, value = match[1], _VALUE.split(match[2])[-1]
+        value = re.sub(r" (does not conform to|not an? (integer|number)$).*", "", value).strip("'")[
+            :200
+        ]
+        why = " (it needs loss scaling, which this training has not)" * (value == "float16")
+        return f"{name} must be {_in_words(_check_path(cls, name, ''))}, got {value}{why}"
+    if match := re.fullmatch(r"the following arguments are required: (.*)", said):
+        return (
+            f"{match[1]} is required; set it in the file of --config, or with "
+            f"--{match[1].split(',')[0]} VALUE"
+        )
+    if match := re.fullmatch(r"unrecognized arguments: (.*)", said):
+        return (
+            f"unexpected on the command line: {match[1]}. A setting is given as --section.field "
+            "VALUE, a list as --data.train_files '[a.txt, b.txt]' or a quoted glob, a file of "
+            "settings as --config FILE"
+        )
+    return said
+
+
+def _in_words(kind: Any) -> str:
+    """Return a type as a user would name it: `int | None` is "an integer or empty"."""
+    names = WORDS | {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "empty",
+    }
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
+    if typing.get_origin(kind) is list:
+        return "a list"
+    if typing.get_origin(kind) is dict:
+        return f"a mapping from text to {_in_words(typing.get_args(kind)[1])}"
+    if kind in names:
+        return names[kind]
+    return (
+        ", ".join(map(_in_words, typing.get_args(kind)[:-1]))
+        + f" or {_in_words(typing.get_args(kind)[-1])}"
+    )
+
+
+def _listed(value: Any) -> Any:
+    """Return a text as the list of one that it stands for: `train_files: a.txt` is `[a.txt]`."""
+    return [value] if isinstance(value, str) else value
+
+
+def _flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted name -> value of every field below a config; a dict is one value."""
+    out: dict[str, Any] = {}
+    for part in dataclasses.fields(cfg):
+        value = getattr(cfg, part.name)
+        if dataclasses.is_dataclass(value):
+            out |= _flat(value, f"{prefix}{part.name}.")
+        else:
+            out[prefix + part.name] = value
+    return out

@@ -1,0 +1,130 @@
+"""The export as it is to be published: verified, without links, tokens or paths of this machine."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
+from toolkit.checkpoint.facts import is_path
+from toolkit.errors import ExportError, holds_token
+from toolkit.formats import manifest as export_manifest
+from toolkit.hub import card as model_card
+from toolkit.parsing import read_json
+from toolkit.verify import verify_export
+
+CARD = export_manifest.CARD
+# Bytes up to which a file is read once and kept; the Hub keeps no larger one in git itself.
+_IN_MEMORY = 10_000_000
+
+
+@dataclass(frozen=True)
+class LocalExport:
+    """The files of an export by their names in the repository; the card is one of them."""
+
+    entries: dict[str, dict[str, Any]]
+    """Name -> {"size", "sha256"} of what was verified."""
+    contents: dict[str, Path | bytes]
+    own_card: bool
+    """Whether the card is the folder's own README.md."""
+
+    def blob(self, name: str) -> str | None:
+        """Return git's id of a file's content; None where the Hub keeps none in git itself."""
+        content = self.contents[name]
+        if isinstance(content, Path):
+            return None
+        header = b"blob %d\0" % len(content)
+        return hashlib.sha1(header + content, usedforsecurity=False).hexdigest()
+
+
+def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
+    """Verify an export and return its files. Costs one read of it.
+
+    Raises:
+        ExportError: it is no export, has a finding, holds a token or a link to another folder, or
+            is an adapter that names its base by a path.
+    """
+    folder = folder.expanduser()
+    _check_kind(folder)
+    _check_links(folder)
+    report = verify_export(None, folder)
+    if not report.ok:
+        file, tensor, what = report.findings[0]
+        more = f" (and {len(report.findings) - 1} more)" if len(report.findings) > 1 else ""
+        name = f"{file}, tensor {tensor}" if tensor else file
+        raise ExportError(
+            f"{folder} is not published, it does not verify: {name}: {what}{more}; see `toolkit "
+            f"verify {folder}`, or consolidate again"
+        )
+    _check_adapter(folder)
+    manifest = export_manifest.read(folder)
+    entries = dict(manifest["files"])
+    # A small file is read now, so that what is sent is what was verified.
+    contents: dict[str, Path | bytes] = {
+        name: folder / name if entry["size"] > _IN_MEMORY else (folder / name).read_bytes()
+        for name, entry in entries.items()
+    }
+    raw = (folder / export_manifest.FILE).read_bytes()
+    own = folder / CARD
+    own_card = own.is_file()
+    if own_card:
+        card = own.read_text("utf-8")
+    else:
+        card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest())
+    for name, text in ((export_manifest.FILE, raw), (CARD, card.encode())):
+        contents[name], entries[name] = text, _entry(text)
+    for name, content in contents.items():
+        if isinstance(content, Path):
+            continue
+        if _entry(content) != entries[name]:
+            raise ExportError(f"{folder / name} changed while it was read; push again")
+        if (token and token.encode() in content) or (name == CARD and holds_token(card)):
+            raise ExportError(
+                f"{folder / name} holds what looks like a token; remove it before it is public"
+            )
+    return LocalExport(entries, contents, own_card)
+
+
+def _entry(content: bytes) -> dict[str, Any]:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _check_kind(folder: Path) -> None:
+    """Refuse what is not an export; a run or a checkpoint with the command that makes one."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ExportError(f"{folder} {what}; give the folder that `toolkit consolidate` wrote")
+    if (folder / export_manifest.FILE).is_file():
+        return
+    if any((folder / name).exists() for name in (CHECKPOINTS, COMMIT, "dcp")):
+        raise ExportError(
+            f"{folder} is a run or a checkpoint, not an export; make one first: toolkit "
+            f"consolidate {folder} --output {folder}-hf"
+        )
+    raise ExportError(
+        f"{folder} has no {export_manifest.FILE}, so nothing proves its content; publish a folder "
+        "that `toolkit consolidate` wrote"
+    )
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse links to files elsewhere: what they lead to was not meant to be published."""
+    for file in folder.iterdir():
+        if file.is_symlink() and file.resolve().parent != folder.resolve():
+            raise ExportError(
+                f"{file} is a link to a file outside of the export; copy the file here instead"
+            )
+
+
+def _check_adapter(folder: Path) -> None:
+    """Refuse an adapter whose config names its base by a path, which nobody should read."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return
+    base = read_json(file, ExportError).get("base_model_name_or_path")
+    if is_path(str(base or ""), folder):
+        raise ExportError(
+            f"{folder} is not published: {file.name} names its base by a path, {base!r}, where no "
+            "reader finds it, and which would be published. Export again with --hf_assets "
+            "ORG/NAME, the base's id on the Hub, or with --merge"
+        )
