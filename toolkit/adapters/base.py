@@ -1,7 +1,6 @@
 """Which base a checkpoint of adapters belongs to, and whether a run goes on with the same.
 
 Owns the `adapter` entry of state.json and of the manifest, and the digest of a base model's files.
-Knows nothing of how adapters are made or stored.
 
 [Note: digest of a base] Two models that differ only in their values have the same headers, so the
 digest looks at values too: of every tensor name, dtype and shape, and four blocks of its bytes. A
@@ -55,20 +54,17 @@ def base_digest(folder: Path, name_or_path: str | None = None, revision: str | N
 
 
 def _sample(entry: TensorEntry) -> bytes:
-    """Return blocks of a tensor, evenly spread from its first byte to its last; all of a small
-    one.
-    """
+    """Return blocks of a tensor, evenly spread from its first byte to its last."""
     last = max(0, entry.nbytes - _BLOCK)
-    begins = sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)})
-    found = []
+    found = b""
     try:
         with open(entry.file, "rb") as file:
-            for begin in begins:
+            for begin in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
                 file.seek(entry.begin + begin)
-                found.append(file.read(min(_BLOCK, entry.nbytes - begin)))
+                found += file.read(min(_BLOCK, entry.nbytes - begin))
     except OSError as error:
         raise LoadingError(f"{entry.file} cannot be read: {error.strerror}") from error
-    return b"".join(found)
+    return found
 
 
 def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
@@ -151,12 +147,12 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
         LoadingError: the base is not loaded, and its files are damaged.
     """
     before = saved.get("adapter")
+    if before is not None and not has_adapters(model):
+        raise CheckpointError(
+            f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model; "
+            "set lora.r and the other settings of that run, or another output_dir"
+        )
     if not has_adapters(model):
-        if before is not None:
-            raise CheckpointError(
-                f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model; "
-                "set lora.r and the other settings of that run, or another output_dir"
-            )
         return
     if before is None:
         raise CheckpointError(
@@ -167,33 +163,28 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
     if digest is None and assets.source is not None and assets.folder is not None:
         digest = base_digest(assets.folder, assets.name_or_path, assets.revision)
     now = _entry(model, digest)
+    what, remedy = "", ""
     if now["digest"] is not None and before.get("digest") != now["digest"]:
-        raise CheckpointError(
-            f"{checkpoint} belongs to another base: its adapters were trained on "
-            f"{_base(before)}, this is {_base(now)}. Give that model as model.name_or_path, or "
-            "another output_dir"
-        )
-    if before.get("dtype") != now["dtype"] and before.get("quantised") == now["quantised"]:
-        raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on a base stored in {before.get('dtype')}, "
-            f"this is stored in {now['dtype']}; set model.dtype as it was, or another output_dir"
-        )
-    if before.get("quantised") != now["quantised"]:
-        raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on {_bits(before.get('quantised'))}, this "
-            f"run has {_bits(now['quantised'])}. Give the settings lora.load_in_4bit, "
-            "lora.bnb_4bit_* and those that leave layers out as they were, or another output_dir"
-        )
-    then, config = before.get("config") or {}, now["config"]
-    names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
-    # A setting that another version of PEFT does not know is off there.
-    changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
-    if changed:
-        listed = "; ".join(f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
-        raise CheckpointError(
-            f"{checkpoint} has other adapters: {listed}. Give the lora settings it was trained "
-            "with, or another output_dir"
-        )
+        what = f"belongs to another base: its adapters were trained on {_base(before)}, this is "
+        what, remedy = what + _base(now), "Give that model as model.name_or_path"
+    elif before.get("quantised") != now["quantised"]:
+        what = f"has adapters that were trained on {_bits(before.get('quantised'))}, this run has "
+        what += _bits(now["quantised"])
+        remedy = "Give lora.load_in_4bit, lora.bnb_4bit_* and what leaves layers out as they were"
+    elif before.get("dtype") != now["dtype"]:
+        what = f"has adapters that were trained on a base stored in {before.get('dtype')}, this is "
+        what, remedy = f"{what}stored in {now['dtype']}", "Set model.dtype as it was"
+    else:
+        then, config = before.get("config") or {}, now["config"]
+        names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
+        # A setting that another version of PEFT does not know is off there.
+        changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
+        if changed:
+            pairs = (f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
+            what = f"has other adapters: {'; '.join(pairs)}"
+            remedy = "Give the lora settings it was trained with"
+    if what:
+        raise CheckpointError(f"{checkpoint} {what}. {remedy}, or another output_dir")
 
 
 def _stored(model: nn.Module) -> str:

@@ -1,21 +1,18 @@
-"""What of a base its adapters reach: a table, and what a run should know before it starts.
-
-Owns the count and the words. Knows nothing of PEFT: which module is wrapped says `adapted`.
-"""
+"""What of a base its adapters reach: a table, and what a run should know before it starts."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
+from toolkit.formats.layout import local_tensor
 from toolkit.models.peft_model import (
-    ADAPTER,
     adapted_parameters,
     adapter_config,
     has_adapters,
+    layer_parameters,
     saved_modules,
     unwrapped_base,
 )
@@ -77,7 +74,8 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
             if name in copied:
                 said, trained = "in full", copied[name].numel()
             elif name in layers:
-                said, trained = how, _own(layers[name])
+                said = how
+                trained = sum(p.numel() for p in layer_parameters(layers[name]).values())
             rows.append(CoverageRow(name, shape, math.prod(shape), said, trained, part))
     return rows
 
@@ -136,21 +134,14 @@ def idle_adapters(model: nn.Module) -> list[str]:
     """
     layers = adapted_parameters(model)
     experts = {row.name for row in coverage(model) if row.part == "experts"}
-    moved = ranks.gather([_adds(layer) for layer in layers.values()])
+    own = [layer_parameters(layer) for layer in layers.values()]
+    # Of each pair of factors the one that begins at zero.
+    zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in own]
+    moved = ranks.gather([p is not None and bool(local_tensor(p).any()) for p in zero])
     idle = [n for n, *said in zip(layers, *moved, strict=True) if not any(said)]
     if len(idle) == len(layers):
         return []
     return [n.removesuffix(".weight") for n in idle if n not in experts]
-
-
-def _adds(layer: nn.Module) -> bool:
-    """Whether this rank's part of an adapter's zero matrix is zero no more."""
-    for zeros in (layer.lora_B, layer.lora_embedding_A):
-        for part in zeros.parameters():  # type: ignore[union-attr]
-            local = part.to_local() if isinstance(part, DTensor) else part
-            if bool(local.detach().any()):
-                return True
-    return False
 
 
 def _short(name: str) -> str:
@@ -186,13 +177,6 @@ def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]
     if stacked or any("expert" in p and "shared" not in p for p in parts):
         return "experts"
     return "layer"
-
-
-def _own(layer: nn.Module) -> int:
-    """Return the elements of one LoRA layer's own adapter, without those of layers inside it."""
-    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-    tables = [getattr(layer, name, None) for name in names]
-    return sum(p.numel() for t in tables if t is not None and ADAPTER in t for p in t.parameters())
 
 
 def _table(rows: list[CoverageRow]) -> list[str]:

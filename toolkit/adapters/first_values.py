@@ -1,10 +1,8 @@
 """The first values of adapters: the same for any number of ranks, each rank its own rows.
 
-Owns which distribution each trained tensor begins with, which is PEFT's. Refuses to know where the
-values are put: `loading` does that, after the base has its weights.
-
-PEFT's own `reset_lora_parameters` draws a shard's rows on every rank alike, and computes DoRA's
-magnitudes from weights that are not there yet.
+Owns which distribution each trained tensor begins with, which is PEFT's. PEFT's own
+`reset_lora_parameters` draws a shard's rows on every rank alike, and computes DoRA's magnitudes
+from weights that are not there yet.
 """
 
 import hashlib
@@ -17,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import LoadingError
-from toolkit.formats.layout import laid_out_as, local_slices
-from toolkit.models.peft_model import ADAPTER, base_of, copies, trained_module
+from toolkit.formats.layout import laid_out_as, local_tensor, part_of
+from toolkit.models.peft_model import ADAPTER, base_of, copies, layer_parameters, trained_module
 
 _Value = Callable[[torch.Tensor], torch.Tensor]  # from the parameter to this rank's part of it
 
@@ -49,7 +47,7 @@ def first_values(
                 f"{name} is trained and nothing says with which value it begins; leave its module "
                 "out of lora.target_modules"
             )
-        part, shape = rules[id(parameter)](parameter), _local(parameter).shape
+        part, shape = rules[id(parameter)](parameter), local_tensor(parameter).shape
         if part.shape != shape:
             raise LoadingError(
                 f"{name} holds {list(shape)} on this rank and its first value is of shape "
@@ -76,23 +74,16 @@ def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Valu
     for name, module in model.named_modules():
         if "lora_A" not in module._modules:
             continue
-        layer, own = _parts(module), name.removeprefix(prefix + ".")
-        for part, value in (
-            ("lora_A", _drawn(_kaiming, f"{seed}/{own}.lora_A")),
-            ("lora_B", _zeros),
-            ("lora_embedding_A", _zeros),
-            ("lora_embedding_B", _drawn(nn.init.normal_, f"{seed}/{own}.lora_embedding_B")),
-            ("lora_magnitude_vector", _norms(module, device)),
-        ):
-            for parameter in layer[part]:
-                rules[id(parameter)] = value
+        own = name.removeprefix(prefix + ".")
+        values = {
+            "lora_A": _drawn(_kaiming, f"{seed}/{own}.lora_A"),
+            "lora_B": _zeros,
+            "lora_embedding_A": _zeros,
+            "lora_embedding_B": _drawn(nn.init.normal_, f"{seed}/{own}.lora_embedding_B"),
+            "lora_magnitude_vector": _norms(module, device),
+        }
+        rules |= {id(p): values[part] for part, p in layer_parameters(module).items()}
     return rules
-
-
-def _parts(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of each part of a LoRA layer."""
-    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-    return {n: list(getattr(layer, n).parameters()) if hasattr(layer, n) else [] for n in names}
 
 
 def _kaiming(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -104,22 +95,22 @@ def _drawn(draw: Callable[..., torch.Tensor], key: str) -> _Value:
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         whole = draw(torch.empty(parameter.shape, dtype=torch.float32), generator=generator)
-        return _rows(whole, parameter)
+        return part_of(whole, parameter)
 
     return value
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(_local(parameter), device="cpu")
+    return torch.zeros_like(local_tensor(parameter), device="cpu")
 
 
 def _as_in(original: torch.Tensor) -> _Value:
     def value(parameter: torch.Tensor) -> torch.Tensor:
         if isinstance(original, DTensor) == isinstance(parameter, DTensor):
-            return _local(original).detach().clone()
+            return local_tensor(original).detach().clone()
         # One of them is replicated: what the model keeps in fp32, or was told to keep whole.
         whole = original.full_tensor() if isinstance(original, DTensor) else original
-        return _rows(whole.detach(), parameter).clone()
+        return part_of(whole.detach(), parameter).clone()
 
     return value
 
@@ -130,23 +121,15 @@ def _norms(layer: Any, device: torch.device) -> _Value:
     def value(parameter: torch.Tensor) -> torch.Tensor:
         weight: Any = layer.get_base_layer().weight.detach()
         dora = layer.lora_magnitude_vector[ADAPTER]
-        own = _local(weight)
+        own = local_tensor(weight)
         by_row = type(layer.get_base_layer()) is nn.Linear and not dora.fan_in_fan_out
         alike = isinstance(weight, DTensor) == isinstance(parameter, DTensor)
-        if by_row and alike and own.shape[:1] == _local(parameter).shape:
+        if by_row and alike and own.shape[:1] == local_tensor(parameter).shape:
             return torch.linalg.norm(own.float(), dim=1)
         if isinstance(weight, DTensor):
             weight = laid_out_as(weight, own.to(device)).full_tensor()
         # With B at zero the adapter adds nothing.
         norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
-        return _rows(norms, parameter)
+        return part_of(norms, parameter)
 
     return value
-
-
-def _rows(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return whole[local_slices(parameter)] if isinstance(parameter, DTensor) else whole
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

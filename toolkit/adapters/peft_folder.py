@@ -8,12 +8,10 @@ key by hand. Knows nothing of ranks, of DCP, or of training.
 
 [Note: a base without bytes] PEFT loads an adapter into a model that is there. `without_storage`
 gives it one whose parameters have their shapes and one element of memory each (stride 0): PEFT's
-own `from_pretrained` then runs unchanged, at the cost of the adapter alone, whatever the base
-weighs.
+own `from_pretrained` then runs unchanged, at the cost of the adapter alone.
 """
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,12 +23,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import ExportError
-from toolkit.models.peft_model import ADAPTER
+from toolkit.models.peft_model import ADAPTER, layer_parameters
+from toolkit.parsing import read_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ENTRY = "adapter"
 """Of a checkpoint's manifest: which base was adapted."""
+_ROLES = {
+    "lora_A": "A",
+    "lora_B": "B",
+    "lora_magnitude_vector": "magnitude",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+}
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,12 @@ class AdapterLayer:
     parameter: str
     """Of the base model, as that calls it."""
     kind: str
-    """linear, transposed (Conv1D), embedding, experts, or saved: trained as a whole."""
+    """linear, embedding, experts, or saved: trained as a whole."""
     module: str
     """PEFT's layer, in the adapted model."""
     tensors: dict[str, str]
     """A, B, magnitude or saved -> parameter of the adapted model."""
     rank: int = 0
-    alpha: float = 0.0
-    """With the rank: by what B A is scaled. Both may be PEFT's own for this layer."""
-    experts: int = 1
-    swapped: bool = False
-    """Of experts: whether PEFT took the parameter as [experts, out, in]."""
 
 
 @dataclass
@@ -77,8 +78,6 @@ _KNOWN = {
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
     *("init_lora_weights", "qalora_group_size", "ensure_weight_tying"),
 }
-# Ways to begin that leave the base as it is; others subtract what they begin with from it.
-_STARTS = (True, False, None, "gaussian", "orthogonal")
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -98,11 +97,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ExportError(f"{folder} has no {CONFIG_FILE}; it is no folder of an adapter")
-    try:
-        content = json.loads(file.read_text("utf-8"))
-        kind, rank = content["peft_type"], content["r"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ExportError(f"{file} is no config of an adapter: {error!r}") from error
+    content = read_json(file, ExportError)
+    if not isinstance(content, dict):
+        raise ExportError(f"{file} must hold a JSON object, got {type(content).__name__}")
+    kind, rank = content.get("peft_type"), content.get("r")
     if kind != "LORA" or type(rank) is not int or rank < 1:
         raise ExportError(f"{file} is of peft_type {kind!r} and r {rank!r}, LORA is expected")
     for name in ("base_model_name_or_path", "revision"):
@@ -111,10 +109,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     odd = {name: value for name, value in content.items() if value and name not in _KNOWN}
     if content.get("bias") not in (None, "none"):
         odd["bias"] = content["bias"]
-    if not any(content.get("init_lora_weights") is start for start in _STARTS[:3]) and (
-        content.get("init_lora_weights") not in _STARTS[3:]
-    ):
-        odd["init_lora_weights"] = content["init_lora_weights"]
+    start = content.get("init_lora_weights")
+    if not (isinstance(start, bool | None) or start in ("gaussian", "orthogonal")):
+        odd["init_lora_weights"] = start  # it subtracts what it begins with from the base
     if odd:
         shown = "; ".join(f"{name} is {str(value)[:60]!r}" for name, value in odd.items())
         raise ExportError(
@@ -185,46 +182,20 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
     """Yield the layers of the adapter; `names`: id of a parameter of the base -> its name."""
     from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
-    from transformers.pytorch_utils import Conv1D
 
     first = {id(tensor): name for name, tensor in reversed(list(_tensors(model)))}
     for path, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             saved = dict(_tensors(module.modules_to_save[ADAPTER]))
             for leaf, tensor in _tensors(module.original_module):
-                yield AdapterLayer(
-                    names[id(tensor)], "saved", path, {"saved": first[id(saved[leaf])]}
-                )
-        elif isinstance(module, ParamWrapper):
-            if not hasattr(module, "_did_swap_in_out_features"):
-                raise ExportError(
-                    f"PEFT does not say how it took {path}.{module.parameter_name} "
-                    "(_did_swap_in_out_features); install peft 0.21"
-                )
-            parameter = getattr(module.get_base_layer(), module.parameter_name)
-            yield AdapterLayer(
-                names[id(parameter)],
-                "experts",
-                path,
-                _factors(module, first, "lora_A", "lora_B"),
-                module.r[ADAPTER],
-                module.lora_alpha[ADAPTER],
-                module.num_experts,
-                bool(module._did_swap_in_out_features),
-            )
-        elif isinstance(module, Embedding):
-            tensors = _factors(module, first, "lora_embedding_A", "lora_embedding_B")
-            scale = module.r[ADAPTER], module.lora_alpha[ADAPTER]
-            yield AdapterLayer(
-                names[id(module.get_base_layer().weight)], "embedding", path, tensors, *scale
-            )
-        elif isinstance(module, Linear):
-            kind = "transposed" if isinstance(module.get_base_layer(), Conv1D) else "linear"
-            tensors = _factors(module, first, "lora_A", "lora_B")
-            scale = module.r[ADAPTER], module.lora_alpha[ADAPTER]
-            yield AdapterLayer(
-                names[id(module.get_base_layer().weight)], kind, path, tensors, *scale
-            )
+                tensors = {"saved": first[id(saved[leaf])]}
+                yield AdapterLayer(names[id(tensor)], "saved", path, tensors)
+        elif isinstance(module, ParamWrapper | Embedding | Linear):
+            kinds = {ParamWrapper: "experts", Embedding: "embedding"}
+            kind = next((k for c, k in kinds.items() if isinstance(module, c)), "linear")
+            parameter = getattr(module.get_base_layer(), _leaf(module))
+            own = {_ROLES[n]: first[id(p)] for n, p in layer_parameters(module).items()}
+            yield AdapterLayer(names[id(parameter)], kind, path, own, module.r[ADAPTER])
         elif isinstance(module, LoraLayer):
             raise ExportError(
                 f"{path} is adapted by {type(module).__name__}, which the export does not know; "
@@ -237,16 +208,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     persistent = module.state_dict().keys()
     yield from ((n, b) for n, b in module.named_buffers(remove_duplicate=False) if n in persistent)
-
-
-def _factors(module: Any, first: dict[int, str], a: str, b: str) -> dict[str, str]:
-    found = {}
-    for role, leaf in (("A", a), ("B", b), ("magnitude", "lora_magnitude_vector")):
-        table = getattr(module, leaf, None)
-        if table is not None and ADAPTER in table:
-            held = table[ADAPTER]
-            found[role] = first[id(held if isinstance(held, nn.Parameter) else held.weight)]
-    return found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
 """An adapter switched off, or turned up: what a model computes without it, and whether it matters.
 
-Owns the switch and the question whether an adapter has left its start. Works in place on the local
-shards of any adapted model and puts everything back. Knows neither files nor ranks.
+Works in place on the local shards of any adapted model and puts everything back.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import ExportError
-from toolkit.formats.layout import local_slices
-from toolkit.models.peft_model import ADAPTER
+from toolkit.formats.layout import local_tensor, part_of
+from toolkit.models.peft_model import copies, layer_parameters
 
 
 @contextlib.contextmanager
@@ -83,27 +81,15 @@ def _moving(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | Non
     """Yield (local part, its start; None: zero) of what decides whether the adapter does anything:
     of each pair of factors the one that begins at zero, and the modules trained as a whole.
     """
-    from peft.tuners.lora.layer import LoraLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
     seen: set[int] = set()
+    for original, copy in copies(model):
+        if id(copy) not in seen:
+            seen.add(id(copy))
+            start = original.detach()
+            if isinstance(copy, DTensor) and not isinstance(start, DTensor):
+                start = part_of(start, copy)  # the whole of it is on each rank
+            yield local_tensor(copy.detach()), local_tensor(start).to(copy.dtype)
     for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            begun = dict(module.original_module.named_parameters())
-            for name, parameter in module.modules_to_save[ADAPTER].named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    tensor, start = _local(parameter), begun[name].detach()
-                    if isinstance(parameter, DTensor) and not isinstance(start, DTensor):
-                        start = start[local_slices(parameter)]  # the whole of it is on each rank
-                    yield tensor, _local(start).to(tensor.dtype)
-        elif isinstance(module, LoraLayer):
-            if ADAPTER in module.lora_B:
-                yield _local(module.lora_B[ADAPTER].weight), None
-            if ADAPTER in module.lora_embedding_A:
-                yield _local(module.lora_embedding_A[ADAPTER]), None
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        own = layer_parameters(module)
+        for name in own.keys() & {"lora_B", "lora_embedding_A"}:
+            yield local_tensor(own[name].detach()), None

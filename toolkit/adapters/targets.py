@@ -1,8 +1,8 @@
 """Which modules and parameters adapters are asked for, by their names in the base.
 
 Owns what a name of the `lora` section means and the errors for names that match nothing, for ties
-that an adapter would break and for modules that cannot be adapted. Refuses to know PEFT: `lora`
-hands over what PEFT made of it.
+that an adapter would break and for modules that cannot be adapted. `lora` hands over what PEFT made
+of it.
 """
 
 import re
@@ -55,22 +55,20 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
         ConfigError: `target_modules` is no regular expression.
         ModelError: a name matches nothing, or names a tied matrix that would come apart.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    saved = _modules_to_save(model, cfg)
-    excluded = _named("lora.exclude_modules", cfg.exclude_modules, names)
+    named = {name: module for name, module in model.named_modules() if name}
+    saved = _modules_to_save(named, cfg)
+    excluded = _named("lora.exclude_modules", cfg.exclude_modules, named)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    named_parameters = _named("lora.target_parameters", cfg.target_parameters, parameters)
-    _refuse_flat_experts(model, named_parameters)
-    modules = _expected(model, cfg, names, excluded | set(_inside(names, saved)))
+    _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
+    modules = _expected(model, cfg, named) - excluded - _inside(named, saved)
     tied = _tied_modules(model)
     _refuse_tied(model, tied, modules, saved)
     _refuse_new_rows(model, saved | tied if saved & tied else saved)
-    named = dict(model.named_modules())
     unfit = {n for n in modules if not _fits(named[n])}
-    return Targets(tuple(names), *map(frozenset, (modules, excluded, saved, tied, unfit)))  # type: ignore[arg-type]
+    return Targets(tuple(named), *map(frozenset, (modules, excluded, saved, tied, unfit)))  # type: ignore[arg-type]
 
 
-def _named(setting: str, patterns: list[str], names: list[str]) -> set[str]:
+def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
     """Return which of `names` the patterns name: whole or their end at a dot. None may miss."""
     found: set[str] = set()
     for pattern in patterns:
@@ -90,18 +88,17 @@ def _is_end(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith("." + pattern)
 
 
-def _inside(names: list[str], outer: set[str]) -> list[str]:
-    return [n for n in names if any(n == o or n.startswith(o + ".") for o in outer)]
+def _inside(names: Iterable[str], outer: set[str] | frozenset[str]) -> set[str]:
+    return {n for n in names if any(n == o or n.startswith(o + ".") for o in outer)}
 
 
-def _modules_to_save(model: nn.Module, cfg: LoraConfig) -> set[str]:
+def _modules_to_save(named: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
     """Return the whole names of the modules that are trained in full.
 
     PEFT takes every module whose name ends in what it is given, at a dot or not: `norm` would be
     `input_layernorm` too.
     """
-    named = {name: module for name, module in model.named_modules() if name}
-    found = _named("lora.modules_to_save", cfg.modules_to_save, list(named))
+    found = _named("lora.modules_to_save", cfg.modules_to_save, named)
     for name in sorted(found):
         if isinstance(named[name], nn.ModuleList | nn.ModuleDict):
             raise ModelError(
@@ -115,45 +112,37 @@ def _modules_to_save(model: nn.Module, cfg: LoraConfig) -> set[str]:
     return found
 
 
-def _expected(
-    model: PreTrainedModel, cfg: LoraConfig, names: list[str], left: set[str]
-) -> set[str]:
-    """Return the modules that `target_modules` names, without those that are left alone."""
+def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Module]) -> set[str]:
+    """Return the modules that `target_modules` names."""
     targets = cfg.target_modules
     if isinstance(targets, list):
-        matched = {n for n in names if any(_is_end(pattern, n) for pattern in targets)}
-    elif targets.lower() == ALL_LINEAR:
+        return {n for n in named if any(_is_end(pattern, n) for pattern in targets)}
+    if targets.lower() == ALL_LINEAR:
         head = model.get_output_embeddings()
         linear = (nn.Linear, Conv1D)
-        named = model.named_modules()
-        matched = {n for n, m in named if isinstance(m, linear) and m is not head}
-    else:
-        try:
-            pattern = re.compile(targets)
-        except re.error as error:
-            raise ConfigError(
-                f"lora.target_modules {targets!r} is no regular expression: {error}"
-            ) from error
-        matched = {n for n in names if pattern.fullmatch(n)}
-        if not matched:
-            raise ModelError(
-                _unknown("lora.target_modules", targets, names)
-                + "; a text is one regular expression of whole names, a list is of ends of names"
-            )
-    return matched - left
+        return {n for n, m in named.items() if isinstance(m, linear) and m is not head}
+    try:
+        pattern = re.compile(targets)
+    except re.error as error:
+        raise ConfigError(
+            f"lora.target_modules {targets!r} is no regular expression: {error}"
+        ) from error
+    matched = {n for n in named if pattern.fullmatch(n)}
+    if not matched:
+        raise ModelError(
+            _unknown("lora.target_modules", targets, named)
+            + "; a text is one regular expression of whole names, a list is of ends of names"
+        )
+    return matched
 
 
 def _tied_modules(model: PreTrainedModel) -> set[str]:
     """Return the modules that share a parameter with the input embedding, where any does."""
-    owners: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
-    found: set[str] = set()
     embedding = model.get_input_embeddings()
-    for parameter in () if embedding is None else embedding.parameters():
-        shared = owners[id(parameter)]
-        found |= shared if len(shared) > 1 else set()
-    return found
+    own = set() if embedding is None else set(map(id, embedding.parameters()))
+    named = model.named_parameters(remove_duplicate=False)
+    found = {name.rpartition(".")[0] for name, parameter in named if id(parameter) in own}
+    return found if len(found) > 1 else set()
 
 
 def _refuse_tied(
@@ -162,14 +151,16 @@ def _refuse_tied(
     if both := sorted(tied & expected):
         raise ModelError(
             f"lora.target_modules names {both[0]}, which is one matrix with "
-            f"{', '.join(sorted(tied - set(both[:1])))}: an adapter on one of them would untie "
+            f"{', '.join(sorted(tied - {both[0]}))}: an adapter on one of them would untie "
             "them. Train it in full (lora.modules_to_save), or leave it out "
             "(lora.exclude_modules)"
         )
-    if saved & tied and not _keeps_ties(tied):
+    ends = {name.rpartition(".")[2] for name in tied}
+    if saved & tied and ends != {"embed_tokens", "lm_head"}:
+        name = min(saved & tied)
         raise ModelError(
-            f"lora.modules_to_save names {min(saved & tied)}, which is one matrix with "
-            f"{', '.join(sorted(tied - {min(saved & tied)}))}; PEFT keeps such a tie only between "
+            f"lora.modules_to_save names {name}, which is one matrix with "
+            f"{', '.join(sorted(tied - {name}))}; PEFT keeps such a tie only between "
             f"embed_tokens and lm_head, so that {plain_name(model)} would come apart. Leave it out"
         )
 
@@ -200,10 +191,6 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
             )
 
 
-def _keeps_ties(tied: set[str]) -> bool:
-    return {name.rpartition(".")[2] for name in tied} == {"embed_tokens", "lm_head"}
-
-
 def _fits(module: nn.Module) -> bool:
     """Whether PEFT has an adapter for the module, and what it answers can be added to.
 
@@ -222,11 +209,6 @@ def _fits(module: nn.Module) -> bool:
     except Exception:  # any code of a model; what it answers stays unknown
         return False
     return isinstance(answer, torch.Tensor) and tuple(answer.shape) == (1, module.out_features)
-
-
-# --------------------------------------------------------------------------------------------------
-# What PEFT made of it
-# --------------------------------------------------------------------------------------------------
 
 
 def refusal(
@@ -271,11 +253,9 @@ def check_adapted(
     parameters: set[str],
     left_over: Iterable[str],
 ) -> None:
-    """Refuse what PEFT left out or added without a word.
+    """Refuse what PEFT left out or added without a word; modules and parameters by base's names.
 
     Args:
-        modules: base's names of the modules that it wrapped.
-        parameters: base's names of the parameters that it adapted.
         left_over: names that PEFT still looks for as modules; others it took for the parts of a
             fused parameter, as older checkpoints of some types have them.
 
@@ -300,7 +280,7 @@ def check_adapted(
                 f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
                 "itself (mlp.experts.gate_up_proj), and not also its module"
             )
-    if touched := sorted(_inside(list(parameters), set(targets.excluded))):
+    if touched := sorted(_inside(parameters, targets.excluded)):
         raise ModelError(
             f"PEFT adapts {touched[0]} although lora.exclude_modules names its module: it takes it "
             "for a part of the fused experts, or lora.target_parameters names it too. Give "
@@ -327,9 +307,6 @@ def check_saved(targets: Targets, found: dict[str, nn.Module]) -> None:
 
     Args:
         found: base's name of each module that is trained in full -> its copy.
-
-    Raises:
-        ModelError: names the modules.
     """
     tied = targets.tied
     asked = targets.saved | (tied if targets.ties else set())

@@ -25,6 +25,16 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of `tensor` that this rank holds; of a plain tensor all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the part of `whole` that this rank holds of `like`; a view."""
+    return whole[local_slices(like)] if isinstance(like, DTensor) else whole
+
+
 def laid_out_as(reference: DTensor, part: torch.Tensor) -> DTensor:
     """Return the DTensor whose local part is `part`, wherever that is.
 

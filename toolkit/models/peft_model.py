@@ -1,8 +1,7 @@
 """A model with adapters, seen from outside: what of it is the base, and what is trained.
 
-Owns how the two are told apart, from the modules alone. Refuses to know PEFT, whose import costs
-seconds: `lora` puts the adapters on; a model without adapters is its own base here, so that no
-caller asks twice.
+Tells the two apart by the modules alone, without PEFT, whose import costs seconds. A model without
+adapters is its own base here, so that no caller asks twice.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ ADAPTER = "default"
 """PEFT's name for the one adapter of a run."""
 _INNER = ("base_layer", "original_module")  # what PEFT calls the module that it wraps
 _ADDED = ("lora_A", "modules_to_save")  # and what it puts beside
+_OWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -28,7 +28,7 @@ def has_adapters(model: nn.Module) -> bool:
 def base_of(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside the adapters; a model without them is its own base.
 
-    Its adapted modules are still wrapped; `unwrapped_base` takes the wrappers off for a while.
+    Its adapted modules are still wrapped; see `unwrapped_base`.
     """
     return (
         cast(Any, model).get_base_model() if has_adapters(model) else cast(PreTrainedModel, model)
@@ -39,9 +39,8 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
     """Give the base as it was before the adapters: same modules, same names, same parameters.
 
-    While entered, each adapted module's base module stands in its parent again, so that loaders
-    that know a model by its names find it. Costs a walk over the modules. Do not run a forward
-    inside: the adapters would be left out.
+    For loaders that know a model by its names. Do not run a forward inside: the adapters would be
+    left out.
     """
     base = base_of(model)
     taken = []
@@ -94,6 +93,19 @@ def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
     wrapped = _outermost(base_of(model), "")
     copied = {n: trained_module(m) for n, m in wrapped if "modules_to_save" in m._modules}
     return {name: copy for name, copy in copied.items() if copy is not None}
+
+
+def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of one LoRA layer's own adapter, not of layers inside it, by PEFT's
+    names (`lora_A`, ...).
+    """
+    found = {}
+    for name in _OWN:
+        table: Any = getattr(layer, name, ())
+        if ADAPTER in table:
+            held = table[ADAPTER]
+            found[name] = held if isinstance(held, nn.Parameter) else held.weight
+    return found
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
