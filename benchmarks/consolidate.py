@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max_shard_size", default="1GB")
-    parser.add_argument("--threads", type=int, default=None, help="of ours (default: its own)")
     parser.add_argument("--sides", nargs="*", help="only these (default: all)")
     parser.add_argument("--scratch", type=Path, help="folder on the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/consolidate.md"))
@@ -114,22 +113,14 @@ def config(gigabytes: float) -> LlamaConfig:
 
 def one_side(args: argparse.Namespace) -> None:
     source, target = map(Path, args.folders)
-    extra: dict = {}
     kind, _, dtype = args.side.partition(":")
     if kind == "toolkit":
         from transformers.models.llama import modeling_llama  # noqa: F401 - imports are not timed
 
-        from toolkit.export import consolidation as consolidate
-
-        timing = consolidate.Timing()
-        threads = args.threads or consolidate.default_threads()
+        from toolkit.export import consolidate
 
         def work() -> None:
-            consolidate._consolidate(
-                source, target, dtype, args.max_shard_size, None, False, timing, threads
-            )
-
-        extra = vars(timing)
+            consolidate(source, target, dtype=dtype, max_shard_size=args.max_shard_size)
     elif kind == "transformers":
         from transformers.distributed import consolidate_distributed_checkpoint
 
@@ -156,7 +147,7 @@ def one_side(args: argparse.Namespace) -> None:
                 sync(file)
         seconds = time.perf_counter() - begun
     grown = peak.highest - before
-    print(json.dumps({"seconds": seconds, "grown": grown, **extra}))
+    print(json.dumps({"seconds": seconds, "grown": grown}))
 
 
 def sync(file: Path) -> None:
@@ -206,7 +197,6 @@ def measure(args: argparse.Namespace, scratch: Path) -> str:
 def run_side(args: argparse.Namespace, side: str, source: Path, target: Path) -> dict:
     command = [sys.executable, __file__, "--side", side, "--folders", str(source), str(target)]
     command += ["--max_shard_size", args.max_shard_size]
-    command += ["--threads", str(args.threads)] if args.threads else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{side} failed:\n{done.stderr[-2000:]}")
@@ -249,15 +239,12 @@ def report(
     files: dict[str, int],
     warmest: float,
 ) -> str:
-    def median(side: str, of: str = "seconds") -> float:
-        return statistics.median(one[of] for one in times[side])
-
-    def own(one: dict) -> float:
-        return one["plan"] + one["bytes"] + one["finish"]
+    def median(side: str) -> float:
+        return statistics.median(one["seconds"] for one in times[side])
 
     def ratio(dtype: str, other: str) -> float:
         pairs = zip(times[f"toolkit:{dtype}"], times[other], strict=True)
-        return statistics.median(own(a) / b["seconds"] for a, b in pairs)
+        return statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
 
     rows, parts = [], []
     for dtype in DTYPES:
@@ -268,17 +255,13 @@ def report(
             if other in times:
                 rows.append(
                     f"| {dtype} | {other.partition(':')[0]} | {median(other):.2f} | "
-                    f"{statistics.median(map(own, times[side])):.2f} | "
+                    f"{median(side):.2f} | "
                     f"**{ratio(dtype, other):.2f}** | "
                     f"{max(o['grown'] for o in times[other]) / 1e6:,.0f} |"
                 )
         parts.append(
-            f"| {dtype} | {sizes[dtype] / 1e9:.2f} in {files[dtype]} | "
-            + " | ".join(
-                f"{median(side, of):.2f}"
-                for of in ("plan", "bytes", "source", "manifest", "finish", "seconds")
-            )
-            + f" | {max(o['grown'] for o in times[side]) / 1e6:,.0f} |"
+            f"| {dtype} | {sizes[dtype] / 1e9:.2f} in {files[dtype]} | {median(side):.2f} | "
+            f"{max(o['grown'] for o in times[side]) / 1e6:,.0f} |"
         )
     largest = 32000 * 2048 * 4 / 1e6
     return "\n".join(
@@ -293,20 +276,17 @@ def report(
             "median of the pairs. Peak is anonymous memory above what was there before the call, "
             "sampled every 5 ms, the largest of the repeats.",
             "",
-            "Toolkit: metadata and plan, every byte moved and fsynced, config and manifest written,"
-            " headers read back. Not in it, and timed beside: comparing what was read with the "
-            "digests of the checkpoint, and reading the written files back for the manifest's "
-            "sha256 of files and tensors. The peers do neither. `cp` copies the exported files of "
-            "the same dtype; transformers and Accelerate cannot cast: both write fp32 also in the "
-            "bfloat16 rows, and one file.",
+            "Toolkit: all of `consolidate`, with what no peer does: comparing what is read with "
+            "the digests of the checkpoint, reading the written files back, and the sha256 of "
+            "files and tensors. `cp` copies the exported files of the same dtype; transformers and "
+            "Accelerate cannot cast: both write fp32 also in the bfloat16 rows, and one file.",
             "",
             "| export | peer | peer s | toolkit s | ratio | peer's peak MB |",
             "|---|---|---|---|---|---|",
             *rows,
             "",
-            "| export | GB, files | plan s | bytes s | digests s | manifest s | finish s | all s | "
-            "peak MB |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| export | GB, files | s | peak MB |",
+            "|---|---|---|---|",
             *parts,
             "",
             describe("consolidate.py", "torch", "transformers", "accelerate", "safetensors"),

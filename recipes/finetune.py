@@ -25,8 +25,7 @@ from toolkit.data import finetune as finetune_data
 from toolkit.data.tokens.tokenizer import own_tokenizer
 from toolkit.data.training_data import TrainingData
 from toolkit.errors import CheckpointError
-from toolkit.export import adapter_proof
-from toolkit.export.live import export_step, exported
+from toolkit.export import export_step, exported, prove
 from toolkit.formats.hf_folder import local_folder
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models import causal_lm as models
@@ -276,7 +275,7 @@ def keep_answers(file: Path, step: int, prompts: list[str], answers: list[str]) 
 def proven(model: torch.nn.Module, path: str) -> str:
     """Prove the adapter of a checkpoint; one that does not come back is set aside."""
     try:
-        return adapter_proof.prove(model, path).line()
+        return prove(model, path)
     except CheckpointError as error:
         checkpoint.give_up(path, str(error))
         raise

@@ -17,7 +17,7 @@ from toolkit.config.settings import PretrainConfig
 from toolkit.data import pretrain as pretrain_data
 from toolkit.data.tokens.tokenizer import prepare_tokenizer
 from toolkit.data.training_data import TrainingData
-from toolkit.export.live import export_step, exported
+from toolkit.export import export_step, exported
 from toolkit.formats.hf_folder import local_folder
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models import causal_lm as models

@@ -32,7 +32,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from toolkit.checkpoint.saving import newest
-from toolkit.export.consolidation import consolidate
+from toolkit.export import consolidate
 from toolkit.verify.reports import Report, verify_checkpoint, verify_export
 
 KINDS = ("flip", "truncate", "zero page", "delete", "swap")

@@ -32,12 +32,11 @@ from transformers import AutoModelForCausalLM
 from toolkit.checkpoint import saving as checkpoint
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.export import folder as export_folder
+from toolkit.export import consolidate, conversion, writer
 from toolkit.export import plan as export_plan
-from toolkit.export import streaming
-from toolkit.export.consolidation import consolidate, parse_size
-from toolkit.formats import direct_io
+from toolkit.export.plan import parse_size
 from toolkit.formats import manifest as export_manifest
+from toolkit.formats import tensor_stream
 from toolkit.formats.hf_folder import HFAssets
 from toolkit.loading.pretrained import materialise
 from toolkit.models.causal_lm import build_on_meta, decoder_layers, tied_names
@@ -185,14 +184,20 @@ def test_export_does_not_depend_on_the_number_of_shards(
 def test_experts_come_back_one_by_one(root: Path, tmp_path: Path) -> None:
     keys = weights(consolidate(root / "mixtral/sharded", tmp_path / "out")).keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in keys
-    # Each is a part of the fused tensor, which is moved as it lies there: nothing is held whole.
+    # Each is a part of the fused tensor, written as it lies there: no second copy is held.
     model, assets = export_plan.model_of_assets(root / "mixtral/source")
-    shapes = {n: (t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()}
+    state = trained(root / "mixtral/source").state_dict()
+    shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
     plan = export_plan.make_plan(
         root / "mixtral/source", model, assets, shapes, None, 10**9, where="a test"
     )
-    assert any(group.converted for group in plan.groups)
-    assert all(plan.views[name] is not None for name in plan.outputs)
+    fused = [group for group in plan.groups if group.converted]
+    assert fused
+    for group in fused:
+        parameters = {name: state[name] for name in group.sources}
+        held = {tensor.untyped_storage().data_ptr() for tensor in parameters.values()}
+        outputs = conversion.convert_group(plan, group, dict(parameters))
+        assert {tensor.untyped_storage().data_ptr() for tensor in outputs.values()} == held
     stored_keys = (
         dcp.FileSystemReader(root / "mixtral/dcp-sharded").read_metadata().state_dict_metadata
     )
@@ -337,24 +342,20 @@ def test_sizes() -> None:
 def test_every_way_of_moving_bytes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Straight or run by run, in blocks and slices far smaller than a tensor; rows and columns."""
+    """In blocks far smaller than a tensor; rows and columns."""
+    monkeypatch.setattr(tensor_stream, "_BLOCK", 300)
+    monkeypatch.setattr(writer, "_BLOCK", 64)
     expected = trained(root / "llama/source").state_dict()
-    for name, direct in (("runs", 1), ("blocks", 2**60)):
-        for folder in (root / "llama/dcp-sharded", root / "columns"):
-            for dtype in ("float32", "bfloat16"):
-                with monkeypatch.context() as patch:
-                    patch.setattr(streaming, "_LONG_RUN", direct)
-                    patch.setattr(streaming, "_BLOCK", 64)
-                    patch.setattr(streaming, "_SLICE", 100 if direct == 1 else 20_000)
-                    patch.setattr(direct_io, "_SMALL", 1)  # every whole page past the cache
-                    out = consolidate(
-                        folder,
-                        tmp_path / f"{name}-{folder.name}-{dtype}",
-                        dtype=dtype,
-                        hf_assets=root / "llama/source",
-                    )
-                wanted = {k: v.to(getattr(torch, dtype)) for k, v in expected.items()}
-                assert same_bits(weights(out), wanted), (name, folder, dtype)
+    for folder in (root / "llama/dcp-sharded", root / "columns"):
+        for dtype in ("float32", "bfloat16"):
+            out = consolidate(
+                folder,
+                tmp_path / f"{folder.name}-{dtype}",
+                dtype=dtype,
+                hf_assets=root / "llama/source",
+            )
+            wanted = {k: v.to(getattr(torch, dtype)) for k, v in expected.items()}
+            assert same_bits(weights(out), wanted), (folder, dtype)
 
 
 def test_blobs_of_an_unusual_layout(root: Path, tmp_path: Path) -> None:
@@ -497,7 +498,7 @@ def test_failure_leaves_nothing_and_leftovers_are_replaced(
 
     pid = os.fork()
     if pid == 0:
-        export_folder._verify = killed
+        export_manifest.write = killed
         consolidate(run, tmp_path / "out")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert [p.name for p in tmp_path.iterdir()] == ["out.tmp-export"]
@@ -523,16 +524,16 @@ def test_an_interrupted_export_goes_on(
     def killed(stop_after: int, source: Path = run, **arguments: Any) -> list[str]:
         """Start the export, kill it after some files; return the names that it created."""
         created: list[str] = []
-        make = export_folder.created
+        write = writer._write_file
 
-        def counted(file: Path, size: int) -> Any:
+        def counted(plan: Any, path: Path, *others: Any) -> Any:
             if len(created) == stop_after:
                 raise KeyboardInterrupt
-            created.append(file.name)
-            return make(file, size)
+            created.append(path.name)
+            return write(plan, path, *others)
 
         with monkeypatch.context() as patch:
-            patch.setattr(export_folder, "created", counted)
+            patch.setattr(writer, "_write_file", counted)
             try:
                 consolidate(source, out, max_shard_size="1KB", **arguments)
             except KeyboardInterrupt:

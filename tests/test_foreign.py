@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.export.consolidation import consolidate
+from toolkit.export import consolidate
 from toolkit.models.causal_lm import decoder_layers
 
 KINDS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "moe": {}}

@@ -14,8 +14,7 @@ from distributed import run_ranks
 from toolkit.checkpoint import saving as checkpoint
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError
-from toolkit.export.consolidation import consolidate
-from toolkit.export.live import export_live, export_step
+from toolkit.export import consolidate, export_live, export_step
 from toolkit.formats import manifest as export_manifest
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta

@@ -34,7 +34,7 @@ from toolkit.config.settings import (
     ShardingConfig,
 )
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError, ShardingError
-from toolkit.export.live import export_live
+from toolkit.export import export_live
 from toolkit.formats.hf_folder import read_weights, weight_files
 from toolkit.loading.pretrained import check_fits, load_pretrained
 from toolkit.models import quantise

@@ -31,7 +31,7 @@ from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import LoadingError, ModelError, ToolkitError
-from toolkit.export.consolidation import consolidate
+from toolkit.export import consolidate
 from toolkit.formats import manifest as export_manifest
 from toolkit.formats.dcp import read_metadata
 from toolkit.formats.hf_folder import HFAssets, read_header, weight_files

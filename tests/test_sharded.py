@@ -26,7 +26,7 @@ from toolkit.config.settings import (
     ShardingConfig,
 )
 from toolkit.errors import ToolkitError
-from toolkit.export.consolidation import consolidate
+from toolkit.export import consolidate
 from toolkit.formats.layout import laid_out_as
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models import build_on_meta

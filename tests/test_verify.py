@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from toolkit import cli
 from toolkit.checkpoint import commit
 from toolkit.errors import CheckpointError, ExportError
-from toolkit.export.consolidation import consolidate
+from toolkit.export import consolidate
 from toolkit.formats import hf_folder as hf_format
 from toolkit.formats import manifest as export_manifest
 from toolkit.formats.dcp import read_metadata, tensor_chunks

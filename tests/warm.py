@@ -33,7 +33,7 @@ WARM = (
     *("pytest", "transformers", "datasets", "accelerate"),
     *(
         "toolkit.checkpoint.saving",
-        "toolkit.export.consolidation",
+        "toolkit.export",
         "toolkit.loading.pretrained",
         "toolkit.training.step",
     ),

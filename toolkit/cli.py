@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import __version__
+from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ToolkitError
 
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
@@ -66,9 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--max_shard_size",
-        default="5GB",
+        default=MAX_SHARD_SIZE,
         metavar="SIZE",
-        help="of one file, e.g. 500MB (default: 5GB)",
+        help="of one file, e.g. 500MB (default: %(default)s)",
     )
     sub.add_argument(
         "--hf_assets",
@@ -159,7 +160,7 @@ def _consolidate(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from toolkit.checkpoint.fetch import at_hand
-    from toolkit.export.consolidation import consolidate
+    from toolkit.export import consolidate
 
     logging.set_verbosity_error()
     with at_hand(args.checkpoint) as source:

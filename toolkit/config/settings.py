@@ -428,6 +428,10 @@ class LoraConfig:
             )
 
 
+MAX_SHARD_SIZE = "5GB"
+"""Of one weight file of an export."""
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how many stay."""

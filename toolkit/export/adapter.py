@@ -10,7 +10,6 @@ are those of every export. Does not know where the bytes come from.
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from toolkit.adapters.peft_folder import (
 from toolkit.checkpoint.adapter import travels
 from toolkit.checkpoint.facts import base_model
 from toolkit.errors import ExportError
-from toolkit.export.plan import Plan, lay_out, model_of_assets
-from toolkit.export.strided import View
+from toolkit.export.plan import ExportPlan, TensorShapes, lay_out, model_of_assets
 from toolkit.formats.hf_folder import ExportGroup
 from toolkit.formats.hf_folder import read_config as read_base_config
 
@@ -56,12 +54,12 @@ def adapter_origin(hf: Path, entry: dict[str, Any]) -> dict[str, Any]:
 
 def make_adapter_plan(
     hf: Path,
-    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    stored: TensorShapes,
     override: torch.dtype | None,
     *,
     where: str,
-    base: dict[str, Any] | None = None,
-) -> Plan:
+    base: dict[str, Any],
+) -> ExportPlan:
     """Decide names, dtypes and places of a PEFT folder.
 
     Args:
@@ -69,50 +67,40 @@ def make_adapter_plan(
         stored: parameter of the adapted model -> dtype and shape of what there is.
         override: dtype of all floating tensors; None: as stored.
         where: what holds the tensors, for error messages.
-        base: `name_or_path` and `revision` of the base; None: as adapter_config.json says.
+        base: `name_or_path` and `revision` of the base.
 
     Raises:
         ExportError: `stored` is not what the config describes; names the tensor.
     """
     config = read_config(hf)
     base_model, assets = model_of_assets(hf)
-    twin = peft_layout(base_model, config)
-    shapes = {name: tuple(t.shape) for name, t in twin.model.state_dict().items()}
-    _match(twin.keys, shapes, stored, where)
-    dtypes = {}
-    for key, name in twin.keys.items():
+    layout = peft_layout(base_model, config)
+    shapes = {name: tuple(t.shape) for name, t in layout.model.state_dict().items()}
+    _match(layout.keys, shapes, stored, where)
+    placed = {}
+    for key, name in layout.keys.items():
         dtype = stored[name][0]
-        dtypes[key] = override if override is not None and dtype.is_floating_point else dtype
-    outputs, headers, sizes = lay_out(
-        dtypes, {key: shapes[name] for key, name in twin.keys.items()}, None, WEIGHTS_FILE
-    )
-    views: dict[str, View | None] = {}
-    groups = []
-    for key, name in twin.keys.items():
-        shape = shapes[name]
-        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        views[key] = View(name, shape, strides, 0)
-        groups.append(ExportGroup((name,), {key: shape}, False))
+        if override is not None and dtype.is_floating_point:
+            dtype = override
+        placed[key] = dtype, shapes[name]
+    tensors, headers = lay_out(placed, math.inf, WEIGHTS_FILE)
     files = {name: content for name, content in assets.files.items() if travels(name)}
     files[CONFIG_FILE] = _config_file(config, base)
-    return Plan(
-        twin.base,
-        {name: name for name in twin.keys.values()},
-        {name: stored[name] for name in twin.keys.values()},
-        groups,
-        views,
-        {key: key for key in twin.keys},
-        outputs,
-        headers,
-        sizes,
-        files,
+    return ExportPlan(
+        model=layout.base,
+        stored={name: name for name in layout.keys.values()},
+        groups=[ExportGroup((n,), {k: shapes[n]}, False) for k, n in layout.keys.items()],
+        names={key: key for key in layout.keys},
+        tensors=tensors,
+        headers=headers,
+        assets=files,
     )
 
 
 def _match(
     keys: dict[str, str],
     shapes: dict[str, tuple[int, ...]],
-    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    stored: TensorShapes,
     where: str,
 ) -> None:
     wanted = set(keys.values())
@@ -130,12 +118,8 @@ def _match(
             )
 
 
-def _config_file(config: dict[str, Any], base: dict[str, Any] | None) -> bytes:
+def _config_file(config: dict[str, Any], base: dict[str, Any]) -> bytes:
     """Return adapter_config.json: as trained, for inference, with the base that it is for."""
-    said: dict[str, Any] = {"inference_mode": True}
-    if base is not None:
-        said |= {
-            "base_model_name_or_path": base["name_or_path"],
-            "revision": base.get("revision"),
-        }
-    return (json.dumps({**config, **said}, indent=2, sort_keys=True) + "\n").encode()
+    named = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
+    content = {**config, "inference_mode": True, **named}
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,19 +1,17 @@
-"""A model that is still training becomes a Hugging Face folder: one writer, all ranks help.
+"""A model that is still training becomes a Hugging Face folder: rank 0 writes, all ranks help.
 
-Owns the way of one tensor after the other from the ranks' shards to rank 0. What the folder
-consists of is decided by `export_plan`, as for a checkpoint on the disk: the same weights give the
-same folder. Knows nothing of the loop.
+What the folder consists of is decided by `plan`, as for a checkpoint on the disk: the same weights
+give the same folder.
 
 [Note: who waits where] Rank 0 writes, and says before each gather which tensors come next. The
 others wait for that on the gloo group that waits a day, and enter the device's all-gather only when
-rank 0 enters it too: however slow the disk is, no accelerator collective is left open. A failure of
-rank 0 is what it says next, so all ranks raise.
+rank 0 enters it too: however slow the disk is, no accelerator collective is left open.
 """
 
+import functools
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,12 @@ from toolkit.adapters.base import adapter_entry
 from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
-from toolkit.errors import ToolkitError
+from toolkit.config import MAX_SHARD_SIZE
 from toolkit.export.adapter import adapter_origin, make_adapter_plan
-from toolkit.export.folder import Timing, check_output, check_space, finish, staged, write_weights
-from toolkit.export.plan import Plan, make_plan, model_of_assets, parse_dtype, parse_size
-from toolkit.export.streaming import Mover, Target
-from toolkit.formats.hf_folder import ExportGroup, assets_of, convert_back
+from toolkit.export.conversion import convert_group
+from toolkit.export.plan import ExportPlan, make_plan, model_of_assets, parse_dtype, parse_size
+from toolkit.export.writer import check_output, write_export
+from toolkit.formats.hf_folder import ExportGroup, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
 
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name
@@ -43,7 +41,7 @@ def export_live(
     output: str | Path,
     *,
     dtype: str = "auto",
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int = MAX_SHARD_SIZE,
     origin: dict[str, Any] | None = None,
 ) -> str:
     """Write the weights of a sharded model as a Hugging Face folder; return its path. Collective.
@@ -68,17 +66,25 @@ def export_live(
     """
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:
-        return _serve(tensors)
-    try:
-        path = _write(model, tensors, output, dtype, max_shard_size, origin or {})
-    except BaseException as error:
-        ours = isinstance(error, ToolkitError)
-        kind = type(error) if ours else ToolkitError
-        text = str(error) if ours else f"{type(error).__name__}: {error}"
-        ranks.broadcast(("failed", (kind, text)))
-        raise
-    ranks.broadcast(("done", path))
-    return path
+        _serve(tensors)
+
+    def write() -> str:
+        try:
+            override, limit = parse_dtype(dtype), parse_size(max_shard_size)
+            target = check_output(output)
+            plan, facts = _plan_live(model, tensors, override, limit)
+            write_export(
+                plan,
+                target,
+                weights=os.urandom(16).hex(),  # they go on changing: never taken up again
+                read_group=functools.partial(_gather_group, plan, tensors),
+                origin={**_ORIGIN, **(origin or {}), **facts, "dtype": dtype},
+            )
+            return str(Path(output).expanduser())
+        finally:
+            ranks.broadcast(None)  # the end of what the others serve
+
+    return ranks.on_main(write)
 
 
 def export_step(model: nn.Module, run_dir: str | Path, step: int) -> str:
@@ -108,99 +114,42 @@ def _step_aside(target: Path) -> None:
         print(f"NOTE: {target} was there already; it is now {old}", flush=True)
 
 
-def _serve(tensors: dict[str, torch.Tensor]) -> str:
-    """Take part in the gathers that rank 0 asks for, until it is done."""
-    while True:
-        said: Any = ranks.broadcast(None)
-        what, content = said
-        if what == "done":
-            return content
-        if what == "failed":
-            kind, text = content
-            error = kind(f"{text} (on rank 0)")
-            error.already_reported = True
-            raise error
-        for name in content:
+def _plan_live(
+    model: nn.Module, tensors: dict[str, torch.Tensor], override: torch.dtype | None, limit: int
+) -> tuple[ExportPlan, dict[str, Any]]:
+    """Return the plan, and what the manifest says of an adapter."""
+    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    where = "the running model"
+    with tempfile.TemporaryDirectory() as folder:
+        # As a checkpoint carries them: what follows is the same for both.
+        hf = Path(folder)
+        assets_of(model).save(hf)
+        if not has_adapters(model):
+            plain, assets = model_of_assets(hf)
+            return make_plan(hf, plain, assets, shapes, override, limit, where=where), {}
+        entry = adapter_entry(model)
+        (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
+        plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)
+        return plan, {"adapter": adapter_origin(hf, entry)}
+
+
+def _gather_group(
+    plan: ExportPlan, tensors: dict[str, torch.Tensor], group: ExportGroup
+) -> dict[str, torch.Tensor]:
+    """Return a group's outputs in host memory, with the other ranks' help."""
+    stored = [plan.stored[name] for name in group.sources]
+    ranks.broadcast(stored)
+    gathered = [_whole(tensors[name]).cpu() for name in stored]
+    return convert_group(plan, group, dict(zip(group.sources, gathered, strict=True)))
+
+
+def _serve(tensors: dict[str, torch.Tensor]) -> None:
+    """Take part in the gathers that rank 0 asks for, until it is done or has failed."""
+    names: list[str] | None
+    while (names := ranks.broadcast(None)) is not None:
+        for name in names:
             _whole(tensors[name])
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _gather(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
-    """Return the whole tensors `names` in host memory, with the other ranks' help."""
-    ranks.broadcast(("gather", names))
-    return {name: _whole(tensors[name]).cpu() for name in names}
-
-
-def _write(
-    model: nn.Module,
-    tensors: dict[str, torch.Tensor],
-    output: str | Path,
-    dtype: str,
-    max_shard_size: str | int,
-    origin: dict[str, Any],
-) -> str:
-    override, limit = parse_dtype(dtype), parse_size(max_shard_size)
-    target = check_output(output)
-    with tempfile.TemporaryDirectory() as folder:
-        # As a checkpoint carries them: what follows is the same for both.
-        hf = Path(folder)
-        assets_of(model).save(hf)
-        shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        where = "the running model"
-        if has_adapters(model):
-            entry = adapter_entry(model)
-            (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
-            plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)
-            origin = origin | {"adapter": adapter_origin(hf, entry)}
-        else:
-            plain, loaded = model_of_assets(hf)
-            plan = make_plan(hf, plain, loaded, shapes, override, limit, where=where)
-    check_space(target, plan.total_bytes)
-    # Weights that go on changing are never gone on with: each export has a name of its own.
-    with staged(target, plan.digest(), os.urandom(16).hex()) as staging:
-
-        def fill(name: str, file: Target, advance: Callable[[int], Any]) -> None:
-            with Mover(advance) as mover:
-                for group, members in _groups_of(plan, name):
-                    _write_group(plan, group, members, tensors, mover, file)
-
-        write_weights(plan, staging, fill, Timing())
-        finish(plan, staging, {**_ORIGIN, **origin, "dtype": dtype})
-    return str(Path(output).expanduser())
-
-
-def _groups_of(plan: Plan, file: str) -> list[tuple[ExportGroup, list[str]]]:
-    """Return the groups with outputs in a weight file, and which those are, in their order."""
-    found = []
-    for group in plan.groups:
-        members = [n for n in group.outputs if plan.output(n).file == file]
-        if members:
-            found.append((group, members))
-    return found
-
-
-def _write_group(
-    plan: Plan,
-    group: ExportGroup,
-    members: list[str],
-    tensors: dict[str, torch.Tensor],
-    mover: Mover,
-    file: Target,
-) -> None:
-    stored = {name: plan.stored[name] for name in group.sources}
-    whole = _gather(tensors, list(stored.values()))
-    sources = {name: whole[held] for name, held in stored.items()}
-    views = {n: plan.views[plan.names[n]] for n in members}
-    computed = convert_back(plan.model, dict(sources)) if None in views.values() else {}
-    for name, view in views.items():
-        output = plan.output(name)
-        if view is None:
-            part = computed.pop(name)
-        else:
-            part = torch.as_strided(
-                sources[view.source].contiguous(), view.size, view.stride, view.offset
-            )
-        mover.write(part, file, output.begin, output.dtype, plan.names[name])

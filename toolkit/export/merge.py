@@ -1,4 +1,4 @@
-"""A base model and an adapter become one model: tensor by tensor, from file to file.
+"""A base model and an adapter become one model: tensor by tensor, one source of the writer.
 
     base's safetensors  --copied-->   what no adapter touches, to the byte
             |
@@ -6,16 +6,14 @@
             |
     checkpoint's shards (A, B, magnitudes, modules trained as a whole)
 
-Owns which tensors are copied, which are merged, and that the base is the one that was trained on.
-The arithmetic is PEFT's (`adapter_format.merged`), names and conversions are transformers', so that
-the result is what `merge_and_unload` gives, to the bit. Knows nothing of ranks.
+The arithmetic is PEFT's (`adapters.peft_folder.merge_layer`), names and conversions are
+transformers', so that the result is what `merge_and_unload` gives, to the bit.
 
 Memory: the largest adapted tensor of the base, and two of its size in fp32 (DoRA: five); of tensors
 that transformers converts (fused experts) their group.
 """
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,28 +27,24 @@ from toolkit.adapters.peft_folder import (
     peft_layout,
     read_config,
 )
-from toolkit.checkpoint.commit import read_manifest
-from toolkit.checkpoint.sources import Source, check_whole, parameter_names
-from toolkit.errors import CheckpointError, ExportError
-from toolkit.export.plan import CASTABLE, Plan, make_plan, model_of_assets
-from toolkit.export.streaming import Copy, Mover, Target, Task
-from toolkit.formats.hf_folder import (
-    ExportGroup,
-    TensorEntry,
-    convert_back,
-    read_weights,
-    weight_files,
-)
-from toolkit.formats.tensor_stream import StoredTensor, digest, in_file, whole
+from toolkit.errors import ExportError
+from toolkit.export.conversion import convert_group
+from toolkit.export.plan import CASTABLE, ExportPlan, make_plan, model_of_assets, tied_families
+from toolkit.export.saved import SavedTensors
+from toolkit.export.writer import TensorValues
+from toolkit.formats.hf_folder import ExportGroup, TensorEntry, read_weights, weight_files
+from toolkit.formats.tensor_stream import blocks, in_file, whole
 from toolkit.loading.pretrained import load_group, load_groups
 from toolkit.models.causal_lm import tied_names
 
 
-def plan_merge(source: Source, folder: Path, override: torch.dtype | None, limit: int) -> "Merging":
+def plan_merge(
+    tensors: SavedTensors, folder: Path, override: torch.dtype | None, limit: int
+) -> "AdapterMerge":
     """Decide names, dtypes and files of the merged model: those of the base.
 
     Args:
-        source: the adapter's checkpoint.
+        tensors: of the adapter's checkpoint.
         folder: of the base.
         override: dtype of all floating tensors; None: each as the base has it.
         limit: bytes of a weight file.
@@ -61,31 +55,31 @@ def plan_merge(source: Source, folder: Path, override: torch.dtype | None, limit
         LoadingError: the base is damaged or incomplete.
     """
     entries = read_weights(weight_files(folder))
-    # A model each: reading through one changes it, and PEFT takes another apart.
-    model, assets = model_of_assets(source.hf)
-    twin = peft_layout(model_of_assets(source.hf)[0], read_config(source.hf))
-    reader, _ = model_of_assets(source.hf)
-    _, keys = parameter_names(source, ())
-    check_whole(source, keys.values())
-    lacking = sorted(set(twin.keys.values()) ^ keys.keys())
-    if lacking:
+    hf = tensors.source.hf
+    model, assets = model_of_assets(hf)
+    # Models of their own: PEFT takes this one apart, and reading changes the third.
+    layout = peft_layout(model_of_assets(hf)[0], read_config(hf))
+    reader, _ = model_of_assets(hf)
+    odd = sorted(set(layout.keys.values()) ^ tensors.keys.keys())
+    if odd:
         raise ExportError(
-            f"{lacking[0]} is not in both {source.folder} and what {source.hf / CONFIG_FILE} "
+            f"{odd[0]} is not in both {tensors.source.folder} and what {hf / CONFIG_FILE} "
             "describes: the checkpoint is of another adapter"
         )
     aliases = tied_names(model)
-    _check_parts(twin, aliases)
+    _check_parts(layout, tied_families(model))
     state = model.state_dict()
     stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in aliases}
-    plan = make_plan(source.hf, model, assets, stored, override, limit, where=str(folder))
+    plan = make_plan(hf, model, assets, stored, override, limit, where=str(folder))
+    merge = AdapterMerge(plan, layout, reader, entries, tensors)
     for group in plan.groups:
-        if not all(_saved(twin, aliases.get(n, n)) for n in group.sources):
+        if not all(part is not None and part.kind == "saved" for part in merge.parts(group)):
             _check_base(plan, group, entries, folder)
-    return Merging(plan, twin, reader, entries, source, keys)
+    return merge
 
 
 def _check_base(
-    plan: Plan, group: ExportGroup, entries: dict[str, TensorEntry], folder: Path
+    plan: ExportPlan, group: ExportGroup, entries: dict[str, TensorEntry], folder: Path
 ) -> None:
     """Refuse a base without the tensors of `group`, or with others."""
     for name, shape in group.outputs.items():
@@ -98,7 +92,7 @@ def _check_base(
                 "when the adapter was trained; a resized module can be merged only where it was "
                 "trained as a whole (lora.modules_to_save)"
             )
-        wanted = plan.output(name).dtype
+        wanted = plan.tensors[exported].dtype
         if entry.dtype != wanted and (entry.dtype not in CASTABLE or wanted not in CASTABLE):
             raise ExportError(
                 f"{exported} is {entry.dtype} in the base {folder}, which cannot become {wanted}; "
@@ -106,19 +100,11 @@ def _check_base(
             )
 
 
-def _saved(twin: PeftLayout, parameter: str) -> bool:
-    parts = twin.parts.get(parameter)
-    return bool(parts) and all(part.kind == "saved" for part in parts or ())
-
-
-def _check_parts(twin: PeftLayout, aliases: dict[str, str]) -> None:
+def _check_parts(layout: PeftLayout, families: dict[str, list[str]]) -> None:
     """Refuse adapters that a merged model cannot hold: one matrix, changed in two ways."""
-    families: dict[str, set[str]] = {}
-    for alias, owner in aliases.items():
-        families.setdefault(owner, {owner}).add(alias)
-    for parameter, parts in twin.parts.items():
+    for parameter, parts in layout.parts.items():
         ways = {tuple(sorted(part.tensors.items())) for part in parts}
-        names = families.get(parameter, {parameter})
+        names = families.get(parameter, [parameter])
         modules = {name.rpartition(".")[0] for name in names}
         if len(ways) > 1 or (len(names) > 1 and len(parts) < len(modules)):
             raise ExportError(
@@ -128,122 +114,59 @@ def _check_parts(twin: PeftLayout, aliases: dict[str, str]) -> None:
             )
 
 
-@dataclass(eq=False)
-class Merging:
-    """The way from the base's files and the adapter's shards to the tensors of `plan`."""
+class AdapterMerge:
+    """The way from the base's files and the adapter's shards to the tensors of `plan`.
 
-    plan: Plan
-    twin: PeftLayout
-    reader: PreTrainedModel
-    """The base on meta, through which transformers converts what the base's files hold."""
-    entries: dict[str, TensorEntry]
-    """The base's tensors."""
-    source: Source
-    """The adapter's checkpoint."""
-    keys: dict[str, str]
-    """Parameter of the adapted model -> key of the checkpoint."""
+    Args:
+        reader: the base on meta, through which transformers converts what the base's files hold.
+        entries: the base's tensors.
+    """
 
-    def __post_init__(self) -> None:
-        names = self.plan.names
-        self.owner = {names[n]: group for group in self.plan.groups for n in group.outputs}
-        self.aliases = tied_names(self.plan.model)
+    def __init__(
+        self,
+        plan: ExportPlan,
+        layout: PeftLayout,
+        reader: PreTrainedModel,
+        entries: dict[str, TensorEntry],
+        tensors: SavedTensors,
+    ):
+        self.plan, self.layout, self.reader = plan, layout, reader
+        self.entries, self.tensors = entries, tensors
+        self.aliases = tied_names(plan.model)
 
-    def tasks(self, name: str) -> list[Copy | Task]:
-        """Return what writes the weight file `name`, in the order of its bytes."""
-        outputs = self.plan.outputs
-        held = sorted(
-            (n for n, o in outputs.items() if o.file == name), key=lambda n: outputs[n].begin
-        )
-        tasks: list[Copy | Task] = []
-        together: dict[int, tuple[ExportGroup, list[str]]] = {}
-        for exported in held:
-            group, output = self.owner[exported], outputs[exported]
-            if any(self._part(n) is not None for n in group.sources):
-                if id(group) not in together:
-                    together[id(group)] = (group, [])
-                    tasks.append(functools.partial(self._merge, *together[id(group)]))
-                together[id(group)][1].append(exported)
-                continue
-            entry = self.entries[exported]
-            count = entry.nbytes // entry.dtype.itemsize
-            whole = Copy(
-                entry.file, entry.begin, count, entry.dtype, output.begin, output.dtype, exported
-            )
-            tasks += whole.split()
-        return tasks
+    def parts(self, group: ExportGroup) -> list[AdapterLayer | None]:
+        """Return what adapts each of the group's parameters."""
+        found = [self.layout.parts.get(self.aliases.get(name, name)) for name in group.sources]
+        return [parts[0] if parts else None for parts in found]
 
-    def check(self) -> None:
-        """Compare every tensor of the adapter with its digest.
-
-        Raises:
-            CheckpointError: one has other bytes than were saved.
-        """
-        digests = read_manifest(self.source.checkpoint)["tensors"] if self.source.checkpoint else {}
-        for key in self.keys.values():
-            stored = self._stored(key)
-            if digest(stored, key) != digests.get(key, {}).get("digest"):
-                files = sorted({str(chunk.file) for chunk in stored.chunks})
-                raise CheckpointError(
-                    f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use "
-                    "another checkpoint of the run"
-                )
-
-    def _part(self, parameter: str) -> AdapterLayer | None:
-        parts = self.twin.parts.get(self.aliases.get(parameter, parameter))
-        return parts[0] if parts else None
-
-    def _stored(self, key: str) -> StoredTensor:
-        entry = self.source.tensors[key]
-        return StoredTensor(entry.dtype, entry.shape, tuple(self.source.locate(key)))
-
-    def _trained(self, name: str) -> torch.Tensor:
-        return whole(self._stored(self.keys[name]))
-
-    def _merge(self, group: ExportGroup, members: list[str], mover: Mover, target: Target) -> None:
-        """Write those outputs of an adapted group that are in this file. One group at a time."""
-        made = self._parameters(group)
-        if group.converted:
-            made = convert_back(self.plan.model, made)
-        else:
-            made = {
-                name: made.pop(source)
-                for name, source in zip(group.outputs, group.sources, strict=True)
-            }
-        if {n: tuple(t.shape) for n, t in made.items()} != group.outputs:
-            raise ExportError(
-                f"{group.sources} were merged to {sorted(made)}, expected {group.outputs}"
-            )
-        for name in list(made):
-            tensor, exported = made.pop(name), self.plan.names[name]
-            if exported in members:
-                output = self.plan.outputs[exported]
-                mover.write(tensor, target, output.begin, output.dtype, exported)
-
-    def _parameters(self, group: ExportGroup) -> dict[str, torch.Tensor]:
-        """Return the group's parameters with the adapter merged in."""
-        names = [self.plan.names[n] for n in group.outputs]
-        wanted = {self.plan.outputs[n].dtype for n in names}
-        parts = {source: self._part(source) for source in group.sources}
+    def read_group(self, group: ExportGroup) -> Mapping[str, TensorValues]:
+        """Return the group's outputs: the base's bytes, or the base with the adapter merged in."""
+        names = {name: self.plan.names[name] for name in group.outputs}
+        parts = dict(zip(group.sources, self.parts(group), strict=True))
+        if not any(parts.values()):
+            files = {name: in_file(self.entries[exported]) for name, exported in names.items()}
+            return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
+        # Rounded once, when it is written.
+        wanted = {self.plan.tensors[exported].dtype for exported in names.values()}
         base: dict[str, torch.Tensor] = {}
         if not all(part is not None and part.kind == "saved" for part in parts.values()):
-            base = self._of_base(group, names)
-        made = {}
-        for source, part in parts.items():
-            weight = base.pop(source, None)
+            base = self._read_base(group, list(names.values()))
+        parameters = {}
+        for name, part in parts.items():
             if part is None:
-                assert weight is not None
-                made[source] = weight
+                parameters[name] = base.pop(name)
             elif part.kind == "saved":
-                made[source] = self._trained(part.tensors["saved"])
+                parameters[name] = self.tensors.whole(part.tensors["saved"])
             else:
-                assert weight is not None
-                for dtype in wanted:  # rounded once, when it is written
+                weight = base.pop(name)
+                for dtype in wanted:
                     weight = weight.to(torch.promote_types(weight.dtype, dtype))
-                factors = {r: self._trained(n).float() for r, n in part.tensors.items()}
-                made[source] = merge_layer(self.twin, part, weight, factors)
-        return made
+                factors = {r: self.tensors.whole(n).float() for r, n in part.tensors.items()}
+                parameters[name] = merge_layer(self.layout, part, weight, factors)
+        return convert_group(self.plan, group, parameters)
 
-    def _of_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
+    def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
+        """Return the group's parameters as transformers makes them of the base's files."""
         if not group.converted:
             return {group.sources[0]: whole(in_file(self.entries[names[0]]))}
         found: dict[str, torch.Tensor] = {}
@@ -252,9 +175,9 @@ class Merging:
                 found |= load_group(self.reader, part, self.entries)
             else:
                 found[part.parameter] = whole(in_file(self.entries[part.keys[0]]))
-        lacking = sorted(set(group.sources) - found.keys())
-        if lacking:
+        missing = sorted(set(group.sources) - found.keys())
+        if missing:
             raise ExportError(
-                f"transformers makes {sorted(found)} of {', '.join(names[:3])}, not {lacking[0]}"
+                f"transformers makes {sorted(found)} of {', '.join(names[:3])}, not {missing[0]}"
             )
         return found

@@ -1,11 +1,7 @@
-"""What an export consists of: names, dtypes, shapes, files. From shapes alone, no bytes.
+"""What an exported folder consists of: names, dtypes, files. From shapes alone, no bytes.
 
-    model on meta + its assets + {stored name: (dtype, shape)}  ->  every output tensor's place in
-                                                                    every output file, the config
-
-Owns every decision about an exported folder that is not a byte of a weight, so that a checkpoint on
-the disk and a model that is still training give the same folder. Does not know where bytes come
-from: neither DCP nor ranks.
+A checkpoint on the disk and a model that is still training give the same plan, and so the same
+folder. Knows neither DCP nor ranks.
 """
 
 import hashlib
@@ -14,7 +10,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +19,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from toolkit import __version__
-from toolkit.config.settings import ModelConfig
+from toolkit.config import ModelConfig
 from toolkit.errors import ExportError
-from toolkit.export.strided import View, trace_views
 from toolkit.formats.hf_folder import (
     DTYPE_NAMES,
     DTYPES,
@@ -33,7 +28,6 @@ from toolkit.formats.hf_folder import (
     SINGLE_FILE,
     ExportGroup,
     HFAssets,
-    convert_back,
     export_groups,
     use_source_names,
 )
@@ -41,12 +35,15 @@ from toolkit.models.causal_lm import build_on_meta, tied_names
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.json must not say
+_WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.json must not have
+
+TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Parameter or buffer name -> dtype and shape of what is stored."""
 
 
 @dataclass(frozen=True)
-class Output:
-    """The place of one exported tensor."""
+class ExportedTensor:
+    """Where one tensor lies in the exported folder."""
 
     file: str
     begin: int
@@ -56,48 +53,40 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """A whole exported folder but for the bytes of its weights."""
 
     model: PreTrainedModel
     """On meta."""
     stored: dict[str, str]
     """Parameter name -> stored name: another one of its family where it is tied."""
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Parameter name -> dtype and shape as stored."""
     groups: list[ExportGroup]
-    views: dict[str, View | None]
-    """Exported name -> the part of a parameter that it is; None: the group must be converted."""
+    """In the order in which their outputs fill the files."""
     names: dict[str, str]
     """Name in a group's outputs -> exported name."""
-    outputs: dict[str, Output]
+    tensors: dict[str, ExportedTensor]
     """Exported name -> place."""
     headers: dict[str, bytes]
     """File name -> its first bytes: the length and the JSON of a safetensors file."""
-    sizes: dict[str, int]
-    """File name -> its whole size."""
     assets: dict[str, bytes]
-    """Every other file of the folder."""
+    """Every other file of the folder: name -> content."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the folder."""
-        return sum(self.sizes.values()) + sum(map(len, self.assets.values()))
-
-    def output(self, name: str) -> Output:
-        """Return the place of the tensor that a group calls `name`."""
-        return self.outputs[self.names[name]]
+        texts = [*self.headers.values(), *self.assets.values()]
+        return sum(t.nbytes for t in self.tensors.values()) + sum(map(len, texts))
 
     def digest(self) -> str:
         """Return a sha256 over everything that decides the folder's bytes, given the weights."""
         whole = hashlib.sha256()
         made_by = f"{__version__} {torch.__version__} {transformers.__version__}"
-        for part in (made_by, repr(self.stored), repr(self.groups), repr(self.views)):
+        for part in (made_by, repr(self.stored), repr(self.groups)):
             whole.update(part.encode() + b"\0")
         for name, content in {**self.headers, **self.assets}.items():
             whole.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
@@ -146,18 +135,17 @@ def make_plan(
     hf: Path,
     model: PreTrainedModel,
     assets: HFAssets,
-    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    stored: TensorShapes,
     override: torch.dtype | None,
     limit: int,
     *,
     where: str,
     prefix: str = "",
-) -> Plan:
-    """Decide names, dtypes and files of an export.
+) -> ExportPlan:
+    """Decide names, dtypes and files of an exported model.
 
     Args:
         hf: the folder that `model` and `assets` are of (`model_of_assets`).
-        stored: parameter or buffer name -> dtype and shape of what there is.
         override: dtype of all floating tensors; None: as the source has them.
         limit: bytes of a weight file.
         where: what holds the weights, for error messages.
@@ -168,60 +156,34 @@ def make_plan(
             cannot be exported.
     """
     origin = _match(model, assets, stored, where, prefix, hf)
-    groups = export_groups(model, origin)
     order = {name: i for i, name in enumerate(origin)}
-    groups.sort(key=lambda g: min(order[n] for n in g.sources))
+    groups = sorted(export_groups(model, origin), key=lambda g: min(order[n] for n in g.sources))
     default = _config_dtype(assets)
     names = {name: _spelling(name, model, assets) for group in groups for name in group.outputs}
-    dtypes: dict[str, torch.dtype] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    views: dict[str, View | None] = {}
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for group in groups:
-        kinds = {stored[origin[n]][0] for n in group.sources}
-        if len(kinds) > 1:
-            raise ExportError(f"{group.sources} leave together but are stored as {kinds}")
-        found = _views(model, group, stored, origin)
+        dtypes = {stored[origin[n]][0] for n in group.sources}
+        if len(dtypes) > 1:
+            raise ExportError(f"{group.sources} are exported together but stored as {dtypes}")
+        (dtype,) = dtypes
         for name, shape in group.outputs.items():
             exported = names[name]
-            dtypes[exported] = _export_dtype(
-                exported, min(kinds, key=str), assets, override, default
-            )
-            shapes[exported] = shape
-            views[exported] = found.get(name)
-    outputs, headers, sizes = lay_out(dtypes, shapes, limit)
+            shapes[exported] = _export_dtype(exported, dtype, assets, override, default), shape
+    tensors, headers = lay_out(shapes, limit)
     written = override if override is not None else default if assets.source is None else None
-    files = dict(assets.files)
-    files["config.json"] = _config_file(hf, assets, model, written)
+    files = {**assets.files, "config.json": _config_file(hf, assets, model, written)}
     if len(headers) > 1:
-        total = sum(o.nbytes for o in outputs.values())
-        placed = {name: outputs[name].file for name in sorted(outputs)}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        placed = {name: tensors[name].file for name in sorted(tensors)}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    held = {name: stored[origin[name]] for name in origin}
-    return Plan(model, origin, held, groups, views, names, outputs, headers, sizes, files)
-
-
-def _views(
-    model: PreTrainedModel,
-    group: ExportGroup,
-    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    origin: dict[str, str],
-) -> dict[str, View | None]:
-    """Return which part of a source each output of `group` is, as far as it is one."""
-    shapes = {name: stored[origin[name]][1] for name in group.sources}
-    if not group.converted:
-        (source,), (output,) = group.sources, group.outputs
-        shape = shapes[source]
-        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        return {output: View(source, shape, strides, 0)}
-    views = trace_views(lambda tensors: convert_back(model, tensors), shapes)
-    return {n: v for n, v in views.items() if v is not None and v.size == group.outputs.get(n)}
+    return ExportPlan(model, origin, groups, names, tensors, headers, files)
 
 
 def _match(
     model: PreTrainedModel,
     assets: HFAssets,
-    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    stored: TensorShapes,
     where: str,
     prefix: str,
     hf: Path,
@@ -331,51 +293,48 @@ def _export_dtype(
 
 
 def lay_out(
-    dtypes: dict[str, torch.dtype],
-    shapes: dict[str, tuple[int, ...]],
-    limit: int | None,
-    single: str = SINGLE_FILE,
-) -> tuple[dict[str, Output], dict[str, bytes], dict[str, int]]:
-    """Return outputs, headers and file sizes; the files are filled in the model's order.
+    shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
+) -> tuple[dict[str, ExportedTensor], dict[str, bytes]]:
+    """Return exported name -> place and file name -> header; files are filled in the given order.
 
     Args:
-        limit: bytes of a file; None: one file for all.
-        single: name of that one.
+        limit: bytes of a file; a larger tensor gets a file of its own.
+        single: name of the file where there is one only.
     """
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, dtype in dtypes.items():
+    for name, (dtype, shape) in shapes.items():
         if dtype not in DTYPE_NAMES:
             raise ExportError(f"{name} is {dtype}, which safetensors cannot store")
-        nbytes = math.prod(shapes[name]) * dtype.itemsize
-        if limit is not None and shards[-1] and filled + nbytes > limit:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if shards[-1] and filled + nbytes > limit:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += nbytes
-    outputs, headers, sizes = {}, {}, {}
-    for i, names in enumerate(shards):
+    tensors, headers = {}, {}
+    for i, members in enumerate(shards):
         file = single if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        # Widest dtype first, as safetensors' writer has it: all tensors are aligned to their items.
-        names = sorted(names, key=lambda n: -dtypes[n].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for name in names:
-            end = offset + math.prod(shapes[name]) * dtypes[name].itemsize
+        # Widest dtype first, as safetensors' writer does: all tensors are aligned to their items.
+        for name in sorted(members, key=lambda n: -shapes[n][0].itemsize):
+            dtype, shape = shapes[name]
+            tensors[name] = ExportedTensor(file, offset, dtype, shape)
+            end = offset + tensors[name].nbytes
             header[name] = {
-                "dtype": DTYPE_NAMES[dtypes[name]],
-                "shape": list(shapes[name]),
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": list(shape),
                 "data_offsets": [offset, end],
             }
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = struct.pack("<Q", len(text)) + text
-        sizes[file] = len(headers[file]) + offset
-        for name in names:
-            begin = len(headers[file]) + header[name]["data_offsets"][0]
-            outputs[name] = Output(file, begin, dtypes[name], shapes[name])
-    return outputs, headers, sizes
+        for name in members:
+            begin = tensors[name].begin + len(headers[file])
+            tensors[name] = replace(tensors[name], begin=begin)
+    return tensors, headers
 
 
 def _config_file(

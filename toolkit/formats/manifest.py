@@ -21,11 +21,11 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
-from toolkit.formats.direct_io import ReadAhead
 from toolkit.formats.hf_folder import DTYPE_NAMES, TensorEntry, is_plain_name, read_header
 
 FILE = "toolkit_manifest.json"
 CARD = "README.md"
+_BLOCK = 2**20  # bytes read at a time
 _SMALL = 2**16  # bytes below which handing them to a second thread costs more than it gains
 _LIMIT = 2**30  # of the manifest itself: a model of a million tensors needs a fifth of it
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -41,7 +41,7 @@ def describe(
 
     A tensor's sha256 is over its bytes as they are stored, `begin` is where they begin in the file;
     its dtype has safetensors' name. One
-    pass over every file, several files at a time, hashing on two threads a file; holds 6 MB a file.
+    pass over every file, several files at a time, hashing on two threads a file; holds 1 MB a file.
     `advance` is called with the number of bytes done; with `only`, the named files are described.
 
     Raises:
@@ -141,14 +141,15 @@ def _describe(
     whole, size = hashlib.sha256(), file.stat().st_size
     found: dict[str, dict[str, Any]] = {}
     position = 0
-    with ReadAhead(file) as f:
+    room = memoryview(bytearray(_BLOCK))
+    with open(file, "rb", buffering=0) as f:
 
         def pass_over(end: int, also: Any = None) -> None:
             """Hash the file up to `end`, and what is passed over into `also`."""
             nonlocal position
             while position < end:
-                block = f.take(end - position)
-                count = len(block)
+                count = f.readinto(room[: end - position])
+                block = room[:count]
                 if not count:
                     raise ExportError(f"{file} became shorter while it was read")
                 if also is None or count < _SMALL:

@@ -3,7 +3,7 @@
 Owns the reading in bounded memory, and what is computed on the way: digests, and whether two
 tensors hold the same values. Knows neither models nor what a tensor is called elsewhere.
 
-Memory: blocks of 4 MB, or one row where that is larger.
+Memory: blocks of 1 MB, or one row where that is larger.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from toolkit.formats.dcp import Chunk, read_chunk
 from toolkit.formats.digests import LANES, hexadecimal, rows_digest
 from toolkit.formats.hf_folder import TensorEntry
 
-_BLOCK = 4 * 2**20
+_BLOCK = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

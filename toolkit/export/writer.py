@@ -1,0 +1,354 @@
+"""The one writer of exports: group by group read, convert back, cast, write, digest, free.
+
+    OUTPUT.tmp-export/     weight files one after the other; each is fsynced, read back and
+                           compared with what was written, and only then noted as finished
+    OUTPUT                 the same folder under its final name, once everything is in it
+
+Does not know where the tensors come from: neither checkpoints nor ranks. Memory: blocks of 1 MB,
+and what `read_group` holds of one group.
+
+[Note: what an interrupted export leaves] The note names the plan and the weights it was made of
+(their hashes), and sizes and sha256 of each finished file and its tensors. A later start of the
+same export reads the finished files again and keeps those that are still the same to the byte; with
+any other plan or other weights everything is written anew.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from tqdm import tqdm
+
+from toolkit.checkpoint.commit import sync, sync_above
+from toolkit.errors import ExportError
+from toolkit.export.plan import ExportPlan
+from toolkit.formats import manifest as export_manifest
+from toolkit.formats.hf_folder import DTYPE_NAMES, ExportGroup, is_plain_name
+from toolkit.parsing import read_json
+
+_MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files
+_BLOCK = 2**20  # bytes that are cast and written at a time
+_QUIET = 30.0  # seconds between two lines of progress where there is no terminal
+
+TensorValues = torch.Tensor | Iterator[torch.Tensor]
+"""A whole tensor, or its rows in order, some at a time."""
+ReadGroup = Callable[[ExportGroup], Mapping[str, TensorValues]]
+"""Returns output name -> values of all outputs of a group."""
+
+
+def check_output(output: str | Path, inside: Path | None = None) -> Path:
+    """Return the folder that `output` means; `inside` is where it must not lie.
+
+    Raises:
+        ExportError: it is in the way, or inside the checkpoint.
+    """
+    target = Path(output).expanduser().resolve()
+    if target.is_file():
+        raise ExportError(f"output {output} is a file; give a folder that does not exist yet")
+    if target.is_dir() and any(target.iterdir()):
+        raise ExportError(
+            f"output {output} exists and is not empty; give another folder or remove it first"
+        )
+    if inside is not None and (inside.resolve() == target or inside.resolve() in target.parents):
+        raise ExportError(
+            f"output {output} lies inside the checkpoint {inside.resolve()}; give a folder "
+            "elsewhere"
+        )
+    return target
+
+
+def write_export(
+    plan: ExportPlan, target: Path, *, weights: str, read_group: ReadGroup, origin: dict[str, Any]
+) -> None:
+    """Write the folder of `plan` as `target`, which appears whole or not at all.
+
+    Costs one write of the weights and one more read for the hashes.
+
+    Args:
+        target: of `check_output`.
+        weights: changes with the weights; an interrupted export of the same ones is taken up.
+        read_group: called for each group that is not written yet, in the order of the files.
+        origin: what the manifest says of where the weights come from.
+
+    Raises:
+        ExportError: no space, files of others in the way, or what was written does not read back.
+    """
+    _check_space(target, plan.total_bytes)
+    with _staged(target, {"plan": plan.digest(), "weights": weights}) as staging:
+        _write_weights(plan, staging, read_group)
+        for name, content in plan.assets.items():
+            (staging.folder / name).write_bytes(content)
+            sync(staging.folder / name)
+        described = export_manifest.describe(staging.folder, only=sorted(plan.assets))
+        for part in staging.finished.values():
+            described["files"].update(part["files"])
+            described["tensors"].update(part["tensors"])
+        if sorted(described["files"]) != export_manifest.listed(staging.folder):
+            raise ExportError(f"{staging.folder} holds files that are not of this export")
+        export_manifest.write(staging.folder, described, origin)
+
+
+# --------------------------------------------------------------------------------------------------
+# Weight files
+# --------------------------------------------------------------------------------------------------
+
+
+def _write_weights(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup) -> None:
+    """Write every weight file that is not finished yet, each from its first byte to its last."""
+    files = {name: [n for n, t in plan.tensors.items() if t.file == name] for name in plan.headers}
+    todo = [name for name in files if name not in staging.finished]
+    values = _values(plan, [name for file in todo for name in files[file]], read_group)
+    with _progress(sum(plan.tensors[n].nbytes for f in todo for n in files[f])) as advance:
+        for file in todo:
+            path = staging.folder / file
+            staging.finish(file, _write_file(plan, path, files[file], values, advance))
+
+
+def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterator[TensorValues]:
+    """Yield the values of the exported tensors `names`; one group is held at a time.
+
+    Outputs of a group are next to each other in a file, unless they have several dtypes or begin
+    in the file before: then the group is read again.
+    """
+    group_of = {plan.names[n]: group for group in plan.groups for n in group.outputs}
+    held: dict[str, TensorValues] = {}
+    for name in names:
+        if name not in held:
+            held.clear()
+            held = {plan.names[n]: v for n, v in read_group(group_of[name]).items()}
+        yield held.pop(name)
+
+
+def _write_file(
+    plan: ExportPlan,
+    path: Path,
+    names: list[str],
+    values: Iterator[TensorValues],
+    advance: Callable[[int], object],
+) -> dict[str, Any]:
+    """Write one safetensors file, fsynced and read back; return its description.
+
+    Raises:
+        ExportError: a tensor has another number of bytes than planned, or the file reads back
+            with other bytes.
+    """
+    described: dict[str, Any] = {}
+    header = plan.headers[path.name]
+    sha256, xxh3, position = hashlib.sha256(header), xxhash.xxh3_128(header), len(header)
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(2) as hashing:
+        _write_all(file.fileno(), memoryview(header), 0)
+        for name in names:
+            place, own = plan.tensors[name], hashlib.sha256()
+            pending: list[Future[None]] = []
+            for content in _contents(next(values), place.dtype, name):
+                for done in pending:  # the hashes of one block while the next one is read
+                    done.result()
+                pending = [hashing.submit(each.update, content) for each in (own, sha256)]
+                xxh3.update(content)
+                _write_all(file.fileno(), content, position)
+                position += len(content)
+                advance(len(content))
+            for done in pending:
+                done.result()
+            if position != place.begin + place.nbytes:
+                raise ExportError(
+                    f"{name} ends at byte {position} of {path}, planned was "
+                    f"{place.begin + place.nbytes}"
+                )
+            described[name] = {
+                "file": path.name,
+                "dtype": DTYPE_NAMES[place.dtype],
+                "shape": list(place.shape),
+                "begin": place.begin,
+                "sha256": own.hexdigest(),
+            }
+        os.fsync(file.fileno())
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, xxhash.xxh3_128).digest() != xxh3.digest():
+            raise ExportError(f"{path} reads back with other bytes than were written")
+    return {
+        "files": {path.name: {"size": position, "sha256": sha256.hexdigest()}},
+        "tensors": described,
+    }
+
+
+def _write_all(descriptor: int, content: memoryview, position: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, position)
+        content, position = content[count:], position + count
+
+
+def _contents(values: TensorValues, dtype: torch.dtype, name: str) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in `dtype`, in row-major order, a block at a time."""
+    for part in [values] if isinstance(values, torch.Tensor) else values:
+        for block in _blocks(part, _BLOCK // max(part.dtype.itemsize, dtype.itemsize)):
+            cast = block.to(dtype)
+            if dtype == torch.float16 and bool((cast.isinf() & block.isfinite()).any()):
+                raise ExportError(
+                    f"{name} has values beyond float16's 65504; use --dtype bfloat16 or float32"
+                )
+            yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in row-major order, `most` at a time, whatever its strides."""
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).split(most) if tensor.numel() else ()
+    elif math.prod(tensor.shape[1:]) > most:
+        for part in tensor:
+            yield from _blocks(part, most)
+    else:
+        for rows in tensor.split(max(1, most // math.prod(tensor.shape[1:]))):
+            yield rows.reshape(-1)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    """Yield a function to call with the bytes done; without a terminal a line only at times."""
+    wait = 0.1 if sys.stderr.isatty() else _QUIET
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": wait}
+    with tqdm(total=total, desc="export", delay=wait, **options) as bar:
+        yield bar.update
+
+
+# --------------------------------------------------------------------------------------------------
+# The folder
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Staging:
+    """The folder that is being written, and the note of what is finished in it."""
+
+    folder: Path
+    key: dict[str, str]
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Weight file -> what `export_manifest.describe` returned for it alone."""
+
+    def finish(self, name: str, described: dict[str, Any]) -> None:
+        """Note that the weight file `name` is complete and on the disk."""
+        self.finished[name] = described
+        temporary = self.folder / f"{_MARK}.tmp"
+        temporary.write_text(json.dumps({**self.key, "finished": self.finished}), "utf-8")
+        sync(temporary)
+        os.replace(temporary, self.folder / _MARK)
+
+    def leave(self) -> str:
+        """Remove the folder unless there is something in it to go on with; return what is left."""
+        if not self.finished:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return "nothing was left"
+        return (
+            f"{len(self.finished)} finished weight file(s) stay in {self.folder}: the same command "
+            "goes on from there"
+        )
+
+
+def _check_space(target: Path, needed: int) -> None:
+    """Refuse a disk without `needed` bytes free; what an interrupted export left there counts."""
+    parent = next(p for p in target.parents if p.is_dir())
+    free, begun = shutil.disk_usage(parent).free, _staging_folder(target)
+    if begun.is_dir():
+        free += sum(p.stat().st_blocks * 512 for p in begun.iterdir() if p.is_file())
+    if needed > free:
+        raise ExportError(
+            f"the export needs {needed / 1e6:.2f} MB, {parent} has {free / 1e6:.2f} MB free; give "
+            "an output on another disk, or a smaller dtype"
+        )
+
+
+@contextlib.contextmanager
+def _staged(target: Path, key: dict[str, str]) -> Iterator[_Staging]:
+    """Yield a folder beside `target` that takes its name on success.
+
+    On a failure it is removed, unless a weight file was finished and the cause lies outside (the
+    disk, an interrupt): then it stays, and the same export goes on there.
+    """
+    folder = _staging_folder(target)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ExportError(f"{folder} cannot be created: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ExportError(f"another process is writing {target} (it holds {folder})") from error
+        if any(folder.iterdir()) and not (folder / _MARK).is_file():
+            raise ExportError(
+                f"{folder} is in the way and was not left by an export; move it elsewhere"
+            )
+        staging = _Staging(folder, key)
+        try:
+            _take_over(staging)
+            yield staging
+            os.fsync(lock)
+            os.rename(folder, target)
+        except OSError as error:
+            cause = f"writing {target} failed: {error.strerror or error}"
+            raise ExportError(f"{cause}; {staging.leave()}") from error
+        except (KeyboardInterrupt, SystemExit):
+            print(staging.leave(), file=sys.stderr)
+            raise
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        try:
+            sync_above(target.parent)  # which this export may have made
+            # Not before the rename: a folder without the mark is somebody else's.
+            (target / _MARK).unlink()
+            os.fsync(lock)
+        except OSError as error:
+            raise ExportError(
+                f"{target} is complete, but the disk may not keep it: {error.strerror or error}; "
+                "remove it and export again"
+            ) from error
+    finally:
+        os.close(lock)
+
+
+def _staging_folder(target: Path) -> Path:
+    return target.with_name(f"{target.name}.tmp-export")
+
+
+def _take_over(staging: _Staging) -> None:
+    """Keep the finished files of an interrupted export; remove everything else it left."""
+    folder, mark = staging.folder, staging.folder / _MARK
+    if mark.is_file() and mark.stat().st_size:
+        try:
+            note = read_json(mark, ExportError)
+            if {name: note[name] for name in staging.key} == staging.key:
+                noted = note["finished"].items()
+                staging.finished = {n: d for n, d in noted if _is_as_described(folder, n, d)}
+        except (ExportError, KeyError, TypeError, AttributeError):
+            pass  # a note that was cut off: nothing counts as finished
+        kept = f"{len(staging.finished)} finished weight file(s) of it are kept"
+        print(f"NOTE: {folder} was left by an interrupted export; {kept}", file=sys.stderr)
+    for path in folder.iterdir():
+        if path.name not in staging.finished and path != mark:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if not staging.finished:
+        mark.write_text("")
+        sync(folder)  # before any other file: without the mark they would be somebody else's
+
+
+def _is_as_described(folder: Path, name: str, described: dict[str, Any]) -> bool:
+    if not is_plain_name(name) or (folder / name).is_symlink() or not (folder / name).is_file():
+        return False
+    try:
+        return export_manifest.describe(folder, only=[name]) == described
+    except ExportError:  # its header is damaged: written anew
+        return False
