@@ -527,7 +527,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("content", STRANGE)
 @pytest.mark.parametrize(
-    "name", ["config.json", hf_format.INDEX_FILE, export_manifest.FILE, "tokenizer_config.json"]
+    "name", [hf_format.INDEX_FILE, export_manifest.FILE, "tokenizer_config.json"]
 )
 def test_strange_json_in_an_export_is_a_finding(
     root: Path, copy: Callable[[str], Path], name: str, content: str
@@ -544,7 +544,7 @@ def test_strange_json_in_an_export_is_a_finding(
 
 
 @pytest.mark.parametrize("content", STRANGE)
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "hf/config.json"])
+@pytest.mark.parametrize("name", ["state.json"])
 def test_strange_json_in_a_checkpoint_is_a_finding(
     root: Path, copy: Callable[[str], Path], name: str, content: str
 ) -> None:
