@@ -20,6 +20,7 @@ from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
 from toolkit.data.chat.conversations import Chat, Rendered, learned_turns
+from toolkit.data.chat.habits import habits
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encoder import ACROSS, Encoder
@@ -162,7 +163,7 @@ def test_the_search_finds_what_the_first_try_finds(name, vocabulary, monkeypatch
     tokenizer = tokenizer_of(vocabulary, template)
     specials = tokenizer.all_special_tokens
     render = plain_render(template, tokenizer, tries)
-    known = masks.habits(render, specials, template.eos)
+    known = habits(render, specials, template.bos, template.eos)
     counts = []
     for first_try in (True, False):
         if not first_try:
@@ -204,7 +205,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
     tokenizer = tokenizer_of(vocabulary, template)
     specials = tokenizer.all_special_tokens
     render = plain_render(template, tokenizer, [])
-    known = masks.habits(render, specials, template.eos)
+    known = habits(render, specials, template.bos, template.eos)
     rng, right = random.Random(name), 0
     for _ in range(60):
         messages = awkward(name, rng)
@@ -217,6 +218,128 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
         assert texts == expected(name, messages), messages
         right += 1
     assert right > 50
+
+
+_EACH = "{%% for m in messages %%}%s{%% endfor %%}"
+_ASKED = "{%% if add_generation_prompt %%}%s{%% endif %%}"
+_PLAIN_TURN = "<|sh|>{{ m.role }}<|eh|>{{ m.content }}<|e|>"
+_LINE_TURN = "<|sh|>{{ m.role }}<|eh|>{{ '\\n' }}{{ m.content }}<|e|>{{ '\\n' }}"
+_IM_TURN = "<|im_start|>{{ m.role }}{{ '\\n' }}{{ m.content }}<|im_end|>{{ '\\n' }}"
+_THINK = "<|im_start|>assistant{{ '\\n' }}<think>{{ '\\n' }}"
+HARD = {
+    # The prompt ends every text, whether it was asked for or not.
+    "prompt_unasked": (_EACH % _PLAIN_TURN + "<|sh|>assistant<|eh|>", "%s<|e|>"),
+    "prompt_unasked_of_two_stop_tokens": (
+        "<s><|sh|>system<|eh|>Be nice.<|e|>"
+        + _EACH % _PLAIN_TURN.replace("<|e|>", "<|r|><|e|>")
+        + "<|sh|>assistant<|eh|>",
+        "%s<|r|><|e|>",
+    ),
+    # Other white space at the end of the prompt than at the end of the header.
+    "prompt_of_two_lines": (
+        _EACH % _LINE_TURN + _ASKED % "<|sh|>assistant<|eh|>{{ '\\n\\n' }}",
+        "%s<|e|>",
+    ),
+    "prompt_of_a_space": (
+        _EACH % _LINE_TURN + _ASKED % "<|sh|>assistant<|eh|>{{ ' ' }}",
+        "%s<|e|>",
+    ),
+    "no_prompt": (_EACH % _IM_TURN, "%s<|im_end|>"),
+    "turn_before_the_stop_token": (
+        _EACH % _PLAIN_TURN.replace("<|e|>", "{{ '\\n-- ' }}{{ loop.index }}<|e|>")
+        + _ASKED % "<|sh|>assistant<|eh|>",
+        "%s\n-- {turn}<|e|>",
+    ),
+    "length_before_the_stop_token": (
+        _EACH % _PLAIN_TURN.replace("<|e|>", "{{ '\\n-- ' }}{{ m.content | length }}<|e|>")
+        + _ASKED % "<|sh|>assistant<|eh|>",
+        "%s\n-- {length}<|e|>",
+    ),
+    # Words at the end of the prompt that the turns do not have.
+    "prompt_of_an_empty_thought": (
+        _EACH % _LINE_TURN
+        + _ASKED % "<|sh|>assistant<|eh|>{{ '\\n' }}<|channel>thought{{ '\\n' }}<channel|>",
+        "%s<|e|>",
+    ),
+    "prompt_of_words": (
+        _EACH % _LINE_TURN
+        + _ASKED % "<|sh|>assistant<|eh|>{{ '\\n' }}Here are my steps:{{ '\\n' }}",
+        "%s<|e|>",
+    ),
+    "begins_each_turn": (
+        _EACH % "<s>{{ m.role }}: {{ m.content }}<|e|>" + _ASKED % "<s>assistant: ",
+        "%s<|e|>",
+    ),
+    # The prompt stands after questions whether it was asked for or not.
+    "prompt_after_questions": (
+        "{% for m in messages %}{% if m.role == 'user' %}<|sh|>user<|eh|>{{ m.content }}<|e|>"
+        "{% if loop.last or loop.nextitem.role != 'user' %}<|sh|>assistant<|eh|>{% endif %}"
+        "{% else %}<|r|>{{ m.content }}<|e|>{% endif %}{% endfor %}",
+        "<|r|>%s<|e|>",
+    ),
+}
+ANSWERS = [
+    user("What is struck in <s>this</s>?"),
+    assistant("Here it is: <s>this</s>."),
+    user("Four words?"),
+    assistant("Four"),
+    user("Four"),
+    assistant("Here are the words."),
+]
+
+
+def hard_chat(vocabulary, text: str) -> Chat:
+    specials = ["<|sh|>", "<|eh|>", "<|e|>", "<|r|>", "<|im_start|>", "<|im_end|>"]
+    template = ChatTemplate("", templates.chatml, "</s>", specials, bos="<s>")
+    return Chat(tokenizer_of(vocabulary, template, text))
+
+
+@pytest.mark.parametrize("case", HARD)
+def test_what_follows_the_prompt_is_learned(case, vocabulary):
+    text, turn = HARD[case]
+    (result,) = hard_chat(vocabulary, text).render([Conversation(ANSWERS)])
+    numbered = [(i, m["content"]) for i, m in enumerate(ANSWERS) if m["role"] == "assistant"]
+    assert said(result) == [
+        (turn % c).replace("{turn}", str(i + 1)).replace("{length}", str(len(c)))
+        for i, c in numbered
+    ]
+    assert not result.notes
+
+
+def test_what_the_prompt_holds_is_no_answer(vocabulary):
+    thought = "<think>\nTwo and two.\n</think>\n\nFour."
+    chat = hard_chat(vocabulary, _EACH % _IM_TURN + _ASKED % _THINK)
+    (result,) = chat.render([Conversation([user("2 + 2?"), assistant(thought)] * 2)])
+    assert said(result) == [thought.removeprefix("<think>\n") + "<|im_end|>"] * 2
+    # Where the turn has another thought than the prompt, nothing is the answer to it.
+    chat = hard_chat(
+        vocabulary, _EACH % _IM_TURN + _ASKED % (_THINK + "{{ '\\n' }}</think>{{ '\\n' }}")
+    )
+    (result,) = chat.render([Conversation([user("2 + 2?"), assistant(thought)])])
+    assert "prompt for turn 1 (assistant) goes on with" in str(result)
+    assert "enable_thinking" in str(result)
+
+
+def test_results_of_tools_are_not_learned_though_they_stand_within_the_turn(vocabulary):
+    text = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|sh|>user<|eh|>{{ m.content }}<|e|>"
+        "{% elif m.role == 'assistant' %}{% if messages[loop.index0 - 1].role != 'tool' %}"
+        "<|sh|>assistant<|eh|>{% endif %}{% if m.tool_calls %}{% set call = m.tool_calls[0] %}"
+        "<|r|>{{ call.function.name }}({{ call.function.arguments | tojson }})<|r|>"
+        "{% if not loop.last %}{{ loop.nextitem.content }}{% endif %}"
+        "{% else %}{{ m.content }}<|e|>{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role == 'user' %}<|sh|>assistant<|eh|>"
+        "{% endif %}"
+    )
+    (result,) = hard_chat(vocabulary, text).render([Conversation(templates.CALLS)])
+    calls = ['look_up({"word": "tuple", "depth": 2})', None]
+    calls[1] = 'look_up({"where": {"in": ["docs"]}, "word": "a \\"set\\""})'
+    assert said(result) == [
+        f"<|r|>{calls[0]}<|r|>",
+        "A sequence that cannot change.<|e|>",
+        f"<|r|>{calls[1]}<|r|>",
+        "A collection without order.<|e|>",
+    ]
 
 
 # ---- Which turns
@@ -311,9 +434,24 @@ REFUSED = {
         "refuses turn 6 (assistant): Conversation roles must alternate",
     ),
     "depends_on_length": (
-        _LOOP % (_TURN + "{{ (messages[1].content | length) * 'x' }}"),
+        _LOOP % (_TURN + "{{ (messages[1].content.split() | length) * 'x' }}"),
         PLAIN,
         "cannot tell where turn 1 (assistant) ends",
+    ),
+    "stub": (
+        _LOOP
+        % _TURN.replace(
+            "{{ m.content }}",
+            "{% if m.content | length > 40 and not loop.last %}[...]{% else %}{{ m.content }}"
+            "{% endif %}",
+        ),
+        PLAIN,
+        "prints something else for turn 1 (assistant)",
+    ),
+    "no_prompt_and_words": (
+        _LOOP % _TURN.replace("{{ m.content", "{{ 'Sure! ' * (m.role == 'assistant') + m.content"),
+        PLAIN,
+        "no generation prompt that tells whether the assistant says it",
     ),
     "big_loop": ("{% for i in range(10**9) %}{% endfor %}", PLAIN, "Range too big"),
     "two_bos": ("<s><s>" + TEMPLATES["chatml"].stock, PLAIN, "expected one '<s>'"),

@@ -57,7 +57,7 @@ class Chat:
         chat_template: str | None = None,
     ) -> None:
         self.supervise = supervise
-        self.bos, self.eos = tokenizer.bos_token, tokenizer.eos_token
+        self.bos = tokenizer.bos_token
         specials = special_tokens(tokenizer)
         variables = dict(tokenizer.special_tokens_map)
         self.templates = {
@@ -97,11 +97,9 @@ class Chat:
             logger.error("interrupted at the conversation %.200r", conversation.messages)
             raise
         text, bos = marked.text, self.bos
-        # Where one token both begins and ends a text, it may stand anywhere.
-        if bos and (text.startswith(bos * 2) or (bos != self.eos and text.count(bos) > 1)):
+        if bos and text.startswith(bos * 2):  # further on it may begin each turn, or be said
             return BadRow(
-                f"expected one {bos!r} (the token that begins a text), got {text.count(bos)}: from "
-                "the chat template, or from a turn that holds it as text",
+                f"expected one {bos!r} where the text begins, got two from the chat template",
                 "several begin-of-sequence tokens",
             )
         spans = [(0, len(text))] if self.supervise == "all" else list(marked.turns.values())

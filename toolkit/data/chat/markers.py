@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from toolkit.data.chat.habits import Habits
 from toolkit.data.chat.mask_text import pattern_of
-from toolkit.data.chat.masks import Habits, Marked, Span
+from toolkit.data.chat.masks import Marked, Span
 from toolkit.data.sources.row_values import BadRow
 
 
@@ -71,5 +72,5 @@ def with_markers(
 
 
 def _only_marks(text: str, specials: Sequence[str]) -> bool:
-    rest = pattern_of(specials).sub("", text)
+    rest = pattern_of(tuple(specials)).sub("", text)
     return not re.sub(r"<[^<>\s]+>", "", rest).strip()

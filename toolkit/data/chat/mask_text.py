@@ -1,17 +1,18 @@
 """Small operations on text and turns for the search of turns in a rendering.
 
-Owns runs of special tokens, common beginnings and ends, and turns with a word put in. Refuses to
-know templates and what is searched for.
+Owns common beginnings, edges that cut no tag, and turns with a word put in. Refuses to know
+templates and what is searched for.
 """
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 Message = dict[str, Any]
 
-_TAG = re.compile(r"<[^<>\s]+>\s*$")
+_TAG = r"<[^<>\s]+>|\[/?[A-Z_]+\]"
 
 
 def absent(word: str, text: str) -> str:
@@ -20,12 +21,12 @@ def absent(word: str, text: str) -> str:
     return word
 
 
-def with_content(message: Message, content: str | None) -> Message:
-    return message if content is None else {**message, "content": content}
+def with_content(message: Message, content: str) -> Message:
+    return {**message, "content": content}
 
 
-def without_calls(message: Message) -> Message:
-    return {k: v for k, v in message.items() if k != "tool_calls"}
+def only_content(message: Message, content: str) -> Message:
+    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
 
 
 def with_call(
@@ -59,7 +60,8 @@ def with_call(
     return message, str(number)
 
 
-def said_in(message: Message) -> str:
+def text_of(message: Message) -> str:
+    """Return all that a turn says: content, reasoning, calls."""
     reasons = (message.get(k) for k in ("reasoning_content", "reasoning", "thinking"))
     calls = [c["function"] for c in message.get("tool_calls") or []]
     return "\n".join([message.get("content") or "", *map(str, filter(None, reasons)), str(calls)])
@@ -83,47 +85,46 @@ def common_start(first: str, *others: str) -> int:
     return length
 
 
-def common_end(first: str, second: str) -> int:
-    return common_start(first[::-1], second[::-1])
-
-
-def cuts(prompt: str) -> list[str]:
-    """Return a generation prompt, and it without the tags at its end (an opened `<think>`)."""
-    cuts = []
-    while prompt.strip():
-        cuts.append(prompt)
-        shorter = _TAG.sub("", prompt)
-        if shorter == prompt:
+def loose_start(prompt: str, text: str) -> tuple[int, int]:
+    """Return how far both agree but for white space: characters of `prompt`, and of `text`."""
+    a = b = 0
+    while a < len(prompt):
+        if b < len(text) and prompt[a] == text[b]:
+            a, b = a + 1, b + 1
+        elif prompt[a].isspace():
+            a += 1
+        elif b < len(text) and text[b].isspace():
+            b += 1
+        else:
             break
-        prompt = shorter
-    return cuts
+    return a, b
 
 
-def pattern_of(words: Sequence[str]) -> re.Pattern:
-    key = tuple(words)
-    if key not in _patterns:
-        longest_first = sorted(filter(None, key), key=len, reverse=True)
-        _patterns[key] = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-    return _patterns[key]
+@lru_cache(maxsize=64)
+def pattern_of(words: tuple[str, ...], tags: bool = False) -> re.Pattern[str]:
+    """Return what matches any of `words`, the longest first; with `tags`, `<think>` and such."""
+    longest_first = sorted(filter(None, words), key=len, reverse=True)
+    either = [*map(re.escape, longest_first), *([_TAG] if tags else [])]
+    return re.compile("|".join(either) or "(?!)")
 
 
-_patterns: dict[tuple[str, ...], re.Pattern] = {}
+def uncut(text: str, at: int, specials: Sequence[str]) -> int:
+    """Return `at`, or where the tag or special token begins that it lies within."""
+    for match in pattern_of(tuple(specials), tags=True).finditer(text):
+        if match.start() < at < match.end():
+            return match.start()
+    return at
 
 
-def run_of(words: Sequence[str], text: str) -> str:
-    """Return white space and the unbroken row of `words` that `text` begins with; may be empty."""
-    at = len(text) - len(text.lstrip())
-    begin, pattern = at, pattern_of(words)
-    while match := pattern.match(text, at):
-        at = match.end()
-    return text[:at] if at > begin else ""
+def spellings(content: str) -> Iterator[str]:
+    """Yield the content as a template may print it: as it is, or stripped."""
+    yield from dict.fromkeys((content, content.strip(), content.rstrip(), content.lstrip()))
 
 
-def first_of(words: Sequence[str], text: str) -> str:
-    at = len(text) - len(text.lstrip())
-    match = pattern_of(words).match(text, at)
-    return text[: match.end()] if match else ""
-
-
-def each_of(words: Sequence[str], text: str) -> list[str]:
-    return [match.group() for match in pattern_of(words).finditer(text)]
+def said_of(content: str) -> list[str]:
+    """Return the content, and what of it a template prints that leaves out what a tag ends, such as
+    reasoning; stripped.
+    """
+    tags = pattern_of((), tags=True).finditer(content)
+    rests = [content, *(content[tag.end() :] for tag in tags)]
+    return [rest.strip() for rest in rests if rest.strip()]

@@ -1,23 +1,28 @@
 """Which characters of a rendered conversation are the assistant's, found by rendering it.
 
-Owns the search for the turns' edges and the checks that every turn is printed. Refuses to know
-templates, tokenizers and processes: it gets a function that renders.
+Owns the search for the turns' edges. Refuses to know templates, tokenizers and processes: it gets a
+function that renders.
 
 [Note: masks from the template]
-A chat template says nothing about which characters are whose, unless it has generation markers. But
-it can be asked, by rendering changed conversations:
+What is learned of a turn is what a model would have to write after the prompt for it
+(`add_generation_prompt`), stop token included. A chat template says nothing about which characters
+these are, unless it has generation markers. But it can be asked, by rendering changed
+conversations:
 
 end     the content of a turn is replaced by a word that occurs nowhere else. What then follows the
         word must end the true rendering: so the place where that begins is where the content ends.
-        Two unlike words must agree. A turn with tool calls is replaced as a whole by such a content
-        or, where the template does not take that, the word is put into the last argument.
-stop    the special tokens that follow, as far as they end a conversation that ends there.
-start   where the prompt ends that the template makes for this turn (`add_generation_prompt`): as a
-        prefix of the whole, or else the nearest one before the content.
+        Two unlike words must agree, and the content must stand before that place. A turn with tool
+        calls is replaced as a whole by such a content or, where the template does not take that,
+        the word is put into the last argument.
+stop    what follows both where the conversation ends with the turn and where another turn comes
+        after it, up to its special tokens.
+start   where the prompt for this turn ends, if the rendering begins with it. If it does not (it
+        drops earlier reasoning, say), what follows the turn before is compared: all of the prompt
+        but white space, or what all answers share with it: its header.
 
 A first try replaces the contents of all turns at once: where the true rendering is exactly what
-stands around the words with the true contents between, nothing is left to search. That makes a
-handful of renderings for a conversation of any length; the search takes four for each turn.
+stands around the words with the true contents between, the ends are known. The search takes some
+four renderings for each turn.
 
 The words are plain letters and digits, so that a template that escapes or trims does not change
 them. What cannot be found is refused: a mask that is wrong by one turn trains without an error.
@@ -27,19 +32,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from toolkit.data.chat.habits import Habits, closings_of, ends_in_special
 from toolkit.data.chat.mask_text import (
     Message,
-    common_end,
     common_start,
-    cuts,
-    each_of,
-    first_of,
+    loose_start,
+    only_content,
     pattern_of,
-    run_of,
-    said_in,
+    said_of,
+    spellings,
+    text_of,
+    uncut,
     with_call,
     with_content,
-    without_calls,
 )
 from toolkit.data.chat.printed import check_printed
 from toolkit.data.chat.rendering import Render, Rendering
@@ -49,7 +54,6 @@ Span = tuple[int, int]
 NO_STOP = "assistant turns without a stop token"
 UNCHECKED = "conversations whose generation markers could not be checked"
 
-_WORD = "Qz4vKx7Wb"
 _NUMBERS = (4017293651, 9382650747)
 _SURELY = 12
 """Others' contents of so many characters are looked for in a span."""
@@ -58,19 +62,8 @@ _SURELY = 12
 class NotFound(BadRow):
     """The edges of a turn cannot be found; generation markers may still tell them."""
 
-
-@dataclass(frozen=True)
-class Habits:
-    """What a template does whatever the conversation: see `habits`.
-
-    Attributes:
-        prompt: what `add_generation_prompt` puts after a user's turn.
-        stops: the special tokens right after the content of a last turn; where there are none, the
-            text there.
-    """
-
-    prompt: str = ""
-    stops: tuple[str, ...] = ()
+    def __init__(self, said: str, reason: str = "no edges") -> None:
+        super().__init__(said, reason)
 
 
 @dataclass
@@ -88,25 +81,6 @@ class Marked:
     notes: Counter = field(default_factory=Counter)
 
 
-def habits(render: Render, specials: Sequence[str], eos: str | None) -> Habits:
-    """Return what the template puts around an answer, from renderings of a smallest conversation.
-
-    A template that does not take that conversation (one that wants a system turn, say) gives the
-    end-of-sequence token alone.
-    """
-    user = {"role": "user", "content": "Hello"}
-    default = (eos,) if eos else ()
-    try:
-        bare, asked = render([user]), render([user], prompt=True)
-        told = render([user, {"role": "assistant", "content": _WORD}])
-    except Exception:
-        return Habits(stops=default)
-    tail = told.rpartition(_WORD)[2] if _WORD in told else ""
-    prompt = asked[len(bare) :] if asked.startswith(bare) else ""
-    ends = each_of(specials, run_of(specials, tail)) or [*filter(None, [tail.strip()])]
-    return Habits(prompt, tuple(dict.fromkeys([*ends, *default])))
-
-
 def mark(
     render: Render,
     messages: list[Message],
@@ -118,9 +92,7 @@ def mark(
 ) -> Marked:
     """Return the rendering of `messages` with the characters of the turns `wanted`.
 
-    The characters of a turn are what a model is to write after the prompt for it: its reasoning
-    where the template prints that, content, tool calls, and the stop token. See [Note: masks from
-    the template].
+    See [Note: masks from the template].
 
     Args:
         render: renders messages; `render(..., tools=False)` leaves the tools out.
@@ -146,6 +118,8 @@ class _Search:
         self.view, self.wanted, self.specials, self.known = view, wanted, specials, known
         self.text, self.messages, self.words = view.text, view.messages, view.words
         self.notes: Counter = Counter()
+        self.headers: set[tuple[str, str]] = set()
+        """The headers of turns, and what prompts have after them that the turns do not have."""
 
     def found(self) -> Marked:
         """Return the turns with their edges, after the checks on them."""
@@ -153,30 +127,28 @@ class _Search:
         marked = Marked(self.text, notes=self.notes)
         before = 0
         for i in self.wanted:
-            if i in contents:
-                low, end = contents[i]
-                stop = self._stop(i, end, None)
-            else:
-                low, stop = self._one_by_one(i)
-            begin, proven = self._start(i, low, before)
-            self._check(i, begin, stop, before, proven)
+            low, end, call = (*contents[i], None) if i in contents else self._content(i)
+            stop = self._stop(i, end, call)
+            begin, exactly = self._start(i, low, end, before, whole=i in contents)
+            self._check(i, begin, stop, before, exactly)
             marked.turns[i] = (begin, stop)
             before = stop
         return marked
 
+    # ---- Contents
+
     def _all_at_once(self) -> dict[int, Span]:
-        """Return turn -> its characters in the text, found for all turns by one rendering.
+        """Return turn -> its content's characters, found for all turns by one rendering.
 
         What stands around the words must make up the true rendering, with the true contents
         between; a turn with tool calls ends where what follows it comes for the only time.
         """
         calls = {i for i in self.wanted if self.messages[i].get("tool_calls")}
         for turns in (self.wanted, [i for i in self.wanted if i not in calls]):
-            changes = {
-                i: with_content(without_calls(self.messages[i]), self.view.word(i)) for i in turns
-            }
+            changes = {i: only_content(self.messages[i], self.view.word(i)) for i in turns}
             text = self.view.changed(changes) if turns else None
-            if text is not None and (found := self._filled(text, turns, calls)):
+            found = {} if text is None else self._filled(text, turns, calls)
+            if found and all(self._before_next(i, found[i][1]) for i in calls & {*found}):
                 return found
             if not calls:
                 break
@@ -205,25 +177,33 @@ class _Search:
         if calls:
             end = self.text.find(following, at) if following else -1
             return end if end >= 0 and self.text.find(following, end + 1) < 0 else None
-        content = self.messages[i].get("content") or ""
-        for said in (content, content.strip(), content.rstrip(), content.lstrip()):
+        for said in spellings(self.messages[i].get("content") or ""):
             if self.text.startswith(said + following, at):
                 return at + len(said)
         return None
 
-    def _one_by_one(self, i: int) -> Span:
-        """Return a bound for the start of turn `i`, and its end with the stop token."""
+    def _content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
+        """Return a bound for the start of turn `i`, its end but for the stop token, and the change
+        of a tool call that found it.
+        """
         message = self.messages[i]
-        # As a whole: what follows a turn that only says the word.
-        plain = [(with_content(without_calls(message), word), word) for word in self.words]
-        try:
-            low, end = self._between(i, plain)
-            return low, self._stop(i, end, None)
-        except NotFound:
-            if not message.get("tool_calls"):
-                raise
-        beside = [(with_content(message, word), word) for word in self.words]
-        tried = [self.view.changed({i: changed}) for changed, _ in (*plain, *beside)]
+        content, calls = message.get("content") or "", message.get("tool_calls")
+        like = self.view.words_like(content)
+        for words in (self.words, like) if like and not calls else (self.words,):
+            try:
+                low, end = self._between(i, [(only_content(message, w), w) for w in words])
+            except NotFound:
+                if words is like or not (like or calls):
+                    raise
+                continue
+            if not calls:
+                self._check_content(i, content, end)
+            elif not self._before_next(i, end):
+                continue
+            return low, end, None
+        before, after = self.messages[:i], self.messages[i + 1 :]
+        plain = [f(message, w) for f in (with_content, only_content) for w in self.words]
+        tried = [self.view.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
         low = common_start(self.text, *(text for text in tried if text is not None))
         for where in ("argument", "name"):
             pairs = zip(self.words, _NUMBERS, strict=True)
@@ -235,15 +215,16 @@ class _Search:
                 inner, end = self._between(i, changes)
             except NotFound:
                 continue
-            return min(low, inner), self._stop(i, end, changes[0])
-        raise NotFound(f"cannot tell where {self.view.named(i)} ends in the rendering", "no edges")
+            if self._before_next(i, end):
+                return min(low, inner), end, changes[0]
+        raise NotFound(f"cannot tell where {self.view.named(i)} ends in the rendering")
 
     def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
         """Return how far all renderings agree, and where what follows the words begins."""
         tried = (self.view.changed({i: message}) for message, _ in changes)
         texts = [text for text in tried if text is not None]
         if len(texts) < len(changes):
-            raise NotFound(f"the chat template refuses {self.view.named(i)} changed", "no edges")
+            raise NotFound(f"the chat template refuses {self.view.named(i)} changed")
         tails = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
@@ -253,103 +234,205 @@ class _Search:
                     "turn printed twice",
                 )
             if word not in text:
-                raise NotFound(f"the chat template does not print {self.view.named(i)}", "no edges")
+                raise NotFound(f"the chat template does not print {self.view.named(i)}")
             tails.append(text.rpartition(word)[2])
         if tails[0] != tails[1] or not self.text.endswith(tails[0]):
             raise NotFound(
-                f"cannot tell where {self.view.named(i)} ends: what follows it depends on it",
-                "no edges",
+                f"cannot tell where {self.view.named(i)} ends: what follows it depends on it"
             )
         return common_start(self.text, *texts), len(self.text) - len(tails[0])
 
-    def _stop(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
-        """Return where turn `i` ends with its stop token; `end` is where the part known ends."""
-        if call is None and (run := run_of(self.known.stops, self.text[end:])):
-            if not each_of(self.specials, run):
-                self.notes[NO_STOP] += 1
-            return end + len(run)
-        tail = self._tail(i, end, call)
-        if call is not None:
-            for stop in sorted(self.known.stops, key=len, reverse=True):
-                closed = tail.partition(stop)[0] + stop
-                if stop in tail and self.text.startswith(closed, end):
-                    return end + len(closed) + len(run_of(self.known.stops, tail[len(closed) :]))
-            shared = tail[: common_start(tail, self.text[end:])]
-            lasts = [m.end() for m in pattern_of(self.specials).finditer(shared)]
-            if lasts:
-                return end + lasts[-1]
-            self.notes[NO_STOP] += 1
-            return end + len(shared.rstrip())
-        # Where the last turn ends in a special token, the one that stands here is of its kind.
-        if run_of(self.specials, tail) and (run := first_of(self.specials, self.text[end:])):
-            return end + len(run)
-        self.notes[NO_STOP] += 1
-        return end
-
-    def _tail(self, i: int, end: int, call: tuple[Message, str] | None) -> str:
-        """Return what follows the known part of turn `i` where the conversation ends with it."""
-        if i == len(self.messages) - 1:
-            return self.text[end:]
-        message, word = call or (with_content(self.messages[i], self.words[0]), self.words[0])
-        text = self.view.tried([*self.messages[:i], message])
-        return text.rpartition(word)[2] if text is not None and word in text else ""
-
-    def _start(self, i: int, low: int, before: int) -> tuple[int, bool]:
-        """Return where turn `i` begins: after the prompt for it, at `low` at the latest.
-
-        And whether the text before is just what the template prints of the turns before.
+    def _before_next(self, i: int, end: int) -> bool:
+        """Return whether the turn after turn `i` is printed after `end`: no result of a tool call
+        is part of it.
         """
-        prompt = self.known.prompt
-        if prompt and self.text.endswith(prompt, before, low):
-            return low, False
-        asked, bare = (
-            self.view.tried(self.messages[:i], prompt=True),
-            self.view.tried(self.messages[:i]),
-        )
-        if asked and self.text.startswith(asked) and before <= len(asked) <= low:
-            return len(asked), True
-        prompts = {prompt}
-        if asked and bare is not None and asked.startswith(bare):
-            prompts.add(asked[len(bare) :])
-        headers = {cut for p in prompts for cut in cuts(p)}
-        for bare_ends in (False, True):  # last, where white space after it differs: what both have
-            ends = []
-            for header in headers:
-                looked_for = header.rstrip() if bare_ends else header
-                at = self.text.rfind(looked_for, before, low)
-                if at >= 0:
-                    ends.append(at + common_start(header, self.text[at:low]))
-            if ends:
-                return max(ends), False
-        if asked:  # no prompt of its own: what ends the turn before it starts the answer
-            ends = [m.end() for m in pattern_of(self.specials).finditer(self.text, before, low)]
-            spaces = before + len(self.text[before:low].rstrip())  # before those of the content
-            shared = {at: common_end(self.text[before:at], asked) for at in (low, spaces, *ends)}
-            at = max(shared, key=lambda place: shared[place])
-            if pattern_of(self.specials).search(self.text, at - shared[at], at):
-                return at, False
+        if i == len(self.messages) - 1:
+            return True
+        following = (with_content(self.messages[i + 1], word) for word in self.words)
+        texts = [self.view.changed({i + 1: message}) for message in following]
+        return end <= common_start(self.text, *(text for text in texts if text is not None))
+
+    def _check_content(self, i: int, content: str, end: int) -> None:
+        """Refuse a turn in whose place the template prints something else, such as a stub.
+
+        The content may come without what a tag in it ends, such as reasoning. Of other changes
+        (letters escaped) a word of its length knows nothing.
+        """
+        before = self.text[:end].rstrip()
+        if any(before.endswith(said) for said in said_of(content)):
+            return
+        word = (self.view.words_like(content) or [""])[0]
+        text = self.view.changed({i: with_content(self.messages[i], word)}) if word else None
+        if content.strip() and (text is None or word not in text):
+            raise NotFound(f"the chat template prints something else for {self.view.named(i)}")
+
+    # ---- Stop tokens
+
+    def _stop(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
+        """Return where turn `i` ends with its stop token; `end` is where its content ends."""
+        rest = self.text[end:]
+        closings = [c for c in self.known.closings if rest.startswith(c)]
+        if call is not None or not closings:
+            last, middle = self._tails(i, rest, call)
+            closings = [
+                closing
+                for closing in closings_of(
+                    last, middle, self.specials, self.known.openers, calls=call is not None
+                )
+                if rest.startswith(closing)
+            ]
+            if not closings and pattern_of(tuple(self.specials)).sub("", last).strip():
+                raise NotFound(
+                    f"cannot tell where {self.view.named(i)} ends: {last[:60]!r} follows it at the "
+                    f"end of a conversation, {middle[:60]!r} amid it"
+                )
+        closing = max(closings, key=len, default="")
+        if not ends_in_special(closing, self.specials):
+            self.notes[NO_STOP] += 1
+        return end + len(closing)
+
+    def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
+        """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
+        word = [*self.view.words_like(self.messages[i].get("content") or ""), self.words[0]][0]
+        message, word = call or (only_content(self.messages[i], word), word)
+        turns = [*self.messages[:i], message]
+        amid = i < len(self.messages) - 1
+        following = [] if amid else [{"role": "user", "content": self.words[1]}]
+        text = self.view.tried([*turns, *following])
+        if text is not None and word in text:
+            text = text.rpartition(word)[2].partition(self.words[1])[0]
+        elif amid:
+            raise NotFound(f"the chat template lets no conversation end with {self.view.named(i)}")
+        else:
+            text = rest
+        return (text, rest) if amid else (rest, text)
+
+    # ---- Starts
+
+    def _start(self, i: int, low: int, end: int, before: int, whole: bool) -> tuple[int, bool]:
+        """Return where turn `i` begins: after the prompt for it.
+
+        And whether the text before is exactly that prompt. `whole`: its content begins at `low`.
+        """
+        asked = self.view.tried(self.messages[:i], prompt=True)
+        if asked is not None and i and not self.text.startswith(asked):
+            for header, further in self.headers if whole else ():
+                repeated = self.text[low:].lstrip()[:1] == further.lstrip()[:1]
+                here = self.text.endswith(header, before, low)
+                if here and not repeated and asked.endswith(header + further):
+                    return low, False
+            return self._after_the_turn_before(i), False
+        if asked is None or not self.text.startswith(asked):
+            prompt = self.known.prompt
+            if prompt.strip() and self.text.count(prompt, before, low) == 1:
+                return self.text.find(prompt, before) + len(prompt), False
+            raise NotFound(f"the chat template gives no prompt for {self.view.named(i)}")
+        if not before <= len(asked) <= end:
+            raise NotFound(f"the prompt for {self.view.named(i)} ends in another turn")
+        constant = self.text[len(asked) : low]
+        bare = asked if not constant.strip() else self.view.tried(self.messages[:i])
+        return len(asked) + self._header(i, constant, asked != bare), True
+
+    def _header(self, i: int, constant: str, prompted: bool) -> int:
+        """Return how much of what stands before any content of turn `i` is its header.
+
+        Nothing, where a prompt came before it: then the model is to write it.
+        """
+        if prompted or self.known.unasked or not constant.strip():
+            return 0
+        if self.known.prompt.strip() and constant.startswith(self.known.prompt):
+            return len(self.known.prompt)
         raise NotFound(
-            f"cannot tell where {self.view.named(i)} begins in the rendering", "no edges"
+            f"the chat template prints {constant[:60]!r} before {self.view.named(i)}, and no "
+            "generation prompt that tells whether the assistant says it"
         )
 
-    def _check(self, i: int, begin: int, end: int, before: int, proven: bool) -> None:
+    def _after_the_turn_before(self, i: int) -> int:
+        """Return where turn `i` begins, from what follows the turn before, here and in the prompt.
+
+        Each is what follows a word in place of that turn's content: `full` in the conversation,
+        `prompt` in the prompt for turn `i`, `bare` without the prompt, `tries` with a word in the
+        place of turn `i`, and what stands before that word.
+        """
+        word = f"{self.words[0]}b"
+        turns = [*self.messages]
+        turns[i - 1] = with_content(turns[i - 1], word)
+
+        def after(messages: list[Message], prompt: bool = False) -> str | None:
+            text = self.view.tried(messages, prompt=prompt)
+            return text.partition(word)[2] if text is not None and text.count(word) == 1 else None
+
+        full, prompt, bare = after(turns), after(turns[:i], True), after(turns[:i])
+        for rest in (turns[i + 1 :], []):  # a word for tool calls: their results may not follow
+            plain = [{"role": turns[i]["role"], "content": w} for w in self.words]
+            answers = [[*turns[:i], answer, *rest] for answer in plain]
+            pairs = [(w, after(answer)) for w, answer in zip(self.words, answers, strict=True)]
+            tries = [text.partition(w)[0] for w, text in pairs if text is not None and w in text]
+            if len(tries) == len(pairs):
+                break
+        if (
+            full is None
+            or prompt is None
+            or bare is None
+            or not self.text.endswith(full)
+            or not tries
+        ):
+            raise NotFound(f"cannot tell where {self.view.named(i)} begins in the rendering")
+        return len(self.text) - len(full) + self._prompt_end(i, full, prompt, bare, tries)
+
+    def _prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
+        if full.startswith(prompt):
+            constant = tries[0][len(prompt) :] if tries[0].startswith(prompt) else ""
+            return len(prompt) + self._header(i, constant, prompt != bare)
+        of_prompt, at = loose_start(prompt, full)
+        if of_prompt == len(prompt):  # but for white space
+            of_prompt, place = loose_start(prompt, tries[0])
+            space = tries[0][place:] if of_prompt == len(prompt) else ""
+            return at + (len(space) if not space.strip() and full.startswith(space, at) else 0)
+        shared = uncut(prompt, common_start(prompt, *tries), self.specials)
+        shared = uncut(tries[0], shared, self.specials)
+        header = uncut(prompt, common_start(prompt, bare), self.specials)
+        held = uncut(prompt, common_start(prompt, full), self.specials)
+        constant = tries[0][shared:]
+        if (
+            len({*tries}) != 1
+            or not prompt[header:shared].strip()
+            or held < shared
+            or (constant and not constant.strip())
+            or pattern_of(tuple(self.specials), tags=True).search(prompt[shared:held])
+        ):
+            raise NotFound(
+                f"the chat template's prompt for {self.view.named(i)} goes on with "
+                f"{prompt[held:][:60]!r}, the conversation does not; other chat_template_kwargs "
+                "may fit it (enable_thinking, say)"
+            )
+        if not constant:
+            self.headers.add((prompt[:shared], prompt[shared:]))
+        return shared
+
+    # ---- Checks
+
+    def _check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
         """Refuse a span that is empty, overlaps the one before, or holds what others said."""
-        own = said_in(self.messages[i])
-        inside = self.text[begin:end]
-        prompt = self.known.prompt
+        own, inside = text_of(self.messages[i]), self.text[begin:end]
+        prompt = self.known.prompt.strip()
         others = [
             (m.get("content") or "").strip()
-            for j, m in self.view.turns()
+            for _, m in self.view.turns()
             if m["role"] != "assistant"
         ]
         others = [said for said in others if len(said) > _SURELY and said not in own]
+        calls = self.messages[i].get("tool_calls") or []
+        names = [call["function"]["name"] for call in calls]
+        contents = said_of(self.messages[i].get("content") or "") if calls else []
         if (
             begin < before
             or end <= begin
-            or (not proven and len(prompt) > 2 and prompt in inside and prompt not in own)
+            or (not exactly and len(prompt) > 2 and prompt in inside and prompt not in own)
             or any(said in inside for said in others)
+            or any(name not in inside for name in names)
+            or (contents and not any(said in inside for said in contents))
         ):
             raise NotFound(
-                f"the rendering of {self.view.named(i)} cannot be told from the turns around it",
-                "no edges",
+                f"the rendering of {self.view.named(i)} cannot be told from the turns around it"
             )

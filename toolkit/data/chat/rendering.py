@@ -3,14 +3,12 @@
 Owns the words that are put in, and whom a refusal names. Refuses to know what is searched for.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from toolkit.data.chat.habits import Render
 from toolkit.data.chat.mask_text import Message, absent
 from toolkit.data.sources.row_values import BadRow
-
-Render = Callable[..., str]
-"""render(messages, prompt=False) -> text; raises whatever the template raises."""
 
 REFUSED = "refused by template"
 
@@ -37,6 +35,11 @@ class Rendering:
         """Return a word for turn `i`, when several turns are changed."""
         return f"{self.words[0]}n{i}n"
 
+    def words_like(self, content: str) -> list[str]:
+        """Return two words as long as `content`; none where it is too short."""
+        words = [(word * (1 + len(content) // len(word)))[: len(content)] for word in self.words]
+        return words if len(content) > 3 and not any(w in self.text for w in words) else []
+
     def named(self, i: int) -> str:
         """Return a turn for a message."""
         return f"turn {i} ({self.messages[i].get('role')})"
@@ -53,19 +56,13 @@ class Rendering:
         """Return the rendering, None where the template raises: it may judge what it is given."""
         try:
             return self.render(messages, **options)
-        except MemoryError:
-            raise
         except Exception:
             return None
 
     def _whole(self) -> str:
         try:
             return self.render(self.messages)
-        except MemoryError:
-            raise
         except Exception as error:
-            if type(error).__name__ == "TemplateSyntaxError":  # Jinja's: no turn is to blame
-                raise
             raise self._refused(error) from error
 
     def _refused(self, error: Exception) -> BadRow:

@@ -21,9 +21,10 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from transformers.utils import chat_template_utils
 
+from toolkit.data.chat.habits import Habits, habits
 from toolkit.data.chat.markers import with_markers
 from toolkit.data.chat.mask_text import Message
-from toolkit.data.chat.masks import UNCHECKED, Habits, Marked, NotFound, habits, mark
+from toolkit.data.chat.masks import UNCHECKED, Marked, NotFound, mark
 from toolkit.data.chat.rendering import REFUSED
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
@@ -115,7 +116,9 @@ class Template:
 
             if len(self._habits) > 100:
                 self._habits.clear()
-            self._habits[key] = habits(render, self.specials, self.variables.get("eos_token"))
+            self._habits[key] = habits(
+                render, self.specials, *map(self.variables.get, ("bos_token", "eos_token"))
+            )
         return self._habits[key]
 
     def _render(

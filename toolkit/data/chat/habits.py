@@ -1,0 +1,125 @@
+"""What a chat template puts around an answer, whatever the conversation.
+
+Owns what ends a turn. Refuses to know conversations and what is learned of them.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from toolkit.data.chat.mask_text import common_start, pattern_of, uncut
+
+Render = Callable[..., str]
+"""render(messages, prompt=False) -> text; raises whatever the template raises."""
+
+_USER, _ANSWER, _NEXT = "Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls"
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a template does with a question, an answer, a question.
+
+    Attributes:
+        prompt: what `add_generation_prompt` adds to a question; where it adds nothing, the header
+            of the answer, if it is built as that of the question is.
+        unasked: a generation prompt ends every text, whether it was asked for or not.
+        closings: what may follow an answer, up to and with its stop token.
+        openers: special tokens that begin a turn or end its header, and so end no answer.
+    """
+
+    prompt: str = ""
+    unasked: bool = False
+    closings: tuple[str, ...] = ()
+    openers: tuple[str, ...] = ()
+
+
+def habits(render: Render, specials: Sequence[str], bos: str | None, eos: str | None) -> Habits:
+    """Return the habits of a template: none where it takes no such conversation."""
+    user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
+    system = {"role": "system", "content": "Answer."}
+    for before in ([], [system]):
+        try:
+            bare, asked = render([*before, user]), render([*before, user], prompt=True)
+            last = render([*before, user, answer])
+            middle = render([*before, user, answer, {"role": "user", "content": _NEXT}])
+        except Exception:  # the template raises what it likes
+            continue
+        if all(word in middle for word in (_USER, _ANSWER, _NEXT)) and _ANSWER in last:
+            break
+    else:
+        return Habits()
+    header = [match.group() for match in _special(specials).finditer(bare.partition(_USER)[0])]
+    begins = [special for special in header if special != bos][:1]
+    openers = tuple({*header[:1], *begins, *header[-1:]} - {eos})
+    ends = last.rpartition(_ANSWER)[2]
+    before_next = middle.partition(_ANSWER)[2].partition(_NEXT)[0]
+    closings = closings_of(ends, before_next, specials, openers)
+    prompt = asked[uncut(asked, common_start(asked, bare), specials) :]
+    if prompt.strip():
+        return Habits(prompt, False, closings, openers)
+    try:  # what follows a question that no answer follows
+        other = render([*before, user, {"role": "user", "content": _NEXT}])
+    except Exception:
+        other = ""
+    for text, longer in ((ends, before_next), (bare, other)):
+        rest = text[uncut(text, common_start(text, longer), specials) :] if longer else ""
+        if pattern_of((eos or "",)).sub("", rest).strip() and last.startswith(bare):
+            return Habits(rest, True, closings, openers)
+    prompt = last.removeprefix(bare).partition(_ANSWER)[0]
+    same = _shape(bare.partition(_USER)[0]).endswith(_shape(prompt))
+    built = other.startswith(bare) and last.startswith(bare) and same
+    return Habits(prompt if built else "", False, closings, openers)
+
+
+def closings_of(
+    last: str,
+    middle: str,
+    specials: Sequence[str],
+    openers: Sequence[str],
+    *,
+    calls: bool = False,
+) -> tuple[str, ...]:
+    """Return what may close a turn, stop token at its end; empty where nothing does.
+
+    Args:
+        last: what follows the turn where the conversation ends with it.
+        middle: what follows it where another turn comes after it.
+        specials: special tokens, as text.
+        openers: see `Habits`.
+        calls: whether special tokens apart from each other may end the turn, as around tool calls.
+    """
+    both = last[: uncut(last, common_start(last, middle), specials)]
+    end = None
+    for special in _special(specials).finditer(both):
+        apart = not calls and special.start() != end
+        if end is not None and (special.group() in openers or apart):
+            break
+        end = special.end()
+    else:
+        if calls and both[end:].strip():  # the end of a call that is no special token
+            end = len(both.rstrip())
+    if end is not None:
+        return (both[:end],)
+    if both.strip() and len(both) >= len(last.rstrip()):
+        return (both.rstrip(),)
+    if both.strip():
+        return ()
+    firsts = []  # another stop token at the end than amid, or only there
+    for text in (last, middle):
+        match = _special(specials).match(text, len(text) - len(text.lstrip()))
+        if match is not None and match.group() not in openers:
+            firsts.append(text[: match.end()])
+    return tuple(firsts) if last.strip() else ()
+
+
+def ends_in_special(text: str, specials: Sequence[str]) -> bool:
+    return any(text.endswith(special) for special in specials if special)
+
+
+def _special(specials: Sequence[str]) -> re.Pattern[str]:
+    return pattern_of(tuple(specials))
+
+
+def _shape(header: str) -> str:
+    """Return a header with a letter for each word: the roles differ, the rest does not."""
+    return re.sub(r"[^\W_]+", "w", header)
