@@ -159,7 +159,7 @@ def test_a_key_becomes_a_setting(translated, tmp_path, fsdp, sharding) -> None:
                 "fsdp_min_num_params": 1000,
                 "fsdp_transformer_layer_cls_to_wrap": "LlamaMLP",  # which Accelerate ignores then
             },
-            ["SIZE_BASED_WRAP with fsdp_min_num_params", "sharding.sublayer_units"],
+            ["SIZE_BASED_WRAP: each decoder layer", "sharding.sublayer_units"],
         ),
         ({"fsdp_backward_prefetch": "NO_PREFETCH"}, ["NO_PREFETCH", "sharding.backward_prefetch"]),
         ({"fsdp_backward_prefetch": "BACKWARD_POST"}, ["BACKWARD_POST: FSDP2 always gathers"]),
@@ -183,30 +183,12 @@ def test_a_key_that_cannot_be_honoured_is_named(translated, fsdp, said) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "sharding"),
-    [
-        ({}, {}),
-        ({"fsdp_sharding_strategy": "FULL_SHARD"}, {}),
-        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}),
-        ({"fsdp_sharding_strategy": 2}, {"reshard_after_forward": False}),
-        ({"fsdp_sharding_strategy": "NO_SHARD"}, {"dp_shard": 1}),
-        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"dp_shard": 2}),
-        (
-            {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"},
-            {"dp_shard": 2, "reshard_after_forward": False},
-        ),
-        # Where `accelerate config` writes the strategy.
-        ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}),
-        ({"fsdp_reshard_after_forward": "FULL_SHARD"}, {}),
-    ],
+    "fsdp", [{}, {"fsdp_version": 1}, {"fsdp_sharding_strategy": "FULL_SHARD"}, {"fsdp_version": 3}]
 )
-def test_the_strategies_of_version_1(translated, fsdp, sharding) -> None:
-    for version in ({}, {"fsdp_version": 1}):  # 1 is Accelerate's default
-        settings, notes = translated(version | fsdp)
-        del settings["sharding.param_dtype"]
-        assert settings == {f"sharding.{name}": value for name, value in sharding.items()}
-        assert len(notes) == 1
-        assert "FSDP2 runs" in notes[0]
+def test_version_1_is_refused_with_the_command_that_converts(translated, fsdp) -> None:
+    """1 is Accelerate's default, where a YAML names no version."""
+    with pytest.raises(LaunchError, match=r"shards with FSDP2.*accelerate to-fsdp2 --config_file"):
+        translated(fsdp)
 
 
 @pytest.mark.parametrize(
@@ -304,13 +286,11 @@ def test_gradient_accumulation_set_by_hand(environment) -> None:
 @pytest.mark.parametrize(
     ("fsdp", "said"),
     [
-        ({"fsdp_version": 3}, "fsdp_version .* must be one of 1, 2, got 3"),
         ({"fsdp_offload_params": "maybe"}, "fsdp_offload_params .* true or false, got maybe"),
         ({"fsdp_reshard_after_forward": "FULL_SHARD"}, "must be true or false, got full_shard"),
         ({"fsdp_auto_wrap_policy": "SOME"}, "one of TRANSFORMER_BASED_WRAP, .*got SOME"),
         ({"fsdp_state_dict_type": "WHOLE"}, "fsdp_state_dict_type .* got WHOLE"),
         ({"fsdp_backward_prefetch": "4"}, "fsdp_backward_prefetch .* got 4"),
-        ({"fsdp_sharding_strategy": "SOME"}, "fsdp_sharding_strategy .* got SOME"),
     ],
 )  # fmt: skip
 def test_a_value_that_accelerate_does_not_know_either(translated, fsdp, said) -> None:
@@ -440,7 +420,7 @@ def test_the_environment_is_read_once_and_by_nobody_else(launched, capsys) -> No
 
 
 def test_other_ranks_do_not_repeat_the_notes(launched, monkeypatch, capsys) -> None:
-    launched({"fsdp_version": 1, "fsdp_offload_params": True})
+    launched({"fsdp_version": 2, "fsdp_offload_params": True, "fsdp_sharding_strategy": 2})
     monkeypatch.setenv("RANK", "1")
     assert launch.settings()["sharding.cpu_offload"] is True
     assert capsys.readouterr().err == ""

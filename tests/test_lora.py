@@ -26,14 +26,14 @@ from toolkit.adapters.switch import has_moved
 from toolkit.checkpoint import disk
 from toolkit.checkpoint import saving as checkpoint
 from toolkit.checkpoint.summary import render, summarise
-from toolkit.config import parse
-from toolkit.config.settings import (
+from toolkit.config import (
     CheckpointConfig,
     FinetuneConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
     ShardingConfig,
+    parse,
 )
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError
 from toolkit.formats.hf_folder import HFAssets

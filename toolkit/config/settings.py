@@ -7,7 +7,7 @@ files that a run will read.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.config.ranges import (
     AllOrCount,
@@ -22,8 +22,7 @@ from toolkit.config.ranges import (
 from toolkit.errors import ConfigError
 
 MAX_SHARD_SIZE = "5GB"
-"""Largest weight file of an export, where nothing else is asked for."""
-
+"""Of one weight file of an export."""
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal[
     "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"
@@ -420,16 +419,13 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.r:
             return
-        changed = [f.name for f in dataclasses.fields(self) if not _is_default(self, f)]
+        fields = dataclasses.fields(self)
+        changed = [f.name for f in fields if getattr(self, f.name) not in (f.default, [])]
         if changed:
             raise ConfigError(
                 f"{', '.join(f'lora.{name}' for name in changed)} without lora.r does nothing; set "
                 "the rank of the adapters, such as lora.r: 16"
             )
-
-
-MAX_SHARD_SIZE = "5GB"
-"""Of one weight file of an export."""
 
 
 @dataclass(frozen=True)
@@ -440,8 +436,7 @@ class CheckpointConfig:
     """A checkpoint every so many steps, and at the end."""
     save_total_limit: AtLeast2 | None = 2
     """Keep the newest so many (at least 2, so that one is whole while another is written); empty:
-    all.
-    """
+    all."""
     save_permanent_steps: AtLeast1 | None = None
     """Keep the checkpoints of these steps for good: a multiple of save_steps; empty: none."""
     keep_best: bool | NotNegative = False
@@ -453,17 +448,14 @@ class CheckpointConfig:
     async_save: bool = False
     """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
     which costs each process its parameters and optimizer state once more there. Off: when the loop
-    goes on, the checkpoint is on the disk.
-    """
+    goes on, the checkpoint is on the disk."""
     root: str | None = None
     """Folder or URL of an object store, such as s3://bucket/run, that holds this run's checkpoints;
     empty: output_dir, which keeps everything else in any case. A store needs its fsspec driver
-    (s3fs, gcsfs, adlfs) and finds its credentials where that driver looks for them.
-    """
+    (s3fs, gcsfs, adlfs) and finds its credentials where that driver looks for them."""
     export_steps: AtLeast1 | None = None
     """Write the model as a Hugging Face folder every so many steps, to exports/step-N of the run;
-    all of them stay; empty: none.
-    """
+    all of them stay; empty: none."""
     export_at_end: bool = False
     """Write it after the last step. Off: `toolkit consolidate` can at any time, in one process."""
 
@@ -561,19 +553,17 @@ class FinetuneConfig:
         if self.model.frozen_parameters:
             raise ConfigError(
                 "model.frozen_parameters with lora.r does nothing: adapters freeze the whole base; "
-                "leave it out, and name what learns in lora.target_modules and lora.modules_to_save"
+                "name what learns in lora.target_modules and lora.modules_to_save"
             )
         if self.model.trust_remote_code:
             raise ConfigError(
-                "lora.r with model.trust_remote_code: adapters are proven and exported on a base "
-                "that is built again, without code from outside. Train all parameters (lora.r: 0), "
-                "or a model that transformers knows"
+                "lora.r with model.trust_remote_code: adapters are proven on a base that is built "
+                "again, without code from outside. Train all parameters, or another model"
             )
         if self.checkpoint.async_save:
             raise ConfigError(
                 "checkpoint.async_save with lora.r gains nothing: each save of an adapter is "
-                "proven by loading it back before the run goes on, and adapters are small. Leave "
-                "async_save out"
+                "proven by loading it back before the run goes on; leave async_save out"
             )
 
 
@@ -607,9 +597,3 @@ def _check_run(cfg: PretrainConfig | FinetuneConfig) -> None:
             f"checkpoint.keep_best needs an evaluation at every checkpoint: save_steps {every} "
             f"must be a multiple of train.eval_steps, got {evals}"
         )
-
-
-def _is_default(section: Any, entry: dataclasses.Field) -> bool:
-    made = entry.default_factory
-    default = entry.default if made is dataclasses.MISSING else made()
-    return getattr(section, entry.name) == default
