@@ -36,8 +36,8 @@ from machine import describe
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from toolkit.checkpoint import dcp_writer
-from toolkit.checkpoint import saving as checkpoint
+from toolkit import checkpoint
+from toolkit.checkpoint import saving, shards
 from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
 from toolkit.formats.digests import LANES
 from toolkit.loading.pretrained import materialise
@@ -184,8 +184,8 @@ def without_hashes() -> contextlib.ExitStack:
         return torch.zeros(len(tensors), LANES, dtype=torch.int64)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(dcp_writer, "_HASH", Nothing))
-    stack.enter_context(mock.patch.object(checkpoint, "part_digests", no_digests))
+    stack.enter_context(mock.patch.object(shards.hashlib, "sha256", Nothing))
+    stack.enter_context(mock.patch.object(saving, "part_digests", no_digests))
     return stack
 
 

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def write_checkpoints(rank: int, world: int, gigabytes: float, root: str) -> None:
-    from toolkit.checkpoint import saving as checkpoint
+    from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
     from toolkit.loading.pretrained import materialise
     from toolkit.models.causal_lm import build_on_meta

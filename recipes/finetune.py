@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from toolkit import config, hub, ranks
+from toolkit import checkpoint, config, hub, ranks
 from toolkit.adapters.coverage import coverage_lines, idle_adapters
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint import disk, run_dir
-from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint import disk, resuming, run_dir
 from toolkit.config.settings import FinetuneConfig
 from toolkit.data import finetune as finetune_data
 from toolkit.data.tokens.tokenizer import own_tokenizer
@@ -103,13 +102,7 @@ def finetune(cfg: FinetuneConfig, run: launch.Run) -> None:
 
     # ---- Where an earlier start left off ---------------------------------------------------------
     ranks.on_main(lambda: run_dir.hold(folder))
-    found = checkpoint.newest(root)
-    if found is None:
-        ranks.on_all(lambda: checkpoint.refuse_lost(root))
-    else:
-        ranks.on_all(lambda: checkpoint.check_same_model(model, found))
-        saved = ranks.on_all(lambda: checkpoint.read_state(found))
-        data.load_state_dict(saved["data"])
+    found = checkpoint.find(root, model, data)
     max_steps = data.max_steps
     disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
 
@@ -277,7 +270,7 @@ def proven(model: torch.nn.Module, path: str) -> str:
     try:
         return prove(model, path)
     except CheckpointError as error:
-        checkpoint.give_up(path, str(error))
+        resuming.quarantine(path, str(error))
         raise
 
 

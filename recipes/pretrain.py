@@ -10,9 +10,8 @@ config and a model it runs the demo's. The same command on the same output_dir r
 import sys
 from pathlib import Path
 
-from toolkit import config, hub, ranks
+from toolkit import checkpoint, config, hub, ranks
 from toolkit.checkpoint import disk, run_dir
-from toolkit.checkpoint import saving as checkpoint
 from toolkit.config.settings import PretrainConfig
 from toolkit.data import pretrain as pretrain_data
 from toolkit.data.tokens.tokenizer import prepare_tokenizer
@@ -72,13 +71,7 @@ def pretrain(cfg: PretrainConfig, run: launch.Run) -> None:
 
     # ---- Where an earlier start left off ---------------------------------------------------------
     ranks.on_main(lambda: run_dir.hold(folder))
-    found = checkpoint.newest(root)
-    if found is None:
-        ranks.on_all(lambda: checkpoint.refuse_lost(root))
-    if found is not None:
-        ranks.on_all(lambda: checkpoint.check_same_model(model, found))
-        saved = ranks.on_all(lambda: checkpoint.read_state(found))
-        data.load_state_dict(saved["data"])
+    found = checkpoint.find(root, model, data)
     max_steps = data.max_steps
     disk.preflight(model, folder, cfg.checkpoint, max_steps, run.say)
 

@@ -42,8 +42,7 @@ from safetensors.torch import load_file
 from tiny_models import TYPES, UNEVEN, rows, save, tiny_class, tiny_model
 from torch.distributed.tensor import DTensor
 
-from toolkit import ranks
-from toolkit.checkpoint import saving as checkpoint
+from toolkit import checkpoint, ranks
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate

@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from toolkit.checkpoint.saving import newest
+from toolkit.checkpoint import newest
 from toolkit.export import consolidate
 from toolkit.verify.reports import Report, verify_checkpoint, verify_export
 
@@ -214,7 +214,7 @@ def targets(run: Path, exports: tuple[Path, Path]) -> dict[str, Target]:
 
 def save_steps(rank: int, world: int, root: str) -> None:
     """Train each ROOT/NAME/source for two steps on all ranks and save both: ROOT/NAME/run."""
-    from toolkit.checkpoint.saving import TrainState, save
+    from toolkit.checkpoint import TrainState, save
     from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
     from toolkit.loading.pretrained import load_pretrained
     from toolkit.models.causal_lm import build_on_meta

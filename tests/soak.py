@@ -119,8 +119,8 @@ class Stage:
     def __init__(self, folder: Path, tracer: file_trace.Tracer) -> None:
         import torch
 
+        from toolkit import checkpoint
         from toolkit.checkpoint import commit
-        from toolkit.checkpoint import saving as checkpoint
         from toolkit.config.settings import CheckpointConfig, ModelConfig
         from toolkit.export import consolidation as consolidate
         from toolkit.formats import direct_io
@@ -173,9 +173,10 @@ class Stage:
 
     def prune(self, scene: Path, say: Callable[[str], None]) -> None:
         say("begin prune")
+        from toolkit.checkpoint.retention import prune
         from toolkit.config.retention import retention
 
-        self.commit.prune(scene / "run", retention(self.cfg))
+        prune(scene / "run", retention(self.cfg))
         say("done prune")
 
     def export(self, scene: Path, name: str, step: int, say: Callable[[str], None]) -> None:
@@ -958,8 +959,8 @@ def break_commit_first() -> None:
 
     def wrong(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
         text = json.dumps(manifest, indent=1, sort_keys=True)
-        commit._write_synced(folder / commit.MANIFEST, text)
-        commit._write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
+        commit.write_synced(folder / commit.MANIFEST, text)
+        commit.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
         target = folder.parent / commit.step_name(step)
         commit._step_aside(target, step)
         os.rename(folder, target)
@@ -987,26 +988,25 @@ def break_in_place() -> None:
 def break_prune_first() -> None:
     """Room is made before the new checkpoint is committed."""
     from toolkit.checkpoint import commit
-    from toolkit.checkpoint import saving as checkpoint
 
     def wrong(run_dir: Path, step: int) -> Path:
         for path in list(commit.committed_steps(run_dir).values())[:-1]:
-            commit._delete(path.parent, [path])
+            commit.delete([path])
         return begin(run_dir, step)
 
     begin = commit.begin
-    checkpoint.commit.begin = wrong  # type: ignore[assignment]
+    commit.begin = wrong
 
 
 def break_delete_in_place() -> None:
     """Retention deletes under the checkpoint's own name."""
     from toolkit.checkpoint import commit
 
-    def wrong(root: Path, paths: Any) -> None:
+    def wrong(paths: Any) -> None:
         for path in paths:
             shutil.rmtree(path)
 
-    commit._delete = wrong
+    commit.delete = wrong
 
 
 def controls(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from toolkit import cli
+from toolkit import checkpoint, cli
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint import saving as checkpoint
 from toolkit.checkpoint.facts import base_model
 from toolkit.config.settings import (
     CheckpointConfig,

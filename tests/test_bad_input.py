@@ -32,8 +32,8 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
+from toolkit import checkpoint
 from toolkit.checkpoint import run_dir
-from toolkit.checkpoint import saving as checkpoint
 from toolkit.config.settings import ModelConfig
 from toolkit.data import pretrain as pretrain_data
 from toolkit.data.tokens import tokenizer

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from toolkit import config
-from toolkit.checkpoint import commit
-from toolkit.checkpoint.commit import expendable
-from toolkit.config.retention import Retention, retention
+from toolkit.checkpoint import commit, retention
+from toolkit.checkpoint.retention import expendable, prune, sweep
+from toolkit.config.retention import Retention
+from toolkit.config.retention import retention as policy_of
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
@@ -75,14 +76,14 @@ def test_a_changed_manifest_and_a_lost_commit_are_named(tmp_path):
     broken = commit.broken_steps(tmp_path)
     assert broken[4][1] == "COMMIT is not that of manifest.json: one of them was changed"
     assert broken[5][1] == "COMMIT missing"
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     commit.begin(tmp_path, 6)
     assert flipped.is_dir()
     assert lost.is_dir()  # damage is never taken for a leftover
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "dcp/../../x", "", ".", "dcp//data", "a\0b"]
+    "name", ["../x", "/etc/passwd", "dcp/../../x", "", ".", "dcp//data", "a\0b", "..\\x"]
 )
 def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
     checkpoint = save(tmp_path, 3)
@@ -111,7 +112,7 @@ def test_other_names_are_no_checkpoints(tmp_path):
     (root / "step-00000009.tmp-00000000").write_text("likewise")
     assert list(commit.committed_steps(tmp_path)) == [100_000_000]
     before = set(names(tmp_path))
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     assert before - set(names(tmp_path)) == {"step-00000009.tmp-00000000"}
     save(tmp_path, 8)
     assert list(commit.committed_steps(tmp_path)) == [8, 100_000_000]
@@ -122,14 +123,14 @@ def test_damage_is_named_also_where_the_disk_cannot_read(tmp_path, monkeypatch):
     checkpoint = save(tmp_path, 3)
     assert commit.damaged_files(checkpoint) == []
     assert commit.damaged_files(checkpoint, only=["more"]) == [("more", "is not in the manifest")]
-    real = open
+    real = Path.open
 
     def unreadable(file, *args, **kwargs):
         if str(file).endswith("dcp/data"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(file, *args, **kwargs)
 
-    monkeypatch.setattr("builtins.open", unreadable)
+    monkeypatch.setattr(Path, "open", unreadable)
     said = commit.damaged_files(checkpoint)
     assert said == [("dcp/data", "cannot be read: Input/output error")]
 
@@ -142,7 +143,7 @@ def test_damage_is_named_also_where_the_disk_cannot_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("step", ["a prepared COMMIT", "the rename", "COMMIT"])
 def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step):
     save(tmp_path, 3, "first")
-    real_rename, real_write = os.rename, commit._write_synced
+    real_rename, real_write = os.rename, commit.write_synced
 
     def full(file, text):
         if file.name == "COMMIT.prepared":
@@ -159,7 +160,7 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
 
     with monkeypatch.context() as patch:
         if step == "a prepared COMMIT":
-            patch.setattr(commit, "_write_synced", full)
+            patch.setattr(commit, "write_synced", full)
         else:
             patch.setattr(os, "rename", rename)
         cause = "No space left" if step == "a prepared COMMIT" else "Input/output error"
@@ -168,7 +169,7 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
     assert text_of(tmp_path) == "first"
     assert kinds(tmp_path) == ["tmp"]
     save(tmp_path, 3, "third")
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
@@ -205,11 +206,11 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
         (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
         assert text_of(tmp_path) == text
         assert not commit.broken_steps(tmp_path)
-        commit.prune(tmp_path, 2)
+        prune(tmp_path, 2)
         assert text_of(tmp_path) == text
         assert kinds(tmp_path) == ["old"]
     save(tmp_path, 3, "third")
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
@@ -218,7 +219,7 @@ def test_a_damaged_old_one_does_not_come_back(tmp_path):
     save(tmp_path, 3, "first")
     commit._step_aside(tmp_path / "checkpoints" / "step-00000003", 3)
     old = commit.find_checkpoint(tmp_path)
-    bad = commit.set_aside(old)
+    bad = commit.quarantine(old)
     assert bad.name.startswith("step-00000003.bad-")
     assert not commit.committed_steps(tmp_path)  # it did, as step-N.old-x.bad-y
 
@@ -232,8 +233,8 @@ def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     files = commit.hash_files(folder, ["data"])
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
     (target / "data").write_text("secone")
-    commit.prune(tmp_path, 2)
-    commit.set_aside(target)
+    prune(tmp_path, 2)
+    commit.quarantine(target)
     assert text_of(tmp_path) == "first"
 
 
@@ -253,7 +254,7 @@ def test_the_checkpoints_folder_may_be_a_link_and_no_file(tmp_path):
     (run / "checkpoints").symlink_to(tmp_path / "big disk")
     for step in (1, 2, 3):
         save(run, step)
-        commit.prune(run, 2)
+        prune(run, 2)
     assert list(commit.committed_steps(run)) == [2, 3]
 
 
@@ -263,7 +264,7 @@ def test_a_link_to_a_checkpoint_is_read_and_not_deleted(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
     for step in (2, 3, 4):
         save(tmp_path, step)
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]
 
 
@@ -328,10 +329,10 @@ def test_prune_reads_the_metrics_and_deletes(tmp_path):
     policy = Retention(last=2, every=4, best=1)
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8], start=1):
         save(tmp_path, step, metrics={"eval_loss": loss})
-        commit.prune(tmp_path, policy)
+        prune(tmp_path, policy)
     assert list(commit.committed_steps(tmp_path)) == [2, 4, 6, 7]
-    assert [p.name for p in commit.prune(tmp_path, 2)] == ["step-00000002", "step-00000004"]
-    assert commit.prune(tmp_path, None) == []
+    assert [p.name for p in prune(tmp_path, 2)] == ["step-00000002", "step-00000004"]
+    assert prune(tmp_path, None) == []
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
 
 
@@ -348,10 +349,10 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
         (broken / "dcp" / "data").unlink()
     else:
         (broken / "manifest.json").write_text("{}")
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     save(tmp_path, 4)
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
@@ -359,8 +360,8 @@ def test_large_files_are_compared_by_size(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, step, "x" * 1000)
     (tmp_path / "checkpoints" / "step-00000003" / "dcp" / "data").write_text("y" * 1000)
-    monkeypatch.setattr(commit, "_AFFORDABLE", 500)
-    commit.prune(tmp_path, 2)
+    monkeypatch.setattr(retention, "_AFFORDABLE", 500)
+    prune(tmp_path, 2)
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
 
 
@@ -374,23 +375,36 @@ def test_what_cannot_be_deleted_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
         with pytest.raises(CheckpointError, match=r"could not be deleted: Device or resource busy"):
-            commit.prune(tmp_path, 2)
+            prune(tmp_path, 2)
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
-    commit.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_what_a_killed_deletion_left_goes_with_the_next_start(tmp_path):
+    """A start that has nothing left to do saves nothing, so that no save removes it."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    root = tmp_path / "checkpoints"
+    os.rename(root / "step-00000001", root / "step-00000001.trash-0123abcd")  # and no more
+    shutil.copytree(root / "step-00000003", root / "step-00000004.tmp-0123abcd")  # being written
+    shutil.copytree(root / "step-00000003", root / "step-00000002.tmp-0123abcd")  # cannot be
+    sweep(tmp_path)
+    left = ["step-00000002", "step-00000003", "step-00000004.tmp-0123abcd"]
+    assert names(tmp_path) == left
 
 
 def test_the_config_says_what_is_kept():
     cfg = CheckpointConfig(save_total_limit=3, keep_best=True, save_permanent_steps=1000)
-    assert retention(cfg) == Retention(3, 1000, 1, "eval_loss", False)
+    assert policy_of(cfg) == Retention(3, 1000, 1, "eval_loss", False)
     for name, metric, greater in (
         ("loss", "eval_loss", False),
         ("eval_perplexity", "eval_perplexity", False),
         ("accuracy", "eval_accuracy", True),
     ):
-        found = retention(CheckpointConfig(keep_best=2, metric_for_best_model=name))
+        found = policy_of(CheckpointConfig(keep_best=2, metric_for_best_model=name))
         assert (found.best, found.metric, found.greater_is_better) == (2, metric, greater)
-    assert retention(CheckpointConfig(greater_is_better=True)).greater_is_better
+    assert policy_of(CheckpointConfig(greater_is_better=True)).greater_is_better
 
 
 @pytest.mark.parametrize(

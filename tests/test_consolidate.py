@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from toolkit.checkpoint import saving as checkpoint
+from toolkit import checkpoint
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate, conversion, writer

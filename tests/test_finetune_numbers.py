@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
-from toolkit.checkpoint import saving as checkpoint
+from toolkit import checkpoint
 from toolkit.config.settings import (
     CheckpointConfig,
     FinetuneTrainConfig,

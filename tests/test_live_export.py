@@ -11,7 +11,7 @@ import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
 
-from toolkit.checkpoint import saving as checkpoint
+from toolkit import checkpoint
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError
 from toolkit.export import consolidate, export_live, export_step

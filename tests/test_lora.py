@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from toolkit import checkpoint
 from toolkit.adapters.base import adapter_entry, base_digest
 from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
 from toolkit.adapters.lora import add_adapters
 from toolkit.adapters.switch import has_moved
-from toolkit.checkpoint import disk
-from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint import disk, resuming
 from toolkit.checkpoint.summary import render, summarise
 from toolkit.config import (
     CheckpointConfig,
@@ -533,7 +533,7 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
     assert path is not None
 
     def check(folder: str, lora: LoraConfig) -> None:
-        checkpoint.check_same_model(adapt(folder, lora), path)
+        resuming.check_same_model(adapt(folder, lora), path)
 
     check(folders[kind], DROPPING)
     check(moved, DROPPING)  # the same base elsewhere
@@ -542,18 +542,18 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
     with pytest.raises(CheckpointError, match="other adapters: lora_alpha was 32, is 16"):
         check(folders[kind], dataclasses.replace(DROPPING, lora_alpha=16))
     with pytest.raises(CheckpointError, match="stored in float32, this is stored in bfloat16"):
-        checkpoint.check_same_model(adapt(folders[kind], DROPPING, "bfloat16"), path)
+        resuming.check_same_model(adapt(folders[kind], DROPPING, "bfloat16"), path)
     with pytest.raises(CheckpointError, match="r was 4, is 8"):
         check(folders[kind], dataclasses.replace(DROPPING, r=8))
     plain = build_on_meta(ModelConfig(folders[kind]))
     with pytest.raises(CheckpointError, match="holds adapters of"):
-        checkpoint.check_same_model(plain, path)
+        resuming.check_same_model(plain, path)
     init_weights(plain, "cpu", 0)
     checkpoint.save(checkpoint.TrainState(plain, step=1), tmp_path / "whole", SAVING)
     whole_model = checkpoint.newest(tmp_path / "whole")
     assert whole_model is not None
     with pytest.raises(CheckpointError, match="holds a whole model, not adapters"):
-        checkpoint.check_same_model(adapt(folders[kind], DROPPING), whole_model)
+        resuming.check_same_model(adapt(folders[kind], DROPPING), whole_model)
 
 
 def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
@@ -567,7 +567,7 @@ def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
     checkpoint.save(state, tmp_path / "run", SAVING)
     path = checkpoint.newest(tmp_path / "run")
     assert path is not None
-    entry = checkpoint.read_state(path)["adapter"]
+    entry = state.read_state(path)["adapter"]
     assert (entry["digest"], entry["name_or_path"]) == (digest, other)
     assert entry["config"]["base_model_name_or_path"] == other
     assert digest != base_digest(Path(here))

@@ -24,8 +24,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from toolkit import checkpoint
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint import resuming
 from toolkit.config.settings import (
     CheckpointConfig,
     LoraConfig,
@@ -437,7 +438,7 @@ def test_another_quantisation_does_not_go_on(folder, run_dir, found):
             quantise_on_meta(model, lora, "float32")
         model = add_adapters(model, lora)
         with pytest.raises(CheckpointError, match=said):
-            checkpoint.check_same_model(model, Path(path))
+            resuming.check_same_model(model, Path(path))
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from conftest import (
     torchrun,
 )
 
+from toolkit import checkpoint
 from toolkit.checkpoint import commit
-from toolkit.checkpoint import saving as checkpoint
 from toolkit.checkpoint.commit import find_checkpoint
 from toolkit.data.order.position import SampleOrder
 from toolkit.export import consolidate

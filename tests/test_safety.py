@@ -25,8 +25,8 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from safetensors.torch import save_file
 
 from toolkit import cli, config
-from toolkit.checkpoint import commit, run_dir
-from toolkit.checkpoint.saving import TrainState, resume, save
+from toolkit.checkpoint import TrainState, resume, run_dir, save
+from toolkit.checkpoint.store import files_below
 from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
@@ -125,7 +125,7 @@ def seal(checkpoint: Path, names: Callable[[dict[str, Any]], Any] = lambda files
     """Let manifest and COMMIT agree with what is there; `names` may then change the manifest."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = {}
-    for name in sorted(commit.files_below(checkpoint) - {"manifest.json", "COMMIT"}):
+    for name in sorted(set(files_below(checkpoint)) - {"manifest.json", "COMMIT"}):
         raw = (checkpoint / name).read_bytes()
         files[name] = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     manifest["files"] = files

@@ -14,10 +14,9 @@ from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import loading, models
+from toolkit import checkpoint, loading, models
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint import commit
-from toolkit.checkpoint import saving as checkpoint
+from toolkit.checkpoint import commit, saving
 from toolkit.config.settings import (
     CheckpointConfig,
     LoraConfig,
@@ -395,7 +394,7 @@ def digests(rank: int, world: int, folder: str, change: bool = False) -> dict:
         with torch.no_grad():
             local = next(p for p in model.parameters() if p.ndim == 2).detach().to_local()
             local[0, 0] += 1e-3
-    return checkpoint.tensor_digests(model)
+    return saving.tensor_digests(model)
 
 
 def test_auto_export_is_the_cast_of_the_trained_weights(folders, tmp_path):

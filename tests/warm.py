@@ -32,7 +32,7 @@ WARM = (
     ),
     *("pytest", "transformers", "datasets", "accelerate"),
     *(
-        "toolkit.checkpoint.saving",
+        "toolkit.checkpoint",
         "toolkit.export",
         "toolkit.loading.pretrained",
         "toolkit.training.step",

@@ -159,11 +159,11 @@ def _parser() -> argparse.ArgumentParser:
 def _consolidate(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit.checkpoint.fetch import at_hand
+    from toolkit.checkpoint.fetch import local_copy
     from toolkit.export import consolidate
 
     logging.set_verbosity_error()
-    with at_hand(args.checkpoint) as source:
+    with local_copy(args.checkpoint) as source:
         folder = consolidate(
             source,
             args.output,
@@ -186,12 +186,12 @@ def _consolidate(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from toolkit.checkpoint.fetch import at_hand
+    from toolkit.checkpoint.fetch import local_copy
     from toolkit.verify.reports import is_export, verify_checkpoint, verify_export
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with at_hand(args.path) as path:
+    with local_copy(args.path) as path:
         if args.export is not None:
             report = verify_export(path, args.export, logits=args.logits, hf_assets=args.hf_assets)
         elif args.hf_assets is not None:
@@ -219,10 +219,10 @@ def _inspect(args: argparse.Namespace) -> int:
         return _inspect_data(args)
     if args.world_size is not None:
         return _fail("--world_size goes with --plan CONFIG", code=2)
-    from toolkit.checkpoint.fetch import at_hand
+    from toolkit.checkpoint.fetch import local_copy
     from toolkit.checkpoint.summary import render, summarise
 
-    with at_hand(args.path) as path:
+    with local_copy(args.path) as path:
         summary = summarise(path)
     print(json.dumps(summary) if args.json else render(summary), flush=True)
     return 0

@@ -1,5 +1,18 @@
-"""The run's folder: save, restore, commit, retention, disk."""
+"""The run's folder: save, find and restore the state of a run; which checkpoints stay.
 
-from toolkit.checkpoint.saving import TrainState, find, restore, resume, save, wait
+state      what a run's state consists of, and its form in a checkpoint
+saving     save, at once or behind the loop       resuming   find, restore, resume
+shards     torch's DCP files, hashed              rng_state  random numbers of one rank
+commit     the crash-safe folder protocol         durable    fsync
+retention  what is pruned                         store      a disk or an object store
+run_dir    which run a folder holds               disk       whether what is written will fit
+fetch      a copy from a store                    sources    weights in anybody's checkpoint
+adapter    the adapter of a checkpoint            facts      what export and card tell of a run
+summary    `toolkit inspect`
+"""
 
-__all__ = ["TrainState", "find", "restore", "resume", "save", "wait"]
+from toolkit.checkpoint.resuming import find, newest, restore, resume
+from toolkit.checkpoint.saving import save, wait
+from toolkit.checkpoint.state import TrainState
+
+__all__ = ["TrainState", "find", "newest", "restore", "resume", "save", "wait"]

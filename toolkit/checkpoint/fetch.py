@@ -1,27 +1,30 @@
-"""A checkpoint on an object store, copied to this machine for a command that reads folders.
+"""A checkpoint on an object store, copied to this machine for what reads folders.
 
-Owns where a run's checkpoints are found from its config, and the copy that is gone afterwards. Does
-not judge what it copies: the command does.
+Owns the copy, which is gone afterwards, and where a run's checkpoints are found from its config.
+Does not judge what it copies: who reads it does.
 """
 
 import contextlib
+import hashlib
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import yaml
-
-from toolkit.checkpoint import commit, store_commit
+from toolkit.checkpoint import commit
 from toolkit.checkpoint.run_dir import CONFIG
-from toolkit.checkpoint.store import Place, is_url, where
+from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, where
 from toolkit.errors import CheckpointError
+from toolkit.parsing import parse_yaml
 from toolkit.training.metrics import METRICS
+
+_AT_ONCE = 4
 
 
 @contextlib.contextmanager
-def at_hand(path: str | Path) -> Iterator[str | Path]:
+def local_copy(path: str | Path) -> Iterator[str | Path]:
     """Give the folder of a run or a checkpoint that may be elsewhere: a URL, or a run whose
     `checkpoint.root` is elsewhere.
 
@@ -35,26 +38,67 @@ def at_hand(path: str | Path) -> Iterator[str | Path]:
             fit.
     """
     root = path if is_url(path) else _recorded_root(Path(path))
-    if root is None or not is_url(root):
-        yield path if root is None else root
+    place = path if root is None else where(root)
+    if not isinstance(place, Place):
+        yield place
         return
-    place = where(root)
-    assert isinstance(place, Place)
-    checkpoint = store_commit.find_checkpoint(place)
+    checkpoint = commit.find_checkpoint(place)
     with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
         _check_room(checkpoint, Path(scratch))
         run = Path(scratch, "run")
         folder = run / commit.CHECKPOINTS / checkpoint.name.partition(".")[0]
-        folder.mkdir(parents=True)
-        store_commit.fetch(checkpoint, folder, hashed=False)
+        _copy(checkpoint, folder, list(checkpoint.files()))
         if not is_url(path):
             for name in (CONFIG, METRICS):
                 if Path(path, name).is_file():
                     shutil.copyfile(Path(path, name), run / name)
         elif checkpoint.url != place.url:
             with contextlib.suppress(FileNotFoundError):  # no run of a recipe: it has none
-                (run / CONFIG).write_bytes((place / CONFIG).read())
+                (run / CONFIG).write_bytes((place / CONFIG).read_bytes())
         yield folder
+
+
+@contextlib.contextmanager
+def files_of(checkpoint: Folder, *names: str) -> Iterator[Path]:
+    """Give the checkpoint's folder; of one on a store, a folder with the files `names` that it has,
+    each as the manifest says.
+
+    Raises:
+        CheckpointError: a file is missing or has other bytes.
+    """
+    if isinstance(checkpoint, Path):
+        yield checkpoint
+        return
+    files = commit.read_manifest(checkpoint)["files"]
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+        for name, sha256 in _copy(
+            checkpoint, Path(folder), [n for n in names if n in files]
+        ).items():
+            if sha256 != files[name]["sha256"]:
+                raise CheckpointError(f"{checkpoint / name} has other bytes than were saved")
+        yield Path(folder)
+
+
+def _copy(checkpoint: Place, folder: Path, names: list[str]) -> dict[str, str]:
+    """Copy objects into a folder; return name -> sha256."""
+    if odd := [n for n in names if not commit.is_inside(n)]:
+        raise CheckpointError(f"{checkpoint} holds {odd[0]!r}, which is no name of a file")
+
+    def copy(name: str) -> str:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        try:
+            with (checkpoint / name).open() as source, open(file, "wb") as target:
+                while block := source.read(BLOCK):
+                    digest.update(block)
+                    target.write(block)
+        except FileNotFoundError:
+            raise CheckpointError(f"{checkpoint / name} is missing") from None
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(names, pool.map(copy, names), strict=True))
 
 
 def _recorded_root(run: Path) -> str | None:
@@ -62,8 +106,8 @@ def _recorded_root(run: Path) -> str | None:
     if not (run / CONFIG).is_file():
         return None
     try:
-        settings = yaml.safe_load((run / CONFIG).read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        settings = parse_yaml((run / CONFIG).read_bytes(), run / CONFIG, CheckpointError)
+    except CheckpointError:
         return None  # no run's config; whoever reads the folder says what is wrong with it
     saving = settings.get("checkpoint") if isinstance(settings, dict) else None
     root = saving.get("root") if isinstance(saving, dict) else None
@@ -71,7 +115,7 @@ def _recorded_root(run: Path) -> str | None:
 
 
 def _check_room(checkpoint: Place, scratch: Path) -> None:
-    nbytes, free = store_commit.size(checkpoint), shutil.disk_usage(scratch).free
+    nbytes, free = sum(checkpoint.files().values()), shutil.disk_usage(scratch).free
     if nbytes > free:
         raise CheckpointError(
             f"{checkpoint} has {nbytes:,} bytes and {free:,} are free in {scratch.parent}: set "

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config
-from toolkit.checkpoint import commit, store_commit
-from toolkit.checkpoint.store import Place, probe, where
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.durable import replace_synced
+from toolkit.checkpoint.store import Folder, Place, probe, where
 from toolkit.errors import ConfigError
 from toolkit.training.metrics import METRICS
 
@@ -63,7 +64,7 @@ def claim(cfg: Any) -> Path:
     return folder
 
 
-def root_of(cfg: Any) -> Path | Place:
+def root_of(cfg: Any) -> Folder:
     """Return what holds the run's checkpoints, as `checkpoint.save` and `newest` take it.
 
     Raises:
@@ -87,7 +88,7 @@ def _claim_root(cfg: Any) -> None:
     root = root_of(cfg)
     if isinstance(root, Path):
         _check_writable(root, "checkpoint.root")
-    if not _steps(root):
+    if not commit.committed_steps(root):
         return
     before = _read(root / CONFIG, type(cfg))
     _same_run(before, cfg, "checkpoint.root", root)
@@ -98,7 +99,7 @@ def _check_not_left_behind(before: Any, cfg: Any) -> None:
     if before.checkpoint.root == cfg.checkpoint.root:
         return
     old, new = root_of(before), root_of(cfg)
-    if _steps(old) and not _steps(new):
+    if commit.committed_steps(old) and not commit.committed_steps(new):
         raise ConfigError(
             f"checkpoint.root was {before.checkpoint.root}, is {cfg.checkpoint.root}, and the "
             f"checkpoints of this run are in {old}: it would begin anew. Copy {commit.CHECKPOINTS} "
@@ -106,20 +107,14 @@ def _check_not_left_behind(before: Any, cfg: Any) -> None:
         )
 
 
-def _steps(root: Path | Place) -> dict[int, Any]:
-    if isinstance(root, Place):
-        return dict(store_commit.committed_steps(root))
-    return dict(commit.committed_steps(root))
-
-
-def _read(file: Path | Place, cls: type) -> Any:
+def _read(file: Folder, cls: type) -> Any:
     """Return the config that `record` wrote."""
     try:
         if isinstance(file, Path):
             return config.load(cls, file)
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, CONFIG)
-            copy.write_bytes(file.read())
+            copy.write_bytes(file.read_bytes())
             return config.load(cls, copy)
     except (ConfigError, FileNotFoundError) as error:
         raise ConfigError(
@@ -127,7 +122,7 @@ def _read(file: Path | Place, cls: type) -> Any:
         ) from error
 
 
-def _same_run(before: Any, cfg: Any, setting: str, where: Path | Place) -> None:
+def _same_run(before: Any, cfg: Any, setting: str, where: Folder) -> None:
     changed = {
         name: values
         for name, values in config.differences(before, cfg).items()
@@ -202,18 +197,8 @@ def record(folder: Path, cfg: Any) -> None:
     elsewhere, whole or not at all.
     """
     text, root = config.dump(cfg), root_of(cfg)
-    _write_whole(folder, text)
+    replace_synced(folder / CONFIG, text)
     if isinstance(root, Place):
-        (root / CONFIG).put(text.encode())
+        (root / CONFIG).write_bytes(text.encode())
     elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
-        _write_whole(root, text)
-
-
-def _write_whole(folder: Path, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{CONFIG}.tmp"
-    with open(temporary, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, folder / CONFIG)
+        replace_synced(root / CONFIG, text)

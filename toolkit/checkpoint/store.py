@@ -1,31 +1,29 @@
-"""A place on an object store, through fsspec: whole objects put, read in ranges, listed, deleted.
+"""Where files are: a folder of a disk, or a place on an object store, through fsspec.
 
-Owns what tells a URL from a path, the way to its driver, and the one error that says what failed.
-Knows nothing of what is stored. Credentials come from where the driver finds them (its environment,
-its files), never from a URL.
+Owns what tells a URL from a path, the way to a store's driver, and the one error that says what
+failed. Knows nothing of what is stored. Credentials come from where the driver finds them (its
+environment, its files), never from a URL.
 """
 
-import collections
 import contextlib
 import os
 import re
+import stat
 import urllib.parse
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit.errors import CheckpointError, ToolkitError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
-_BLOCK = 16 * 2**20  # bytes of one request: long against a round trip
-_AHEAD = 4  # requests under way for one object
+BLOCK = 16 * 2**20  # bytes of one request: long against a round trip
 
 
 @dataclass(frozen=True)
 class Place:
-    """An object, or a prefix of objects; `/`, `name` and `parent` as a path has them."""
+    """An object on a store, or a prefix of objects; named and read as a `Path` is."""
 
     url: str
     path: str
@@ -50,92 +48,52 @@ class Place:
 
     def files(self) -> dict[str, int]:
         """Return name below this place -> size of every object; one listing, never a cached one."""
-        with _said(f"{self} cannot be listed"):
+        with _driver_errors(f"{self} cannot be listed"):
             self.fs.invalidate_cache()
-            found = self.fs.find(self.path, detail=True)
             inside = self.path.rstrip("/") + "/"
             return {
                 path.removeprefix(inside): info["size"]
-                for path, info in sorted(found.items())
+                for path, info in sorted(self.fs.find(self.path, detail=True).items())
                 if path.startswith(inside)
             }
 
-    def read(self, begin: int | None = None, end: int | None = None) -> bytes:
-        """Return the object's bytes, or a range of them, in one request.
+    def read_bytes(self) -> bytes:
+        """Return the whole object.
 
         Raises:
             FileNotFoundError: there is no such object.
         """
-        with _said(f"{self} cannot be read"):
-            return self.fs.cat_file(self.path, start=begin, end=end)
+        with _driver_errors(f"{self} cannot be read"):
+            return self.fs.cat_file(self.path)
 
-    def read_text(self, encoding: str) -> str:
-        """Return the whole object as text."""
-        return self.read().decode(encoding)
-
-    def blocks(self, begin: int, end: int) -> Iterator[bytes]:
-        """Yield a range in blocks, in order, some of them under way: 64 MB of memory.
-
-        It ends early where the object does.
-        """
-        with ThreadPoolExecutor(_AHEAD) as pool:
-            waiting: collections.deque[Any] = collections.deque()
-            for at in range(begin, end, _BLOCK):
-                if len(waiting) == _AHEAD:
-                    yield waiting.popleft().result()
-                waiting.append(pool.submit(self.read, at, min(end, at + _BLOCK)))
-            while waiting:
-                yield waiting.popleft().result()
-
-    def put(self, content: bytes) -> None:
+    def write_bytes(self, content: bytes) -> None:
         """Make, or replace, the object: whole, or not at all where the store keeps to that."""
-        with _said(f"{self} cannot be written", missing=True):
+        with _driver_errors(f"{self} cannot be written", missing=True):
             self.fs.pipe_file(self.path, content)
 
-    def put_file(self, file: Path) -> None:
-        """Put the content of a local file."""
-        with Upload(self) as upload, open(file, "rb") as f:
-            while block := f.read(_BLOCK):
-                upload.write(block)
+    @contextlib.contextmanager
+    def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
+        """Give the object as a stream; one that is written appears when the context ends well."""
+        what = f"{self} cannot be {'read' if mode == 'rb' else 'written'}"
+        with _driver_errors(what, missing=mode != "rb"):
+            file = self.fs.open(self.path, mode, block_size=BLOCK)
+            try:
+                yield file
+            except BaseException:
+                # As far as the driver can; whatever it leaves is part of no checkpoint.
+                with contextlib.suppress(Exception):
+                    getattr(file, "discard", file.close)()
+                raise
+            file.close()
 
-    def delete(self) -> None:
+    def unlink(self) -> None:
         """Delete the object; none there is fine."""
-        with contextlib.suppress(FileNotFoundError), _said(f"{self} cannot be deleted"):
+        with contextlib.suppress(FileNotFoundError), _driver_errors(f"{self} cannot be deleted"):
             self.fs.rm_file(self.path)
 
 
-class Upload:
-    """An object that is written piece by piece and is there when it is closed."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        with _said(f"{place} cannot be written", missing=True):
-            self._file = place.fs.open(place.path, "wb")
-
-    def __enter__(self) -> "Upload":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
-
-    def write(self, content: Any) -> None:
-        """Append; `content` may change afterwards."""
-        with _said(f"{self.place} cannot be written", missing=True):
-            self._file.write(content)
-
-    def close(self) -> None:
-        """Make the object appear."""
-        with _said(f"{self.place} cannot be written", missing=True):
-            self._file.close()
-
-    def abort(self) -> None:
-        """Give up, as far as the driver can; whatever it leaves is part of no checkpoint."""
-        # The failure under way is the one to tell.
-        with contextlib.suppress(Exception):
-            getattr(self._file, "discard", self._file.close)()
+Folder = Path | Place
+"""Where checkpoints are."""
 
 
 def is_url(path: object) -> bool:
@@ -146,7 +104,7 @@ def is_url(path: object) -> bool:
     return match is not None and match[1].lower() not in ("file", "local")
 
 
-def where(path: str | Path | Place) -> Path | Place:
+def where(path: str | Folder) -> Folder:
     """Return the folder, or the place on a store, that `path` names. Asks no store anything.
 
     Raises:
@@ -168,8 +126,7 @@ def where(path: str | Path | Place) -> Path | Place:
             f"{parts.scheme}://... holds credentials or options; leave those to the store's own "
             "configuration (its environment variables, its file in the home folder)"
         )
-    # Here: a run on a disk needs no store.
-    import fsspec
+    import fsspec  # here: a run on a disk needs no store
 
     try:
         fs, stripped = fsspec.url_to_fs(url)
@@ -185,6 +142,21 @@ def where(path: str | Path | Place) -> Path | Place:
     return Place(url, str(stripped).rstrip("/"), fs)
 
 
+def files_below(folder: Folder) -> dict[str, int]:
+    """Return name relative to `folder` -> size of all files below it; -1 of what is no file, such
+    as a link.
+    """
+    if isinstance(folder, Place):
+        return folder.files()
+    found = {}
+    for path in folder.rglob("*"):
+        entry = path.lstat()
+        if not stat.S_ISDIR(entry.st_mode):
+            size = entry.st_size if stat.S_ISREG(entry.st_mode) else -1
+            found[str(path.relative_to(folder))] = size
+    return found
+
+
 def probe(place: Place) -> None:
     """Put a small object there, read it back, delete it: what a run will need, before it begins.
 
@@ -195,17 +167,19 @@ def probe(place: Place) -> None:
     folder = place / f"probe-{os.urandom(8).hex()}"
     advice = "check the URL, the network and the credentials, or give another checkpoint.root"
     try:
-        (folder / "object").put(b"probe")
-        came, listed = (folder / "object").read(), folder.files()
-        (folder / "object").delete()
-        if came != b"probe" or listed != {"object": 5}:
-            raise CheckpointError(f"5 bytes were put there; {came!r} are read, {listed} is listed")
+        (folder / "object").write_bytes(b"probe")
+        content, listed = (folder / "object").read_bytes(), folder.files()
+        (folder / "object").unlink()
+        if content != b"probe" or listed != {"object": 5}:
+            raise CheckpointError(
+                f"5 bytes were put there; {content!r} are read, {listed} is listed"
+            )
     except (CheckpointError, FileNotFoundError) as error:
         raise CheckpointError(f"checkpoints cannot go to {place}: {error}; {advice}") from error
 
 
 @contextlib.contextmanager
-def _said(what: str, missing: bool = False) -> Iterator[None]:
+def _driver_errors(what: str, missing: bool = False) -> Iterator[None]:
     """Turn whatever a driver raises into the one error; a missing object stays what it is, unless
     `missing` is an error as any other: a bucket that is not there.
     """

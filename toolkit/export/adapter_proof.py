@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
 from toolkit.checkpoint import saving
-from toolkit.checkpoint.fetch import at_hand
+from toolkit.checkpoint.fetch import local_copy
 from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
@@ -78,7 +78,7 @@ def prove(model: nn.Module, checkpoint: str | Path) -> str:
 def _load(checkpoint: str | Path, trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the adapter as PEFT loads it: name -> whole tensor, in the dtypes of `trained`."""
     with (
-        at_hand(checkpoint) as folder,
+        local_copy(checkpoint) as folder,
         tempfile.TemporaryDirectory(prefix="toolkit-") as scratch,
     ):
         exported = Path(consolidate(folder, Path(scratch, "adapter")))

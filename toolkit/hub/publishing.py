@@ -59,7 +59,7 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
 
 
 def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
-    with fetch.at_hand(run_dir) as source:  # checkpoint.root may be elsewhere
+    with fetch.local_copy(run_dir) as source:  # checkpoint.root may be elsewhere
         checkpoint = find_checkpoint(source)
         output = export_of(checkpoint, run_dir)
         if not output.exists():

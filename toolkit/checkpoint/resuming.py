@@ -1,0 +1,284 @@
+"""Resuming: the newest checkpoint that verifies, and the state of a run out of it.
+
+Owns the verification before a resume, the refusal of another model, and the order of a restore.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from toolkit import ranks
+from toolkit.adapters.base import check_same_adapters
+from toolkit.checkpoint import commit, retention, rng_state
+from toolkit.checkpoint.fetch import files_of
+from toolkit.checkpoint.saving import DCP, HF, RNG, wait
+from toolkit.checkpoint.shards import own_bytes, read_tensors
+from toolkit.checkpoint.state import (
+    Restored,
+    TrainState,
+    check_model,
+    empty_moments,
+    fill_optimizer,
+    move_schedule,
+    piece,
+    read_state,
+    state_faults,
+)
+from toolkit.checkpoint.store import Folder, where
+from toolkit.config.settings import CheckpointConfig
+from toolkit.errors import CheckpointError
+from toolkit.formats.dcp import METADATA_FILE, read_metadata
+from toolkit.formats.hf_folder import read_config
+from toolkit.models.peft_model import model_tensors
+
+# Keys of config.json that say nothing about what the model computes in training.
+_NOT_ARCHITECTURE = {
+    *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation_autoset"),
+}
+
+
+def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> int | None:
+    """Restore `state` from the newest checkpoint that verifies; return its step. Collective.
+
+    The model must be materialised. Works on any number of ranks, also unsharded in one process
+    without a process group. Learning rate and decay stay those of `state`'s optimizer: the schedule
+    is moved to the step, not replaced.
+
+    Returns:
+        The step, or None when the run has no checkpoint.
+
+    Raises:
+        CheckpointError: `state` asks for what the checkpoint lacks (names it), or its tensors have
+            other shapes: the architecture changed.
+    """
+    return restore(state, newest(run_dir))
+
+
+def find(run_dir: str | Folder, model: nn.Module, position: Any = None) -> Folder | None:
+    """Return the checkpoint that a start goes on from, None where the run has none. Collective.
+
+    The newest that verifies, of this very model; `position` (in the data) is moved to where it was
+    saved, since the number of steps and the batch depend on it. `restore` takes the result.
+
+    Raises:
+        CheckpointError: none verifies and some were set aside; it is of another model; or it holds
+            no position.
+    """
+    saved = newest(run_dir)
+    if saved is None:
+        ranks.on_all(lambda: refuse_lost(run_dir))
+        return None
+    ranks.on_all(lambda: check_same_model(model, saved))
+    if position is not None:
+        content = ranks.on_all(lambda: piece(read_state(saved), "data", saved))
+        ranks.on_all(lambda: _move(position, content, saved))
+    return saved
+
+
+def newest(run_dir: str | Folder) -> Folder | None:
+    """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
+
+    One that fails is named loudly and set aside; of checkpoints nothing is deleted, only what
+    killed deletions have left. Reads and hashes every file, split over the ranks by size; rank 0
+    says how long that took.
+    """
+    wait()
+    run = ranks.on_all(lambda: where(run_dir))
+    ranks.on_main(lambda: retention.sweep(run))
+    broken = ranks.on_main(
+        lambda: [(str(path), what) for path, what in commit.broken_steps(run).values()]
+    )
+    for name, what in broken:
+        quarantine(where(name), what)
+    while True:
+        found = ranks.on_main(
+            lambda: str(max(commit.committed_steps(run).items(), default=(0, ""))[1])
+        )
+        if not found:
+            return None
+        path = where(found)
+        damage = _verify(path)
+        if not damage:
+            return path
+        quarantine(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
+
+
+def refuse_lost(run_dir: str | Folder) -> None:
+    """Refuse to begin anew where checkpoints of the run were set aside and none is left.
+
+    Raises:
+        CheckpointError: names them. A run that starts over by itself would cost what it had done.
+    """
+    run = where(run_dir)
+    aside = commit.quarantined(run)
+    if aside and not commit.committed_steps(run):
+        raise CheckpointError(
+            f"no checkpoint of {run} verifies; what failed is kept: {', '.join(aside[:4])}. To "
+            "begin anew give another output_dir, or move those away"
+        )
+
+
+def quarantine(checkpoint: str | Folder, what: str) -> None:
+    """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
+    checkpoint = where(checkpoint)
+    aside = ranks.on_main(lambda: str(commit.quarantine(checkpoint)))
+    done = "moved to" if isinstance(checkpoint, Path) else "marked by"
+    if ranks.rank() == 0:
+        print(
+            f"WARNING: checkpoint {checkpoint.name} is damaged and not used ({what}); {done} "
+            f"{aside}",
+            flush=True,
+        )
+
+
+def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
+    """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
+    begun = time.perf_counter()
+    sizes: dict[str, int] = ranks.on_main(
+        lambda: {n: e["size"] for n, e in commit.read_manifest(checkpoint)["files"].items()}
+    )
+    # The largest file first, each to the rank with the least to read so far.
+    loads = [0] * ranks.world_size()
+    mine = []
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == ranks.rank():
+            mine.append(name)
+    found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine))
+    # Files that the manifest does not know belong to no rank.
+    found.append(ranks.on_main(lambda: commit.damaged_files(checkpoint, hashed=False)))
+    damage = list(dict.fromkeys(fault for part in found for fault in part))
+    if ranks.rank() == 0:
+        done = "read" if damage else "verified"
+        print(
+            f"{done} {checkpoint.name}: {sum(sizes.values()) / 1e9:.2f} GB hashed by "
+            f"{ranks.world_size()} rank(s) in {time.perf_counter() - begun:.1f} s",
+            flush=True,
+        )
+    return damage
+
+
+def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
+    """Refuse to go on with another architecture than was saved, before a tensor is read.
+
+    Compares config.json of `model.hf_assets` with the checkpoint's copy: two models may agree in
+    every shape and still compute something else (number of heads, rotary base, activation). With
+    adapters their settings are compared too, and which base they belong to.
+
+    Raises:
+        CheckpointError: names the settings that changed, or the base.
+        ModelError: the checkpoint's copy cannot be read.
+    """
+    check_same_adapters(model, read_state(checkpoint), checkpoint)
+    assets = getattr(model, "hf_assets", None)
+    if assets is None:
+        return
+    with files_of(checkpoint, f"{HF}/config.json") as folder:
+        if not (folder / HF / "config.json").is_file():
+            return
+        before, now = read_config(folder / HF), assets.config
+    names = [n for n in {**before, **now} if n not in _NOT_ARCHITECTURE]
+    changed = [n for n in names if before.get(n) != now.get(n)]
+    if changed:
+        listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])
+        raise CheckpointError(
+            f"{checkpoint} is of another architecture: in config.json {listed}. Give the model it "
+            f"was trained with ({checkpoint / HF / 'config.json'} is its config), or another "
+            "output_dir"
+        )
+
+
+def restore(state: TrainState, saved: Folder | None) -> int | None:
+    """Restore `state` in place from what `find` returned and return its step; see `resume`.
+
+    Nothing is done, and None returned, where it found none. Collective.
+    """
+    if saved is None:
+        return None
+    checkpoint, begun = saved, time.perf_counter()
+    content, metadata = ranks.on_all(lambda: _checked(state.model, checkpoint))
+    tensors = model_tensors(state.model)
+    moments = ranks.on_all(lambda: _room(state, tensors, metadata, content, checkpoint))
+    tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
+    requested = read_tensors(checkpoint / DCP, metadata, tensors)
+
+    def settle() -> None:
+        with state_faults(checkpoint):
+            fill_optimizer(state, moments, content)
+            if state.scheduler is not None:
+                move_schedule(state.scheduler, content["scheduler"])
+            state.step, state.tokens = content["step"], content["tokens"]
+            state.metrics = dict(content.get("metrics") or {})
+            state.extra.update(content["extra"])
+        if state.data is not None:
+            _move(state.data, content["data"], checkpoint)
+        _restore_rng(checkpoint, content)
+
+    ranks.on_all(settle)
+    seconds = time.perf_counter() - begun
+    state.restored = Restored(own_bytes(tensors), requested, seconds)
+    every = ranks.gather(state.restored)
+    own, read = (sum(getattr(r, n) for r in every) for n in ("own_bytes", "bytes_requested"))
+    if ranks.rank() == 0:
+        print(
+            f"read {checkpoint.name}: {len(every)} rank(s) asked for {read / 1e9:.2f} GB to fill "
+            f"{own / 1e9:.2f} GB ({read / max(own, 1):.2f} x) in "
+            f"{max(r.seconds for r in every):.1f} s",
+            flush=True,
+        )
+    return state.step
+
+
+def _checked(model: nn.Module, checkpoint: Folder) -> tuple[dict[str, Any], Metadata]:
+    """Return state.json and the DCP metadata of a checkpoint of this model."""
+    check_same_model(model, checkpoint)
+    with files_of(checkpoint, f"{DCP}/{METADATA_FILE}") as folder:
+        # A store's shards are not here; their sizes were compared with the manifest's.
+        metadata = read_metadata(folder / DCP, blobs=isinstance(checkpoint, Path))
+    return read_state(checkpoint), metadata
+
+
+def _room(
+    state: TrainState,
+    tensors: dict[str, Any],
+    metadata: Metadata,
+    content: dict[str, Any],
+    checkpoint: Folder,
+) -> dict[str, dict[str, Any]]:
+    """Check that the checkpoint has all that `state` asks for; return room for the moments."""
+    entries = metadata.state_dict_metadata.items()
+    known = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata)}
+    check_model(tensors, known, checkpoint)
+    with state_faults(checkpoint):
+        moments = empty_moments(state, known, content, checkpoint)
+    for name in ("scheduler", "data"):
+        if getattr(state, name) is not None:
+            piece(content, name, checkpoint)
+    return moments
+
+
+def _move(position: Any, content: dict[str, Any], checkpoint: Folder) -> None:
+    with state_faults(checkpoint):
+        position.load_state_dict(content)
+
+
+def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
+    """Restore this rank's random state; on other ranks or another device derive one, and say so."""
+    before = (content["world_size"], content.get("device", "cpu"))
+    now = (ranks.world_size(), rng_state.device_type())
+    if before == now:
+        with files_of(checkpoint, f"{RNG}/{rng_state.file_name(ranks.rank())}") as folder:
+            rng_state.restore(folder / RNG, ranks.rank())
+        return
+    if ranks.rank() == 0:
+        print(
+            f"resuming on {now[0]} rank(s) of {now[1]} what {before[0]} of {before[1]} saved: "
+            "weights, optimizer and data continue exactly, random state (dropout) is derived anew",
+            flush=True,
+        )
+    rng_state.derive(ranks.rank(), content["step"])
