@@ -100,7 +100,7 @@ def prepare(scratch: Path, megabytes: int) -> None:
                 break
     text = datasets.Dataset.from_dict({"text": rows})
     text.save_to_disk(str(scratch / "text"))
-    train_tokenizer(text.select(range(0, len(text), 8)).flatten_indices(), 32000, scratch / "tok")
+    train_tokenizer(rows[::8], 32000, scratch / "tok")
     facts = {"megabytes": sum(len(r.encode()) for r in rows) / 1e6, "rows": len(rows)}
     (scratch / "facts.json").write_text(json.dumps(facts))
 
@@ -111,14 +111,17 @@ def measure(kind: str, workers: str, folder: str) -> None:
     from transformers import AutoTokenizer
 
     from toolkit.config.settings import DataConfig
-    from toolkit.data.tokens.tokenise import tokenise
+    from toolkit.data.sources.rows import load_sources
+    from toolkit.data.tokens.encode import encode
 
     text = datasets.load_from_disk(f"{folder}/text")
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/tok")
     datasets.disable_progress_bars()
     start = time.perf_counter()
     if kind == "ours":
-        tokens = tokenise(text, tokenizer, DataConfig(append_eos=False), 32000)
+        cfg = DataConfig(dataset_name=f"{folder}/text", append_eos=False)
+        (source,) = load_sources(cfg, documents=True)
+        tokens = encode(source, tokenizer, cfg, 32000).tokens
     else:
         tokens = text.map(
             lambda rows: {"input_ids": tokenizer(rows["text"])["input_ids"]},

@@ -11,11 +11,12 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Source
+from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.sources.row_values import BadRow
+from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.tokens.encoder import EncodedExample
 
 PAD = 0
 APART = 1_000_000
@@ -42,21 +43,12 @@ class Rank:
         return DataLoader(batches, batch_size=None, num_workers=workers)
 
 
-@dataclass(frozen=True)
-class Row:
-    """An encoded row of a stream."""
-
-    input_ids: np.ndarray
-    spans: list[tuple[int, int]]
-    cut_off: int = 0
-
-
-def encode_row(raw: dict[str, Any], number: int) -> Row | BadRow:
+def encode_row(raw: dict[str, Any], number: int) -> EncodedExample | BadRow:
     """Take a row as it is; leave out one that begins with a multiple of 7."""
     ids = np.array(raw["input_ids"], np.int32)
     if len(ids) and ids[0] % 7 == 0:
         return BadRow(f"row {number}: a multiple", "multiple of 7")
-    return Row(ids, list(zip(raw["spans"][::2], raw["spans"][1::2], strict=True)))
+    return EncodedExample(ids, list(zip(raw["spans"][::2], raw["spans"][1::2], strict=True)))
 
 
 def rows(lengths: list[int], number: int = 0) -> datasets.Dataset:
@@ -70,8 +62,8 @@ def rows(lengths: list[int], number: int = 0) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": ids, "spans": spans}, features=FEATURES)
 
 
-def source(lengths: list[int], number: int = 0, **mixing) -> Source:
-    return Source(f"source {number}", rows(lengths, number), **mixing)
+def source(lengths: list[int], number: int = 0, **mixing) -> EncodedSource:
+    return EncodedSource(f"source {number}", rows(lengths, number), **mixing)
 
 
 def stream(lengths: list[int], number: int = 0, shards: int = 1, **mixing) -> StreamSource:

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, Example
-from toolkit.data.sources import raw_rows
+from toolkit.data.sources import lines
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.rows import Source, examples, load_sources
-from toolkit.data.sources.text import load_documents
+from toolkit.data.sources.rows import DataSource, examples, load_sources
 from toolkit.data.tokens.encode import RowEncoder, encode
+from toolkit.data.tokens.text_ids import BATCH_BYTES, TextTokenizer
 from toolkit.errors import DataError
 
 LIMIT = 20_000
@@ -207,7 +207,21 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
         ),
     },
 }
-CASES = [(base, name) for base, rows in BAD.items() for name in rows]
+
+
+def cases(base: str, kind: str) -> list[str]:
+    """Return the bad rows that a file of `kind` can hold: what is no JSON breaks a list."""
+    rows = BAD[base].items()
+    return [
+        n
+        for n, (row, _) in rows
+        if kind == "jsonl"
+        or not isinstance(row, bytes | dict)
+        or (isinstance(row, dict) and n != "infinite")
+    ]
+
+
+CASES = [(kind, b, name) for kind in ("jsonl", "json") for b in BAD for name in cases(b, kind)]
 
 
 def as_bytes_of(row: Any) -> bytes:
@@ -220,12 +234,17 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        patch.setattr(raw_rows, "ROW_BYTES", LIMIT)
+        patch.setattr(lines, "ROW_BYTES", LIMIT)
         for base, bad in BAD.items():
             good = as_bytes_of(GOOD[base])
-            rows = [good] + [part for row, _ in bad.values() for part in (as_bytes_of(row), good)]
-            (folder / f"{base}.jsonl").write_bytes(b"\n".join(rows))
-            (folder / f"{base}.json").write_bytes(b"[" + b",\n ".join(rows) + b"]")
+            for kind, first, between, last in (
+                ("jsonl", b"", b"\n", b""),
+                ("json", b"[", b",\n", b"]"),
+            ):
+                rows = [good]
+                for name in cases(base, kind):
+                    rows += [as_bytes_of(bad[name][0]), good]
+                (folder / f"{base}.{kind}").write_bytes(first + between.join(rows) + last)
         judged.cache_clear()
         yield folder
 
@@ -233,19 +252,18 @@ def folder(tmp_path_factory):
 @cache
 def judged(
     path: Path, streaming: bool = False
-) -> tuple[Source, list[tuple[str, Example | BadRow]]]:
+) -> tuple[DataSource, list[tuple[str, Example | BadRow]]]:
     cfg = DataConfig(train_files=str(path), streaming=streaming)
     (source,) = load_sources(cfg)
     return source, [(source.place(row), found) for _, row, found in examples(source)]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json"])
-@pytest.mark.parametrize(("base", "name"), CASES)
-def test_a_bad_row_is_named_and_its_neighbours_survive(folder, base, name, kind):
+@pytest.mark.parametrize(("kind", "base", "name"), CASES)
+def test_a_bad_row_is_named_and_its_neighbours_survive(folder, kind, base, name):
     path = folder / f"{base}.{kind}"
     source, found = judged(path)
-    assert len(found) == 2 * len(BAD[base]) + 1
-    at = 2 * list(BAD[base]).index(name) + 1
+    assert len(found) == 2 * len(cases(base, kind)) + 1
+    at = 2 * cases(base, kind).index(name) + 1
     expected = BAD[base][name][1]
     place, bad = found[at]
     assert isinstance(bad, BadRow), bad
@@ -321,7 +339,7 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
 
 def encode_on(rank: int, world: int, folder: str, cache: str) -> list:
     datasets.config.HF_DATASETS_CACHE = Path(cache)
-    raw_rows.ROW_BYTES = LIMIT
+    lines.ROW_BYTES = LIMIT
     made: list = []
     for name, policy in (
         ("messages.jsonl", "skip"),
@@ -347,8 +365,8 @@ def test_ranks_that_start_together_leave_out_the_same(folder, tmp_path):
     assert first == second
     assert sorted(same for same, _ in first[3]) == [False, True]
     assert [own for _, own in first[3]] == [True, True]
-    for base, (counts, rows) in zip(("messages", "tokens"), first[:2], strict=True):
-        bad = len(BAD[base])
+    names = (cases("messages", "jsonl"), cases("tokens", "json"))
+    for bad, (counts, rows) in zip(map(len, names), first[:2], strict=True):
         assert rows == list(range(0, 2 * bad + 1, 2))  # the good ones
         assert (counts["kept"], sum(counts["dropped"].values())) == (bad + 1, bad)
     assert first[2].startswith(f"{folder / 'pair.json'} row 1 (counted from 0): expected a column")
@@ -373,7 +391,7 @@ CSV = {
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", CSV)
 def test_csv(tmp_path, monkeypatch, name, streaming):
-    monkeypatch.setattr(raw_rows, "ROW_BYTES", LIMIT)
+    monkeypatch.setattr(lines, "ROW_BYTES", LIMIT)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     row, expected = CSV[name]
     path = tmp_path / "a.csv"
@@ -383,8 +401,7 @@ def test_csv(tmp_path, monkeypatch, name, streaming):
     (_, bad), (last, _) = found[1:]
     assert expected in str(bad)
     assert found[1][0] == f"{path} line 4"
-    lines = len(row.splitlines())
-    assert last == f"{path} line {4 + lines}"
+    assert last == f"{path} line {4 + len(row.splitlines())}"
 
 
 @pytest.mark.parametrize("header", [b"", b"a,a\n1,2\n", b"a,\n1,2\n", b'"a\n', b"\xff,b\n1,2\n"])
@@ -497,21 +514,46 @@ def test_a_file_of_nothing_but_bad_rows_is_refused(tmp_path, monkeypatch):
 
 def test_a_huge_line_is_never_in_memory(tmp_path):
     line = b'{"text": "' + b"x" * (40 << 20) + b'"}\n'
-    good = b'{"text": "good"}'
     for name, content in (
-        ("a.jsonl", line + good),
-        ("a.json", b"[" + line + b"," + good + b"]"),
+        ("a.jsonl", line + b'{"text": "good"}'),
         ("a.csv", b"text\n" + line + b"good\n"),
     ):
         path = tmp_path / name
         path.write_bytes(content)
         tracemalloc.start()
-        rows = list(raw_rows.cut_rows([str(path)], "csv" if name == "a.csv" else "json", 1 << 20))
+        kind = "csv" if name == "a.csv" else "json"
+        rows = list(lines.cut_rows([str(path)], None, kind, 1 << 20))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert [row["fault"] is None for row in rows] == [False, True], name
-        assert raw_rows.decoded(rows[1]) == {"text": "good"}
+        assert lines.decoded(rows[1]) == {"text": "good"}
         assert peak < 12 << 20, name
+
+
+@pytest.mark.parametrize(
+    ("text", "came"),
+    [
+        (b'[{"a": 1}', "Expecting ',' delimiter"),
+        (b'[{"a": "', "Unterminated string"),
+        (b'[{"a": 1}}, {}]', "Expecting ',' delimiter"),
+        (b"[{}, {}] [", "Extra data"),
+        (b'[{"text": "caf\xe9"}]', "can't decode byte 0xe9"),
+        (b"[" * 100_000, "recursion"),
+        (b"[" + b"[]," * 60 + b"{}]", "at most 200 bytes and 50 values"),
+        (b'["' + b"x" * 200 + b'"]', "at most 200 bytes and 50 values"),
+    ],
+)
+def test_a_broken_list_is_one_error(tmp_path, monkeypatch, text, came):
+    if "at most" in came:
+        monkeypatch.setattr(lines, "LIST_BYTES", 200)
+        monkeypatch.setattr(lines, "LIST_VALUES", 50)
+    (tmp_path / "a.json").write_bytes(text)
+    for streaming in (False, True):
+        with pytest.raises(DataError) as caught:
+            load_sources(DataConfig(train_files=str(tmp_path / "a.json"), streaming=streaming))
+        assert came in str(caught.value)
+        assert "JSON lines" in str(caught.value)
+        assert str(tmp_path / "a.json") in str(caught.value)
 
 
 # Documents to pretrain on: the same policy, where a row that is left out is an empty document
@@ -534,17 +576,25 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+def documents(path: Path, policy: str = "error") -> list[list[int]]:
+    """Return the token ids of each row, a token a byte, without those of its end."""
+    cfg = DataConfig(train_files=str(path), on_bad_row=policy, append_eos=False)
+    (source,) = load_sources(cfg, documents=True)
+    return encode(source, make_tokenizer(), cfg, 300).tokens["input_ids"][:]
+
+
+def ids_of(*texts: str) -> list[list[int]]:
+    return make_tokenizer()(list(texts))["input_ids"]
+
+
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_in_json_lines(tmp_path, name, caplog):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + as_bytes_of(DOCUMENTS[name]) + b'\n{"text": "b"}\n')
-    with pytest.raises(DataError) as caught:
-        load_documents(DataConfig(), str(path))
-    assert str(path) in str(caught.value)
-    rows = load_documents(DataConfig(on_bad_row="skip"), str(path))
-    assert rows["text"][:] == ["a", "", "b"]
-    assert rows.column_names == ["text"]
+    with pytest.raises(DataError, match=r"a\.jsonl line 3: expected .*on_bad_row: skip"):
+        documents(path)
+    assert documents(path, "skip") == ids_of("a", "", "b")
     assert "1 of 3 rows left out (data.on_bad_row: skip)" in caplog.text
     assert f"{path} line 3: expected" in caplog.text
 
@@ -553,42 +603,50 @@ def test_documents_in_json_lines(tmp_path, name, caplog):
 def test_documents_in_csv_parquet_and_token_ids(tmp_path, caplog):
     (tmp_path / "a.csv").write_bytes(b"n,text\n1,a\n2\n3,b\xff\n4,NA\n")
     with pytest.raises(DataError, match=r"a\.csv line 3: expected 2 fields.*on_bad_row"):
-        load_documents(DataConfig(), str(tmp_path / "a.csv"))
-    rows = load_documents(DataConfig(on_bad_row="skip"), str(tmp_path / "a.csv"))
-    assert rows["text"][:] == ["a", "", "", "NA"]
+        documents(tmp_path / "a.csv")
+    assert documents(tmp_path / "a.csv", "skip") == ids_of("a", "", "", "NA")
     assert "2 of 4 rows left out" in caplog.text
     parquet(tmp_path / "c.parquet", {"text": [b"a", b"caf\xe9"]})
-    with pytest.raises(DataError, match=r"row 1 \(counted from 0\) is not UTF-8: byte 0xe9 at"):
-        load_documents(DataConfig(), str(tmp_path / "c.parquet"))
-    rows = load_documents(DataConfig(on_bad_row="skip"), str(tmp_path / "c.parquet"))
-    assert rows["text"][:] == ["a", ""]
+    with pytest.raises(DataError, match=r"row 1 \(counted from 0\): expected UTF-8.* byte 0xe9 at"):
+        documents(tmp_path / "c.parquet")
+    assert documents(tmp_path / "c.parquet", "skip") == ids_of("a", "")
     parquet(tmp_path / "a.parquet", {"text": [b"a", None, b"b"]})
-    with pytest.raises(DataError, match=r"row 1 \(counted from 0\) holds null"):
-        load_documents(DataConfig(), str(tmp_path / "a.parquet"))
-    rows = load_documents(DataConfig(on_bad_row="skip"), str(tmp_path / "a.parquet"))
-    assert rows["text"][:] == ["a", "", "b"]
-    assert "1 of 3 rows left out (data.on_bad_row: skip), the first: row 1" in caplog.text
+    with pytest.raises(DataError, match=r"row 1 \(counted from 0\): .* got null"):
+        documents(tmp_path / "a.parquet")
+    assert documents(tmp_path / "a.parquet", "skip") == ids_of("a", "", "b")
     tokens = [{"input_ids": ids} for ids in ([1, 2], [1.5], None, [3])]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, tokens)))
-    rows = load_documents(DataConfig(on_bad_row="skip"), str(tmp_path / "a.jsonl"))
-    assert rows["input_ids"][:] == [[1, 2], [], [], [3]]
+    assert documents(tmp_path / "a.jsonl", "skip") == [[1, 2], [], [], [3]]
     pq.write_table(pa.Table.from_pylist([tokens[0], tokens[2]]), tmp_path / "b.parquet")
-    rows = load_documents(DataConfig(on_bad_row="skip"), str(tmp_path / "b.parquet"))
-    assert rows["input_ids"][:] == [[1, 2], []]
+    assert documents(tmp_path / "b.parquet", "skip") == [[1, 2], []]
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_a_document_of_any_length_costs_little_memory(tmp_path, monkeypatch):
+    """A line beyond the bound is a bad row; one below it is tokenised in parts."""
+    monkeypatch.setattr(lines, "ROW_BYTES", 12 << 20)
+    text = "ab " * (3 << 20)  # 9 MB
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": text * 2}) + "\n")
+    with pytest.raises(DataError, match=r"line 2: expected a row of at most 12,582,912 bytes"):
+        documents(path)
+    given: list[int] = []
+    plain = TextTokenizer.lists
+
+    def lists(self, texts, special=False):
+        given.append(sum(map(len, texts)))
+        return plain(self, texts, special)
+
+    monkeypatch.setattr(TextTokenizer, "lists", lists)
+    (first, last) = documents(path, "skip")
+    assert last == []
+    assert len(first) == len(text)
+    assert max(given) <= BATCH_BYTES
+    assert len(given) > 2
 
 
 @pytest.mark.usefixtures("_own_cache")
 def test_documents_of_several_sources(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.jsonl").write_text('{"text": "b"}')
-    (tmp_path / "c.jsonl").write_text('{"input_ids": [1]}')
-    sources = [SourceConfig(files=str(tmp_path / name)) for name in ("b.jsonl", "a.txt")]
-    rows = load_documents(DataConfig(sources=sources), [])
-    assert rows["text"][:] == ["b", "a"]
-    assert rows["start"][:] == rows["end"][:] == [True, True]
-    sources.append(SourceConfig(files=str(tmp_path / "c.jsonl")))
-    with pytest.raises(DataError, match=r"data\.sources: expected text or token ids"):
-        load_documents(DataConfig(sources=sources), [])
     missing = [SourceConfig(files=str(tmp_path / "no.jsonl"))]
     with pytest.raises(DataError, match=r"data\.sources\[0\]\.files: .* matches no file"):
-        load_documents(DataConfig(sources=missing), [])
+        load_sources(DataConfig(sources=missing), documents=True)

@@ -10,14 +10,12 @@ from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
 from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig
-from toolkit.data import pretrain as pretrain_data
 from toolkit.data.feed.stream import SourceStream
 from toolkit.data.sources import text_files
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.sources.text import load_documents
-from toolkit.data.tokens.documents import DocumentEncoder
-from toolkit.data.tokens.tokenise import tokenise
+from toolkit.data.tokens.encode import RowEncoder, encode
+from toolkit.data.training_data import encode_sources
 from toolkit.errors import DataError
 from toolkit.models import causal_lm as models
 
@@ -40,12 +38,17 @@ def jsonl(path: Path, rows: list) -> str:
 def streamed(cfg: DataConfig, tokenizer) -> list:
     """Return the ids of each row, or what is wrong with it."""
     (source,) = load_sources(cfg, builtin="text", documents=True)
-    encode = DocumentEncoder(source, tokenizer, cfg, 300)
+    encode = RowEncoder(source, tokenizer, cfg, 300)
     found = [encode(stored, number) for number, stored in enumerate(source.rows)]
     for example in found:
         if not isinstance(example, BadRow):
             assert example.spans == [(0, len(example.input_ids))][: len(example.input_ids)]
     return [f if isinstance(f, BadRow) else f.input_ids.tolist() for f in found]
+
+
+def prepared(cfg: DataConfig, tokenizer) -> list:
+    (source,) = load_sources(cfg, documents=True)
+    return encode(source, tokenizer, cfg, 300).tokens["input_ids"][:]
 
 
 TEXT = [
@@ -69,7 +72,7 @@ IDS = [
 def test_ids_of_rows(tokenizer, tmp_path, rows, append_eos):
     files = jsonl(tmp_path / "rows.jsonl", rows)
     cfg = DataConfig(train_files=files, append_eos=append_eos)
-    wanted = tokenise(load_documents(cfg, files), tokenizer, cfg, 300)["input_ids"][:]
+    wanted = prepared(cfg, tokenizer)
     cfg = replace(cfg, streaming=True)
     assert streamed(cfg, tokenizer) == wanted
     assert sorted(map(len, wanted))[:2] == [0, 1]
@@ -83,7 +86,7 @@ def test_ids_of_a_text_file_in_pieces(tokenizer, tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_text("".join(f"Line {i}.\n" for i in range(50)) + "\0")
     cfg = DataConfig(train_files=str(file))
-    wanted = tokenise(load_documents(cfg, str(file)), tokenizer, cfg, 300)["input_ids"][:]
+    wanted = prepared(cfg, tokenizer)
     cfg = replace(cfg, streaming=True)
     assert len(wanted) > 3
     assert streamed(cfg, tokenizer) == wanted
@@ -99,7 +102,7 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
     for streaming in (False, True):
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
         cfg = PretrainConfig(model=named, data=data)
-        feed = pretrain_data.make_feed(cfg, tokenizer, models.vocabulary_size(model), "none", 1)
+        feed = encode_sources(cfg, tokenizer, models.vocabulary_size(model), "none", 1).feed
         if streaming:
             (source,) = feed.sources
             streamed = SourceStream(source, 0, feed.shape, seed=0)
@@ -121,7 +124,7 @@ def test_rows_without_a_document(tokenizer, tmp_path):
     found = streamed(cfg, tokenizer)
     assert [isinstance(f, BadRow) for f in found] == [False, True, True, True, False]
     assert str(found[2]).startswith(f"{files} line 3: expected a column 'text'")
-    with pytest.raises(DataError, match="expected a tokenizer, since the documents are text"):
+    with pytest.raises(DataError, match="expected a tokenizer, since the data is text"):
         streamed(cfg, None)
     cfg = replace(cfg, train_files=jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1, 300]}]))
     with pytest.raises(DataError, match=r"line 1: expected token ids from 0 to 299 .* got 300"):

@@ -14,14 +14,14 @@ from transformers import AutoTokenizer
 
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
-from toolkit.data.feed.sets import Shape, samples_of
+from toolkit.data.feed.sets import SampleShape, samples_of
 from toolkit.data.feed.stream import SourceStream, StreamSource, sample_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
 from toolkit.data.tokens.encode import RowEncoder, encode
-from toolkit.data.tokens.encoder import ACROSS, Encoder, LeftOut, TooLong
-from toolkit.data.tokens.token_spans import SpanTokenizer
+from toolkit.data.tokens.encoder import ACROSS, Encoder, EndsRun, LeftOut
+from toolkit.data.tokens.text_ids import TextTokenizer
 from toolkit.errors import DataError
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -148,7 +148,7 @@ def test_too_long(tokenizer):
     assert caught.value.reason == "no supervised token within sequence_length"
     with pytest.raises(LeftOut, match=r"at most 15 tokens \(data.sequence_length\), got 21"):
         Encoder(tokenizer, config(sequence_length=15, too_long="drop"), 300)(example)
-    with pytest.raises(TooLong, match=r"got 21; set data.too_long to truncate or drop"):
+    with pytest.raises(EndsRun, match=r"got 21; set data.too_long to truncate or drop"):
         Encoder(tokenizer, config(sequence_length=15, too_long="error"), 300)(example)
     for fits in ({"sequence_length": 21}, {"sequence_length": 5, "packing": "wrapped"}):
         whole = Encoder(tokenizer, config(too_long="error", **fits), 300)(example)
@@ -172,7 +172,7 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
         assert made.counts.supervised == sum(len(ids) - -(-len(ids) // 32) for ids in whole)
         # What is trained on: each token once, and all but the first of each piece learned.
         for packing in ("bfd", "none"):
-            shape = Shape(packing, 32)
+            shape = SampleShape(packing, 32)
             stream = StreamSource(
                 "s", source.rows.to_iterable_dataset(), RowEncoder(source, tokenizer, cfg, 300)
             )
@@ -210,7 +210,7 @@ def test_what_does_not_go_with_texts(tokenizer, supervise):
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(tokenizer):
-    with pytest.raises(DataError, match=r"from 0 to 257 .* ids up to 258; set model.resize"):
+    with pytest.raises(DataError, match=r"ids up to 258, .* has 258 rows .* model.resize_emb"):
         Encoder(tokenizer, config(), 258)
 
 
@@ -271,7 +271,7 @@ def test_every_edge_against_the_offsets(merging):
     assert "two?\n" in [text[a:b].strip(" ") for a, b in exact]
     for tokenizer in merging:
         spans = [[(a, b)] for a in range(len(text)) for b in range(a + 1, len(text) + 1)]
-        found = SpanTokenizer(tokenizer).encode([text] * len(spans), spans)
+        found = TextTokenizer(tokenizer).encode([text] * len(spans), spans)
         for ((a, b),), marked in zip(spans, found, strict=True):
             inside = [t for t, (s, e) in enumerate(exact) if a <= s and e <= b]
             chosen = [t for begin, end in marked.spans for t in range(begin, end)]
@@ -289,9 +289,9 @@ def test_a_tokenizer_without_offsets(merging):
         def __call__(self, text, **options):
             return {"input_ids": merging[0](text, add_special_tokens=False)["input_ids"]}
 
-    slow = SpanTokenizer(Slow())
+    slow = TextTokenizer(Slow())
     fine, cut = slow.encode(["The answer is forty"] * 2, [[(13, 19)], [(14, 19)]])
-    fast = SpanTokenizer(merging[0]).encode(["The answer is forty"], [[(13, 19)]])[0]
+    fast = TextTokenizer(merging[0]).encode(["The answer is forty"], [[(13, 19)]])[0]
     assert fine.ids.tolist() == fast.ids.tolist()
     assert fine.spans == fast.spans
     assert isinstance(cut, BadRow)

@@ -7,24 +7,26 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from feeds import APART, Rank, Row, encode_row, lockstep, rows, source, stream, tokens_of
+from feeds import APART, Rank, encode_row, lockstep, rows, source, stream, tokens_of
 
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Shape, Source
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.sets import SampleShape
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.mixture import Mixture
 from toolkit.data.order.position import GlobalBatches, Position, SampleOrder
-from toolkit.data.samples.fixed_length import Samples
+from toolkit.data.samples.sequences import EncodedRows, Windows
 from toolkit.data.sources.row_values import BadRow
+from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.tokens.encoder import EncodedExample
 from toolkit.errors import DataError
 from toolkit.training.launch import Run
 
 LENGTHS = [5, 9, 3, 16, 7, 2, 11, 4, 8, 6, 13, 1, 10, 12, 5, 9]
 
 
-def feed(*sources, shape: Shape | None = None, **settings) -> Feed:
-    shape = shape or Shape("bfd", 16)
+def feed(*sources, shape: SampleShape | None = None, **settings) -> Feed:
+    shape = shape or SampleShape("bfd", 16)
     return Feed(list(sources), shape, **({"seed": 1, "global_batch": 4} | settings))
 
 
@@ -104,8 +106,8 @@ def test_mixtures_that_cannot_be(sizes, weights, limits):
 
 def test_one_text_is_read_as_ever():
     tokens = rows([40] * 30).remove_columns("spans")
-    of = feed(Source("text", tokens), shape=Shape("wrapped", 16), eval_split=0.1)
-    samples = Samples(tokens, 16)
+    of = feed(EncodedSource("text", tokens), shape=SampleShape("wrapped", 16), eval_split=0.1)
+    samples = Windows(EncodedRows(tokens), 16)
     train = samples.view(0, 67)  # of 75 windows the last tenth is held out
     batches = GlobalBatches(SampleOrder(67, 1), 0, 20, 4, 1, 1)
     expected = [[train[i]["input_ids"].tolist() for i in batch] for batch in batches]
@@ -118,7 +120,7 @@ def test_one_text_is_read_as_ever():
     old = Position(67, 1, 4, samples_seen=24).state_dict()
     of.position.load_state_dict(json.loads(json.dumps(old)))
     assert read(of, 1)[0] == expected[6]
-    packed = feed(Source("text", tokens), shape=Shape("bfd", 16))
+    packed = feed(EncodedSource("text", tokens), shape=SampleShape("bfd", 16))
     old["n_samples"] = len(packed)
     with pytest.raises(DataError, match=r"counts on data.packing wrapped, this run has bfd"):
         packed.position.load_state_dict(old)
@@ -139,8 +141,11 @@ def test_other_data_are_refused():
         (two(weights=(1, 3)), "counts on the weight of source 1 2, this run has 3"),
         (two(limit=9), "counts on max_repeats of source 0 nothing, this run has 9"),
         (two(names=(2, 1)), r"counts on the sources \['source 0', 'source 1'\]"),
-        (two(shape=Shape("none", 16)), f"counts on {samples} training samples"),
-        (two(shape=Shape("bfd", 17)), "data.sequence_length 16, this run has 17|training samples"),
+        (two(shape=SampleShape("none", 16)), f"counts on {samples} training samples"),
+        (
+            two(shape=SampleShape("bfd", 17)),
+            "sequence_length 16, this run has 17|training samples",
+        ),
         # As many samples, of other rows.
         (two(lengths=[*LENGTHS[:-1], 8]), "the lengths of the rows of source 0 .digest."),
     ):
@@ -149,16 +154,16 @@ def test_other_data_are_refused():
         assert other.position.samples_seen == 0
     # What a single source is called does not matter.
     one = feed(source(LENGTHS, 0)).position.state_dict()
-    renamed = feed(Source("moved", rows(LENGTHS)))
+    renamed = feed(EncodedSource("moved", rows(LENGTHS)))
     renamed.position.load_state_dict(one)
 
 
 def test_steps_and_passes():
-    of = feed(source(LENGTHS), shape=Shape("none", 16))
+    of = feed(source(LENGTHS), shape=SampleShape("none", 16))
     assert len(of) == 16
     assert [of.steps_for(e) for e in (0.1, 1, 1.2, 3)] == [1, 4, 5, 12]
     of.check_steps(10**6)
-    limited = feed(source(LENGTHS, max_repeats=1.5), shape=Shape("none", 16), global_batch=5)
+    limited = feed(source(LENGTHS, max_repeats=1.5), shape=SampleShape("none", 16), global_batch=5)
     assert limited.order.total == 24
     # 24 samples are 4 whole batches of 5; a pass and a half is what they allow.
     assert [limited.steps_for(e) for e in (1, 1.5)] == [4, 4]
@@ -189,15 +194,17 @@ def test_sources_need_names_and_weights():
         feed()
     with pytest.raises(DataError, match="weight for each source"):
         StreamFeed(
-            [stream(LENGTHS, 0), stream(LENGTHS, 1)], Shape("bfd", 16), seed=0, global_batch=2
+            [stream(LENGTHS, 0), stream(LENGTHS, 1)], SampleShape("bfd", 16), seed=0, global_batch=2
         )
     with pytest.raises(DataError, match=r"whole number of passes as max_repeats of source 0.*1\.5"):
-        StreamFeed([stream(LENGTHS, max_repeats=1.5)], Shape("bfd", 16), seed=0, global_batch=2)
+        StreamFeed(
+            [stream(LENGTHS, max_repeats=1.5)], SampleShape("bfd", 16), seed=0, global_batch=2
+        )
 
 
 @pytest.mark.parametrize("packing", ["bfd", "none", "wrapped"])
 def test_evaluation_is_even_and_reads_each_token_once(packing):
-    shape = Shape(packing, 16)
+    shape = SampleShape(packing, 16)
     both = [source(LENGTHS * 4, 0), source(LENGTHS * 2, 1)]
     of = feed(*both, shape=shape, eval_split=0.25)
     trained = {t for b in read(of, of.steps_for(1)) for s in b for t in s}
@@ -238,7 +245,7 @@ def real_run() -> Run:
 @pytest.mark.parametrize("packing", ["bfd", "none"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_real_run_with_workers_reads_the_same(packing, streamed):
-    shape = Shape(packing, 16)
+    shape = SampleShape(packing, 16)
 
     def make():
         if streamed:
@@ -278,7 +285,9 @@ def test_a_stream_reads_files_in_another_order_each_pass(tmp_path):
         whole = StreamSource(
             "files", read_in, lambda raw, n: encode_row(raw | {"spans": [0, 3]}, n)
         )
-        return StreamFeed([whole], Shape("none", 8), seed=3, global_batch=2, window=10, group=1)
+        return StreamFeed(
+            [whole], SampleShape("none", 8), seed=3, global_batch=2, window=10, group=1
+        )
 
     of = make()
     batches = read(of, 60)
@@ -300,7 +309,7 @@ def test_a_stream_reads_files_in_another_order_each_pass(tmp_path):
 
 
 def test_wrapped_streams_lose_no_token():
-    of = StreamFeed([stream(LENGTHS)], Shape("wrapped", 16), seed=0, global_batch=1, window=5)
+    of = StreamFeed([stream(LENGTHS)], SampleShape("wrapped", 16), seed=0, global_batch=1, window=5)
     tokens = [t for b in read(of, 11) for s in b for t in s]
     left_out = [
         n for n, end in zip(LENGTHS, np.cumsum(LENGTHS), strict=True) if (APART + end - n) % 7 == 0
@@ -314,7 +323,7 @@ def test_wrapped_streams_lose_no_token():
 def test_a_stream_that_ends_says_so():
     def make(**settings):
         source = stream(LENGTHS, **settings)
-        return StreamFeed([source], Shape("none", 16), seed=0, global_batch=4, group=3)
+        return StreamFeed([source], SampleShape("none", 16), seed=0, global_batch=4, group=3)
 
     for workers in (0, 1):
         steps = make(max_repeats=2).steps(Rank(), 9, per_device_batch_size=4, workers=workers)
@@ -332,7 +341,7 @@ def test_a_stream_that_ends_says_so():
         make().position.advance()
     empty = StreamFeed(
         [StreamSource("nothing", stream(LENGTHS).rows, lambda raw, number: BadRow("x"))],
-        Shape("bfd", 16), seed=0, global_batch=1,
+        SampleShape("bfd", 16), seed=0, global_batch=1,
     )  # fmt: skip
     with pytest.raises(DataError, match="a whole pass of 16 rows gave none: 16 were left out"):
         next(empty.steps(Rank(), 1, per_device_batch_size=1))
@@ -342,19 +351,23 @@ def test_the_first_rows_of_a_stream_say_what_a_step_holds():
     def make(spans):
         read_in = stream([8] * 30).rows
         plain = StreamSource(
-            "plain", read_in, lambda raw, n: Row(np.array(raw["input_ids"]), spans)
+            "plain", read_in, lambda raw, n: EncodedExample(np.array(raw["input_ids"]), spans)
         )
         short = stream([2] * 30, 1, weight=3)
         plain.weight = 1
-        return StreamFeed([plain, short], Shape("none", 16), seed=0, global_batch=4, window=10)
+        return StreamFeed(
+            [plain, short], SampleShape("none", 16), seed=0, global_batch=4, window=10
+        )
 
     of = make([(0, 8)])
     of.check_enough(2)
-    assert [(s.name, s.rows, s.samples + s.left_out) for s in of.glances()] == [
+    assert [(s.name, s.rows, s.samples + s.left_out) for s in of.first_windows()] == [
         ("plain", 10, 10), ("source 1", 10, 10)
     ]  # fmt: skip
-    assert of.glances()[0].tokens == 80
-    assert of.glances()[0].supervised == 70  # the first token of a row is predicted from nothing
+    assert of.first_windows()[0].tokens == 80
+    assert (
+        of.first_windows()[0].supervised == 70
+    )  # the first token of a row is predicted from nothing
     assert of.tokens_of_step() == 4 * (0.25 * 8 + 0.75 * 2)
     assert of.position.state_dict()["stream"] is None  # looking does not read
     for spans in ([], [(0, 1)]):
@@ -367,15 +380,15 @@ def test_the_first_rows_of_a_stream_say_what_a_step_holds():
 def test_a_stream_says_what_it_left_out_and_cut_off():
     def encode(raw, number):
         if number == 3:
-            return Row(np.zeros(0, np.int32), [])
+            return EncodedExample(np.zeros(0, np.int32), [])
         if number % 5 == 4:
             return BadRow(f"row {number}: no fifths", "a fifth")
         row = encode_row(raw, number)
-        return Row(row.input_ids, row.spans, number % 2)
+        return EncodedExample(row.input_ids, row.spans, number % 2)
 
     def make():
         one = StreamSource("one", stream(LENGTHS).rows, encode, weight=1)
-        shape = Shape("none", 16)
+        shape = SampleShape("none", 16)
         other = stream(LENGTHS, 1, weight=1)
         return StreamFeed([one, other], shape, seed=0, global_batch=4, window=5, group=2)
 
@@ -391,11 +404,11 @@ def test_a_stream_says_what_it_left_out_and_cut_off():
         read = of.position.read["one"]
         part = results[: read["rows_read"]]
         bad = [r for r in part if isinstance(r, BadRow)]
-        empty = [r for r in part if isinstance(r, Row) and not len(r.input_ids)]
+        empty = [r for r in part if isinstance(r, EncodedExample) and not len(r.input_ids)]
         reasons = {"a fifth": len(bad), "no token": len(empty)}
         assert read["reasons"] == {reason: n for reason, n in reasons.items() if n}
         assert read["left_out"] == len(bad) + len(empty)
-        cut = [r.cut_off for r in part if isinstance(r, Row) and len(r.input_ids)]
+        cut = [r.cut_off for r in part if isinstance(r, EncodedExample) and len(r.input_ids)]
         assert (read["truncated"], read["cut_off"]) == (sum(map(bool, cut)), sum(cut))
         assert read["rows_read"] >= of.position.rows_read["one"]
         seen.add(read["rows_read"])
@@ -418,11 +431,11 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_its_own_message():
     def encode(raw, number):
         if number == 7:
             raise DataError("file.jsonl line 8: expected messages, got nothing")
-        return Row(np.array(raw["input_ids"], np.int32), [(0, len(raw["input_ids"]))])
+        return EncodedExample(np.array(raw["input_ids"], np.int32), [(0, len(raw["input_ids"]))])
 
     bad = StreamSource("bad", stream(LENGTHS).rows, encode)
     for rank, workers in ((0, 0), (1, 1)):
-        of = StreamFeed([bad], Shape("none", 16), seed=0, global_batch=2, window=4, group=1)
+        of = StreamFeed([bad], SampleShape("none", 16), seed=0, global_batch=2, window=4, group=1)
         with pytest.raises(DataError, match=r"^file.jsonl line 8: expected messages") as caught:
             list(of.steps(Rank(rank, 2), 9, per_device_batch_size=1, workers=workers))
         assert not caught.value.already_reported  # nobody else has: a rank may be alone with it
@@ -434,7 +447,7 @@ def test_a_stream_refuses_other_data():
             stream(lengths, 0, shards, weight=weights[0], max_repeats=limit),
             stream(LENGTHS, 1, weight=weights[1]),
         ]
-        return StreamFeed(mixed, Shape("bfd", 16), seed=seed, global_batch=2, window=window)
+        return StreamFeed(mixed, SampleShape("bfd", 16), seed=seed, global_batch=2, window=window)
 
     of = make()
     read(of, 3)

@@ -9,14 +9,22 @@ import torch
 from feeds import APART, FEATURES, rows, source
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Shape
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.sets import SampleShape
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.position import SampleOrder
-from toolkit.data.samples.collate import Pad
-from toolkit.data.samples.fixed_length import FILLER, IGNORED, Samples
 from toolkit.data.samples.packing import best_fit
-from toolkit.data.samples.sequences import Joined, Packed, Padded, Pieces, Rows, Wrapped
+from toolkit.data.samples.sequences import (
+    FILLER,
+    IGNORED,
+    EncodedRows,
+    Joined,
+    Packed,
+    PadCollate,
+    Padded,
+    Pieces,
+    Windows,
+)
 from toolkit.errors import DataError
 
 
@@ -109,7 +117,7 @@ def test_a_packed_sample():
         "spans": [[1, 3], [0, 2, 3, 4], []],
     }
     packed = Packed(
-        Pieces(Rows(datasets.Dataset.from_dict(table, features=features)), 10), pad_id=9
+        Pieces(EncodedRows(datasets.Dataset.from_dict(table, features=features)), 10), pad_id=9
     )
     assert len(packed) == 1
     sample = packed[0]
@@ -130,7 +138,7 @@ def test_a_packed_sample():
 def test_rows_stay_whole_and_long_ones_are_cut_without_a_loss():
     rng = np.random.default_rng(0)
     lengths = rng.choice([0, 1, 3, 7, 16, 17, 32, 50], 200).tolist()
-    pieces = Pieces(Rows(rows(lengths)), 16)
+    pieces = Pieces(EncodedRows(rows(lengths)), 16)
     packed = Packed(pieces)
     tokens, starts = [], 0
     ends = set(np.cumsum(lengths).tolist())
@@ -159,20 +167,20 @@ def test_rows_stay_whole_and_long_ones_are_cut_without_a_loss():
 
 
 def test_a_padded_batch():
-    padded = Padded(Pieces(Rows(rows([3, 0, 9, 5])), 16))
+    padded = Padded(Pieces(EncodedRows(rows([3, 0, 9, 5])), 16))
     assert len(padded) == 3
     assert padded.pieces.empty == 1
     assert padded.lengths(np.array([2, 0])).tolist() == [5, 3]
-    batch = Pad(7, 16)([padded[0], padded[1], padded[FILLER]])
+    batch = PadCollate(7, 16)([padded[0], padded[1], padded[FILLER]])
     assert [tuple(v.shape) for v in batch.values()] == [(3, 16)] * 3
     assert batch["attention_mask"].sum(1).tolist() == [3, 9, 1]
     assert batch["input_ids"][0].tolist() == [APART, APART + 1, APART + 2] + [7] * 13
     assert batch["labels"][0].tolist() == [-100, APART + 1, APART + 2] + [-100] * 13
     assert (batch["labels"][2] == IGNORED).all()
     # A multiple of 8, but not beyond the positions that the model may have.
-    assert Pad(0, 16)([padded[2]])["input_ids"].shape == (1, 8)
-    assert Pad(0, 10)([padded[1]])["input_ids"].shape == (1, 10)
-    assert Pad(0, 9)([padded[1]])["input_ids"].shape == (1, 9)
+    assert PadCollate(0, 16)([padded[2]])["input_ids"].shape == (1, 8)
+    assert PadCollate(0, 10)([padded[1]])["input_ids"].shape == (1, 10)
+    assert PadCollate(0, 9)([padded[1]])["input_ids"].shape == (1, 9)
 
 
 def padding(batches: np.ndarray, lengths: np.ndarray) -> float:
@@ -222,14 +230,14 @@ def test_rows_are_read_from_the_file(tmp_path, dtype, chunk):
         cache_file_name=str(tmp_path / "rows.arrow"),
         writer_batch_size=chunk,
     )
-    read = Rows(stored)
+    read = EncodedRows(stored)
     assert [read.ids(i).tolist() for i in range(90)] == ids
     assert read.lengths().tolist() == [len(row) for row in ids]
     assert not read.supervised_in_part
     assert read.labels(80).tolist() == ids[80]
-    part = Rows(stored.select(range(30, 50)))  # a slice of the file, no index
+    part = EncodedRows(stored.select(range(30, 50)))  # a slice of the file, no index
     assert [part.ids(i).tolist() for i in range(20)] == ids[30:50]
-    chosen = Rows(stored.select([80, 3, 41]))
+    chosen = EncodedRows(stored.select([80, 3, 41]))
     assert [chosen.ids(i).tolist() for i in range(3)] == [ids[80], ids[3], ids[41]]
     again = pickle.loads(pickle.dumps(read))
     assert [again.ids(i).tolist() for i in range(90)] == ids
@@ -237,11 +245,14 @@ def test_rows_are_read_from_the_file(tmp_path, dtype, chunk):
 
 
 def test_workers_read_packed_and_padded_samples(tmp_path):
-    packed = Packed(Pieces(Rows(rows([5, 9, 3, 12, 7])), 16))
+    packed = Packed(Pieces(EncodedRows(rows([5, 9, 3, 12, 7])), 16))
     padded = Joined(
-        [Padded(Pieces(Rows(rows([5, 9])), 16)), Padded(Pieces(Rows(rows([3], 1)), 16))]
+        [
+            Padded(Pieces(EncodedRows(rows([5, 9])), 16)),
+            Padded(Pieces(EncodedRows(rows([3], 1)), 16)),
+        ]
     )
-    for data, collate in ((packed, None), (padded, Pad(0, 16))):
+    for data, collate in ((packed, None), (padded, PadCollate(0, 16))):
         here, there = (
             list(
                 DataLoader(
@@ -271,7 +282,7 @@ def test_joined_rows_keep_the_labels_of_their_spans():
         ids += row
         labels += [t if cut and cut[0] <= i < cut[1] else IGNORED for i, t in enumerate(row)]
     stored = datasets.Dataset.from_dict(table, features=FEATURES)
-    wrapped = Wrapped(Samples(stored, 17), Rows(stored))
+    wrapped = Windows(EncodedRows(stored), 17)
     assert len(wrapped) == len(ids) // 17
     for i in range(len(wrapped)):
         assert wrapped[i]["input_ids"].tolist() == ids[17 * i : 17 * i + 17]
@@ -283,16 +294,16 @@ def test_joined_rows_keep_the_labels_of_their_spans():
 
 def test_what_a_source_became_is_counted():
     lengths = [5, 0, 16, 40, 3]
-    feed = Feed([source(lengths)], Shape("bfd", 16), seed=0, global_batch=1)
+    feed = Feed([source(lengths)], SampleShape("bfd", 16), seed=0, global_batch=1)
     (part,) = feed.parts
     assert (part.samples, part.tokens, part.bins, part.cut) == (4, 64, (4, 4), 1)
-    assert part.density == feed.density == 1.0
+    assert part.density == 1.0
     assert part.dropped == {"empty rows": 1}
-    feed = Feed([source(lengths)], Shape("none", 16), seed=0, global_batch=1)
-    assert (feed.parts[0].samples, feed.parts[0].tokens, feed.density) == (6, 64, None)
-    feed = Feed([source(lengths)], Shape("wrapped", 15), seed=0, global_batch=1)
+    feed = Feed([source(lengths)], SampleShape("none", 16), seed=0, global_batch=1)
+    assert (feed.parts[0].samples, feed.parts[0].tokens, feed.parts[0].density) == (6, 64, None)
+    feed = Feed([source(lengths)], SampleShape("wrapped", 15), seed=0, global_batch=1)
     assert (feed.parts[0].samples, feed.parts[0].dropped) == (4, {"tokens": 4})
     with pytest.raises(
         DataError, match="at least one row with a token in the source source 0, got none"
     ):
-        Feed([source([0, 0])], Shape("bfd", 16), seed=0, global_batch=1)
+        Feed([source([0, 0])], SampleShape("bfd", 16), seed=0, global_batch=1)

@@ -15,11 +15,11 @@ from toolkit.config.settings import (
     SourceConfig,
 )
 from toolkit.data import finetune as finetune_data
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Shape
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.sets import SampleShape
 from toolkit.data.report import check_supervised, render, supervision_report
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Counts, Encoded, encode
+from toolkit.data.tokens.encode import Counts, EncodedSource, encode
 from toolkit.errors import DataError
 
 MAX = 64
@@ -36,7 +36,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
-def encoded(tokenizer, *examples: list[tuple[str, bool]], name: str = "chat", **counts) -> Encoded:
+def encoded(
+    tokenizer, *examples: list[tuple[str, bool]], name: str = "chat", **counts
+) -> EncodedSource:
     """Return examples, given as parts and whether they are learned, as `encode` would."""
     rows: dict[str, list] = {"input_ids": [], "spans": [], "row": []}
     for number, parts in enumerate(examples):
@@ -62,13 +64,13 @@ def encoded(tokenizer, *examples: list[tuple[str, bool]], name: str = "chat", **
         "supervised": sum(covered),
     }
     tokens = datasets.Dataset.from_dict(rows, features=features)
-    return Encoded(name, tokens, Counts(**(told | counts)))
+    return EncodedSource(name, tokens, Counts(**(told | counts)))
 
 
 ASKED = [("Two and two?", False), ("Four.</s>", True), ("Sure?", False), ("Yes.</s>", True)]
 
 
-def report(tokenizer, *sources: Encoded, **options) -> dict:
+def report(tokenizer, *sources: EncodedSource, **options) -> dict:
     return supervision_report(sources, tokenizer, sequence_length=MAX, **options)
 
 
@@ -200,7 +202,7 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
     )
     (source,) = load_sources(cfg)
     made = encode(source, tokenizer, cfg, len(tokenizer))
-    feed = Feed([made], Shape("bfd", MAX), seed=0, global_batch=1)
+    feed = Feed([made], SampleShape("bfd", MAX), seed=0, global_batch=1)
     formats = {source.name: str(source.layout)}
     parts = [asdict(part) for part in feed.parts]
     said = render(report(tokenizer, made, formats=formats, parts=parts), colour=False)

@@ -3,7 +3,6 @@
 import bz2
 import csv
 import gzip
-import io
 import json
 import lzma
 import pickle
@@ -23,10 +22,10 @@ from toolkit.data.examples.recognise import (
     example_of,
     recognise,
 )
-from toolkit.data.sources import instructions, raw_rows
+from toolkit.data.sources import instructions
 from toolkit.data.sources.files import configured
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.rows import Source, examples, load_sources
+from toolkit.data.sources.rows import DataSource, examples, load_sources
 from toolkit.errors import DataError
 
 
@@ -67,11 +66,11 @@ def jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def load(*files: str, **settings) -> list[Source]:
+def load(*files: str, **settings) -> list[DataSource]:
     return load_sources(DataConfig(train_files=list(files), **settings))
 
 
-def read(source: Source) -> list:
+def read(source: DataSource) -> list:
     found = [example for _, _, example in examples(source)]
     bad = [example for example in found if isinstance(example, BadRow)]
     assert not bad, bad
@@ -391,35 +390,6 @@ def test_rows_of_another_layout_are_bad():
     layout = recognise([chat()])
     with pytest.raises(BadRow, match=r"expected a column 'messages'.*got 'text'"):
         example_of({"text": "a"}, layout)
-
-
-# JSON lists
-
-
-@pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
-def test_a_list_is_cut_where_json_would(monkeypatch, block):
-    monkeypatch.setattr(raw_rows, "_BLOCK", block)
-    rows = [{"a": '],"\\"é\u2028', "b": [1, [2, {}]], "c": None}, {}, {"a\\": "\\"}, {"d": " , "}]
-    for text in (json.dumps(rows), json.dumps(rows, indent=2, ensure_ascii=False), " [] ", "[ ]"):
-        cut = [json.loads(raw) for raw, _, _ in raw_rows._list(io.BytesIO(text.encode()), "a", 999)]
-        assert cut == json.loads(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "came"),
-    [
-        ('[{"a": 1}', "the end of the file within it, at row 0"),
-        ('[{"a": "', "the end of the file within it, at row 0"),
-        ('[{"a": 1}}, {}]', "a } that closes nothing, at row 0"),
-        ("[{}, {}] [", "outside of it, at row 2"),
-    ],
-)
-def test_a_list_that_breaks_off_is_a_broken_file(tmp_path, text, came):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DataError) as caught:
-        load(str(tmp_path / "a.json"))
-    assert came in str(caught.value)
-    assert str(tmp_path / "a.json") in str(caught.value)
 
 
 # The built-in instructions

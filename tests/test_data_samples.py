@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from toolkit.data.samples.fixed_length import FILLER, IGNORED, Samples, check_enough, split
+from toolkit.data.feed.sets import SampleShape, held_out
+from toolkit.data.samples.sequences import FILLER, IGNORED, EncodedRows, Windows
+from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
 
@@ -38,7 +40,7 @@ def test_windows_equal_a_plain_concatenation(tmp_path, chunk, dtype):
     assert len(tokens.data.column("input_ids").chunks) == -(-60 // chunk)
     flat = [i for row in tokens["input_ids"] for i in row]
     for length in (2, 7, 16, 101):
-        samples = Samples(tokens, length)
+        samples = Windows(EncodedRows(tokens), length)
         assert len(samples) == len(flat) // length
         assert samples.tokens_total == len(flat)
         assert samples.tokens_dropped == len(flat) % length
@@ -47,7 +49,7 @@ def test_windows_equal_a_plain_concatenation(tmp_path, chunk, dtype):
 
 
 def test_a_sample(tmp_path):
-    samples = Samples(documents([10, 10], 1, tmp_path), 8)
+    samples = Windows(EncodedRows(documents([10, 10], 1, tmp_path)), 8)
     sample = samples[np.int64(1)]
     assert sample["input_ids"].tolist() == sample["labels"].tolist() == list(range(8, 16))
     assert sample["input_ids"].dtype == sample["labels"].dtype == torch.int64
@@ -65,11 +67,11 @@ def test_a_sample(tmp_path):
 
 def test_a_selection_is_read_in_its_own_order(tmp_path):
     tokens = documents([3, 3, 3], 1, tmp_path).select([2, 0])
-    assert Samples(tokens, 6)[0]["input_ids"].tolist() == [6, 7, 8, 0, 1, 2]
+    assert Windows(EncodedRows(tokens), 6)[0]["input_ids"].tolist() == [6, 7, 8, 0, 1, 2]
 
 
 def test_pickle_is_small_and_workers_read(tmp_path):
-    samples = Samples(documents([100] * 200, 10, tmp_path), 50)
+    samples = Windows(EncodedRows(documents([100] * 200, 10, tmp_path)), 50)
     dumped = pickle.dumps(samples)
     assert len(dumped) < 8000  # a path, not 80,000 bytes of tokens
     again = pickle.loads(dumped)
@@ -82,7 +84,7 @@ def test_pickle_is_small_and_workers_read(tmp_path):
 
 def test_too_little_text(tmp_path):
     with pytest.raises(DataError) as caught:
-        Samples(documents([3, 4], 1, tmp_path), 8)
+        Windows(EncodedRows(documents([3, 4], 1, tmp_path)), 8)
     said = str(caught.value)
     assert "at least one sample of 8 tokens (data.sequence_length)" in said
     assert "all documents together hold 7" in said
@@ -102,8 +104,8 @@ def test_too_little_text(tmp_path):
     ],
 )
 def test_split(tmp_path, n, share, max_eval, train, held):
-    samples = Samples(documents([4 * n], 1, tmp_path), 4)
-    first, second = split(samples, share, max_eval)
+    source = EncodedSource("one", documents([4 * n], 1, tmp_path))
+    first, second = held_out(source, SampleShape("wrapped", 4), share, max_eval)
     assert len(first) == train
     assert (None if second is None else len(second)) == held
     assert first[0]["input_ids"][0] == 0
@@ -113,10 +115,3 @@ def test_split(tmp_path, n, share, max_eval, train, held):
         assert torch.equal(pickle.loads(pickle.dumps(second))[0]["labels"], second[0]["labels"])
         with pytest.raises(IndexError):
             first[train]
-
-
-def test_fewer_samples_than_ranks(tmp_path):
-    samples = Samples(documents([12], 1, tmp_path), 4)
-    check_enough(samples, 3)
-    with pytest.raises(DataError, match="each of the 4 ranks, got 3 of 4 tokens"):
-        check_enough(samples, 4)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from feeds import APART, lockstep, source, stream
 
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Shape
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.sets import SampleShape
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.errors import DataError
 
@@ -46,7 +46,7 @@ class Case:
 
 def case(kind: str, number: int) -> Case:
     rng = random.Random(f"{kind} {number}")
-    shape = Shape(["bfd", "none", "wrapped"][number % 3], rng.choice([12, 16, 31]))
+    shape = SampleShape(["bfd", "none", "wrapped"][number % 3], rng.choice([12, 16, 31]))
     streamed = "stream" in kind
     n = 1 if kind in ("one source", "stream") else rng.choice([2, 3])
     lengths = [

@@ -8,12 +8,23 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import save_byte_tokenizer
+from transformers import AutoTokenizer
 
 from toolkit.config.settings import DataConfig
 from toolkit.data.sources.files import find_files, stdlib_files
-from toolkit.data.sources.text import load_documents
-from toolkit.data.sources.text_files import pieces
+from toolkit.data.sources.rows import DataSource, examples, load_sources
+from toolkit.data.sources.text_files import parts_of, pieces
+from toolkit.data.tokens.encode import encode
 from toolkit.errors import DataError
+
+BYTES = Path()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _byte_tokenizer(tmp_path_factory):
+    global BYTES
+    BYTES = save_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +39,23 @@ def write(path: Path, content: str | bytes | list[dict]) -> str:
     return str(path)
 
 
-def load(*files: str, **settings) -> datasets.Dataset:
-    return load_documents(DataConfig(**settings), list(files))
+def load(*files: str, **settings) -> DataSource:
+    cfg = DataConfig(train_files=list(files), **settings)
+    (source,) = load_sources(cfg, builtin="text", documents=True)
+    return source
+
+
+def texts(source: DataSource) -> list:
+    """Return the text, or the token ids, of each row."""
+    found = [example for _, _, example in examples(source)]
+    return [e.input_ids if hasattr(e, "input_ids") else e.text for e in found]
 
 
 def refusal(*files: str, **settings) -> str:
+    """Return what the run ends with, over tokens of a model with 300 of them."""
+    tokenizer = AutoTokenizer.from_pretrained(BYTES)
     with pytest.raises(DataError) as caught:
-        load(*files, **settings)
+        encode(load(*files, **settings), tokenizer, DataConfig(**settings), 300)
     return str(caught.value)
 
 
@@ -70,6 +91,14 @@ def test_pieces_end_between_two_full_lines(tmp_path):
     assert all(p.endswith(("x = 1\n", "    z\n")) for p in cut)
 
 
+@pytest.mark.parametrize("text", ["", "one\ntwo\n" * 60, "ü" * 400, "\n" * 300, "a b " * 99])
+def test_a_long_text_of_a_row_is_cut_alike(text):
+    parts = list(parts_of(text, 64))
+    assert "".join(parts) == text
+    assert all(len(part.encode()) <= 128 for part in parts)
+    assert all(part.endswith("\n") for part in parts[:-1] if "one" in part)
+
+
 def test_a_byte_order_mark_is_not_text_and_nul_is(tmp_path):
     file = tmp_path / "a.txt"
     write(file, b"\xef\xbb\xbfa\x00b\r\n")
@@ -88,8 +117,8 @@ def test_a_file_is_a_document_and_a_big_one_several_rows(tmp_path):
     small = write(tmp_path / "b.txt", "one\ntwo\n")
     big = write(tmp_path / "a.txt", "a line of text\n" * 30_000)
     empty = write(tmp_path / "c.txt", "")
-    rows = load(small, big, empty)
-    assert rows[0] == {"text": "one\ntwo\n", "start": True, "end": True}
+    rows = load(small, big, empty).rows
+    assert rows[0] == {"text": "one\ntwo\n", "start": True, "end": True, "_file": 0, "_row": 0}
     assert len(rows) == 5
     assert rows["start"][1:] == [True, False, False, False]
     assert rows["end"][1:] == [False, False, False, True]
@@ -98,12 +127,12 @@ def test_a_file_is_a_document_and_a_big_one_several_rows(tmp_path):
 
 def test_text_is_cached_until_a_file_changes(tmp_path):
     file = write(tmp_path / "a.txt", "one\n")
-    first = load(file)
-    assert load(file).cache_files == first.cache_files
-    assert load(file)._fingerprint == first._fingerprint
+    first = load(file).rows
+    assert load(file).rows.cache_files == first.cache_files
+    assert load(file).rows._fingerprint == first._fingerprint
     write(Path(file), "two\n")  # the same size
     os.utime(file, ns=(1, 1))
-    changed = load(file)
+    changed = load(file).rows
     assert changed.cache_files != first.cache_files
     assert changed["text"][:] == ["two\n"]
 
@@ -114,7 +143,7 @@ def test_the_builtin_text_is_the_standard_library():
     assert {"ast.py", "argparse.py"} <= names
     assert not any({"test", "site-packages", "__pycache__"} & set(f.parts[-3:]) for f in files)
     assert files == stdlib_files()
-    rows = load()
+    rows = load().rows
     assert sum(rows["end"]) == sum(rows["start"]) <= len(files)
     assert sum(map(len, rows["text"])) > 5_000_000
 
@@ -134,31 +163,29 @@ def test_json_parquet_arrow_and_another_column(tmp_path):
     write(tmp_path / "a[1].jsonl", rows)
     write(tmp_path / "a.json", json.dumps(rows))
     for name in ("a.parquet", "a.arrow", "a[1].jsonl", "a.json"):
-        got = load(str(tmp_path / name), text_column="body")
-        assert got.column_names == ["text"], name
-        assert got["text"][:] == ["one", "two\n"], name
+        assert texts(load(str(tmp_path / name), text_column="body")) == ["one", "two\n"], name
 
 
 def test_a_changed_jsonl_is_read_anew(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"text": "one"}])
-    assert load(file)["text"][:] == ["one"]
+    assert texts(load(file)) == ["one"]
     write(Path(file), [{"text": "two"}])
     os.utime(file, ns=(1, 1))
-    assert load(file)["text"][:] == ["two"]
+    assert texts(load(file)) == ["two"]
 
 
 def test_input_ids_win_over_text(tmp_path):
-    rows = load(write(tmp_path / "a.jsonl", [{"text": "a", "input_ids": [1, 2]}]))
-    assert rows.column_names == ["input_ids"]
+    source = load(write(tmp_path / "a.jsonl", [{"text": "a", "input_ids": [1, 2]}]))
+    assert texts(source) == [[1, 2]]
 
 
 def test_data_set_folders(tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).select([2, 0])
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(tmp_path / "several"))
-    assert load(dataset_name=str(tmp_path / "one"))["text"][:] == ["c", "a"]
+    assert texts(load(dataset_name=str(tmp_path / "one"))) == ["c", "a"]
     several = str(tmp_path / "several")
-    assert load(dataset_name=several, dataset_split="test")["text"][:] == ["c"]
+    assert texts(load(dataset_name=several, dataset_split="test")) == ["c"]
     assert "no split 'dev', only train, test" in refusal(dataset_name=several, dataset_split="dev")
     assert "data.dataset_name" in refusal(str(tmp_path / "one"))
 
@@ -208,21 +235,17 @@ def test_kinds_are_not_mixed(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (
-            [{"txt": "a", "id": 1}],
-            "expected a column 'text' (data.text_column) or 'input_ids', found",
-        ),
-        ([{"text": "a"}, {"text": None}], "row 1 (counted from 0) holds null"),
-        ([{"text": None}], "row 0 (counted from 0) holds null"),
-        ([{"text": "a"}, {"text": 5}], "row 1 (counted from 0) holds int 5"),
-        ([{"text": ["a"]}], "row 0 (counted from 0) holds list ['a']"),
-        ([{"input_ids": [1.5]}], "expected a list of token ids in column 'input_ids', row 0"),
-        ([{"input_ids": [1]}, {"input_ids": None}], "row 1 (counted from 0) holds null"),
+        ([{"txt": "a"}], "line 1: expected a column 'text' (data.text_column) or 'input_ids', got"),
+        ([{"text": "a"}, {"text": None}], "line 2: expected text in 'text', got null"),
+        ([{"text": "a"}, {"text": 5}], "line 2: expected text in 'text', got int 5"),
+        ([{"text": ["a"]}], "line 1: expected text in 'text', got list ['a']"),
+        ([{"input_ids": [1.5]}], "line 1: expected a list of token ids in 'input_ids', got list"),
+        ([{"input_ids": [1]}, {"input_ids": None}], "line 2: expected a list of token ids in"),
         ([{"text": ""}, {"text": ""}], "expected text, but all 2 rows are empty"),
         ([{"input_ids": []}], "rows are empty"),
         ("", "every file is empty"),
         ("\n\n", "found no row"),
-        ('{"text": "a"}\n{"text": "b", }\n', "line 2 is not JSON"),
+        ('{"text": "a"}\n{"text": "b", }\n', "line 2: expected JSON, got"),
     ],
 )
 def test_bad_rows(tmp_path, content, expected):

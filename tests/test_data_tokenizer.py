@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from toolkit.config.settings import DataConfig, ModelConfig
-from toolkit.data.samples.fixed_length import Samples
-from toolkit.data.sources.text import load_documents
-from toolkit.data.tokens import tokenise as tokenising
+from toolkit.data.examples.recognise import Layout
+from toolkit.data.samples.sequences import EncodedRows, Windows
+from toolkit.data.sources.columns import as_bytes
+from toolkit.data.sources.rows import DataSource, load_sources
+from toolkit.data.tokens import text_ids
 from toolkit.data.tokens import tokenizer as tokenizers_of_runs
-from toolkit.data.tokens.tokenise import tokenise
+from toolkit.data.tokens.encode import encode
 from toolkit.data.tokens.tokenizer import (
     END_OF_TEXT,
     check_vocabulary,
@@ -42,7 +44,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def folder(tmp_path_factory) -> Path:
     """A tokenizer with 600 entries, trained on a few files."""
     where = tmp_path_factory.mktemp("trained") / "tokenizer"
-    train_tokenizer(rows(TEXTS), 600, where)
+    train_tokenizer(TEXTS, 600, where)
     return where
 
 
@@ -58,6 +60,19 @@ def rows(texts: list[str], **columns: list) -> datasets.Dataset:
 def token_rows(ids: list, dtype: str = "int64") -> datasets.Dataset:
     features = datasets.Features(input_ids=datasets.List(datasets.Value(dtype)))
     return datasets.Dataset.from_dict({"input_ids": ids}, features=features)
+
+
+def tokenise(documents, tokenizer, cfg, vocab_size) -> datasets.Dataset:
+    """Return the tokens of documents as pretraining learns them."""
+    column = "input_ids" if "input_ids" in documents.column_names else "text"
+    pieces = "start" in documents.column_names
+    layout = Layout(
+        "pieces" if pieces else "tokenised" if column == "input_ids" else "text",
+        (column, *(["start", "end"] if pieces else [])),
+        whole=True,
+    )
+    source = DataSource("one", "one", as_bytes(documents, layout.columns), layout)
+    return encode(source, tokenizer, cfg, vocab_size).tokens
 
 
 def model_folder(path: Path, vocab_size: int = 600) -> str:
@@ -88,14 +103,14 @@ def test_a_trained_tokenizer(folder, tokenizer):
 
 
 def test_training_repeats(tmp_path, folder):
-    train_tokenizer(rows(TEXTS), 600, tmp_path / "again")
+    train_tokenizer(TEXTS, 600, tmp_path / "again")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_vocabulary_without_room(tmp_path):
     with pytest.raises(ConfigError, match=r"at least 258 .* vocab_size 257"):
-        train_tokenizer(rows(TEXTS), 257, tmp_path / "tokenizer")
+        train_tokenizer(TEXTS, 257, tmp_path / "tokenizer")
     assert not (tmp_path / "tokenizer").exists()
 
 
@@ -210,7 +225,7 @@ def test_special_tokens_stand_around_documents_not_pieces(tokenizer, monkeypatch
     pieces = rows(["one\n", "two\n", "three", "four"], start=[1, 0, 0, 1], end=[0, 0, 1, 1])
     kinds = {"start": datasets.Value("bool"), "end": datasets.Value("bool")}
     pieces = pieces.cast(datasets.Features(text=datasets.Value("string"), **kinds))
-    monkeypatch.setattr(tokenising, "BATCH_BYTES", 5)  # pieces of one document in several batches
+    monkeypatch.setattr(text_ids, "BATCH_BYTES", 5)  # pieces of one document in several batches
     got = tokenise(pieces, tokenizer, CFG, 602)["input_ids"][:]
     whole = [tokenizer(t)["input_ids"] + [0] for t in ("one\ntwo\nthree", "four")]
     assert whole[0][0] == bos
@@ -222,9 +237,9 @@ def test_a_big_file_in_pieces_gives_the_tokens_of_the_whole(tmp_path, tokenizer)
     text = "".join(TEXTS) * 6
     assert len(text) > 3 << 17
     (tmp_path / "a.py").write_text(text)
-    documents = load_documents(CFG, str(tmp_path / "a.py"))
-    assert len(documents) > 3
-    got = tokenise(documents, tokenizer, CFG, 600)["input_ids"]
+    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.py")), documents=True)
+    assert len(source.rows) > 3
+    got = encode(source, tokenizer, CFG, 600).tokens["input_ids"]
     assert [i for ids in got for i in ids] == [*tokenizer(text)["input_ids"], 0]
 
 
@@ -251,17 +266,17 @@ def test_text_needs_a_tokenizer():
 # Ids
 
 
-def test_an_id_of_the_tokenizer_outside_the_vocabulary(tokenizer):
+def test_a_tokenizer_with_ids_outside_the_vocabulary(tokenizer):
     tokenizer.add_tokens(["<added>"])
-    with pytest.raises(DataError) as caught:
-        tokenise(rows(["one", "two", "a <added>"]), tokenizer, CFG, 600)
-    assert "vocabulary size is 600" in str(caught.value)
-    assert "row 2 (counted from 0) holds 600" in str(caught.value)
+    with pytest.raises(DataError, match=r"ids up to 600, .* has 600 rows"):
+        tokenise(rows(["one"]), tokenizer, CFG, 600)
     tokenise(rows(["one", "two", "a <added>"]), tokenizer, CFG, 601)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize(("bad", "shown"), [(-1, "holds -1"), (10, "holds 10"), (None, "null")])
+@pytest.mark.parametrize(
+    ("bad", "shown"), [(-1, "got -1"), (10, "got 10"), (None, "list of token ids")]
+)
 def test_bad_ids_in_tokenised_data(dtype, bad, shown):
     with pytest.raises(DataError) as caught:
         tokenise(token_rows([[1, 2], [], [3, bad, 4]], dtype), None, CFG, 10)
@@ -270,7 +285,7 @@ def test_bad_ids_in_tokenised_data(dtype, bad, shown):
 
 
 def test_an_id_beyond_32_bits_is_named():
-    with pytest.raises(DataError, match=r"row 0 .* holds 4294967297"):
+    with pytest.raises(DataError, match=r"row 0 .* got 4294967297"):
         tokenise(token_rows([[2**32 + 1]]), None, CFG, 10)
 
 
@@ -280,16 +295,7 @@ def test_tokenised_data_is_taken_as_it_is(dtype):
     got = tokenise(token_rows(ids, dtype), None, CFG, 10)
     assert got.features["input_ids"] == datasets.List(datasets.Value("int32"))
     assert got["input_ids"][:] == ids
-    assert Samples(got, 2)[1]["input_ids"].tolist() == [3, 9]
-
-
-def test_the_check_of_tokenised_data_is_remembered(monkeypatch):
-    documents = token_rows([[1, 2]], "int32")
-    tokenise(documents, None, CFG, 10)
-    monkeypatch.setattr(tokenising, "_cast", None)
-    tokenise(documents, None, CFG, 10)
-    with pytest.raises(TypeError):
-        tokenise(documents, None, CFG, 9)  # another vocabulary is another question
+    assert Windows(EncodedRows(got), 2)[1]["input_ids"].tolist() == [3, 9]
 
 
 # The cache and the forks
@@ -298,7 +304,8 @@ def test_the_check_of_tokenised_data_is_remembered(monkeypatch):
 def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    tokenise(load_documents(CFG, str(tmp_path / "a.txt")), tokenizer, CFG, 600)
+    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.txt")), documents=True)
+    encode(source, tokenizer, CFG, 600)
 
     def state() -> dict[str, int]:
         return {str(p): p.stat().st_mtime_ns for p in cache.rglob("*.arrow")}
@@ -308,12 +315,14 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
     script = (
         "import sys\n"
         "from transformers import AutoTokenizer\n"
-        "from toolkit.config import DataConfig\n"
-        "from toolkit.data import text, tokenise\n"
-        "tokenise._Tokenise.__call__ = None  # not needed again\n"
+        "from toolkit.config.settings import DataConfig\n"
+        "from toolkit.data.sources.rows import load_sources\n"
+        "from toolkit.data.tokens import encode\n"
+        "encode._Rows.__call__ = None  # not needed again\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])\n"
-        "documents = text.load_documents(DataConfig(), sys.argv[1])\n"
-        "print(len(tokenise.tokenise(documents, tokenizer, DataConfig(), 700)))\n"
+        "cfg = DataConfig(train_files=sys.argv[1])\n"
+        "(source,) = load_sources(cfg, documents=True)\n"
+        "print(len(encode.encode(source, tokenizer, cfg, 700).tokens))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "a.txt"), str(folder)],
@@ -343,7 +352,7 @@ def test_what_changes_the_tokens_changes_the_cache(tokenizer):
 def test_workers_fork_without_a_warning(tokenizer, monkeypatch, capfd):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     tokens = tokenise(rows(TEXTS * 4), tokenizer, CFG, 600)
-    loader = DataLoader(Samples(tokens, 16), batch_size=4, num_workers=2)
+    loader = DataLoader(Windows(EncodedRows(tokens), 16), batch_size=4, num_workers=2)
     batch = next(iter(loader))
     assert batch["input_ids"].shape == (4, 16)
     assert "forked" not in capfd.readouterr().err
@@ -370,7 +379,6 @@ def test_other_text_trains_another_tokenizer_unless_a_run_has_used_it(tmp_path: 
 
 
 def test_of_a_stream_the_first_rows_are_enough(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizers_of_runs, "load_documents", None)  # reads everything
     monkeypatch.setattr(tokenizers_of_runs, "TRAINING_BYTES", 4000)
     model = ModelConfig(model_folder(tmp_path / "model", 300), init="random", train_tokenizer=True)
     folder, file = tmp_path / "tokenizer", tmp_path / "rows.jsonl"

@@ -14,8 +14,9 @@ from toolkit.config.settings import (
     FinetuneModelConfig,
     FinetuneTrainConfig,
 )
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Shape, Source
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.sets import SampleShape
+from toolkit.data.tokens.encode import EncodedSource
 from toolkit.data.training_data import EncodedData, PackingChoice, TrainingData, check_data
 from toolkit.errors import ConfigError, DataError
 
@@ -23,8 +24,8 @@ from toolkit.errors import ConfigError, DataError
 def feed(rows: int, eval_split: float = 0.0, max_repeats: float | None = None) -> Feed:
     tokens = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * rows})
     return Feed(
-        [Source("one", tokens, None, max_repeats)],
-        Shape("bfd", 6),
+        [EncodedSource("one", tokens, max_repeats=max_repeats)],
+        SampleShape("bfd", 6),
         seed=1,
         global_batch=4,
         eval_split=eval_split,

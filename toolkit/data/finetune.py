@@ -1,8 +1,4 @@
-"""What a fine-tuning run learns from: sources read, rendered and encoded, and how they are packed.
-
-Owns the order of these steps, for the recipe and for `toolkit inspect --data`, which must show what
-the recipe does. Knows neither the loop nor how any of them works.
-"""
+"""What a fine-tuning run learns from: examples of every source, rendered, encoded and packed."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,20 +8,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.config.settings import FinetuneConfig, ModelConfig, model_settings
 from toolkit.data.chat.conversations import chat_templates
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import Packing, Reader, Shape
-from toolkit.data.feed.stream import StreamSource
-from toolkit.data.feed.stream_feed import StreamFeed
-from toolkit.data.report import check_supervised
-from toolkit.data.sources.rows import Source, load_sources
-from toolkit.data.tokens.encode import Encoded, RowEncoder, encode
-from toolkit.data.tokens.tokenizer import (
-    check_vocabulary,
-    load_tokenizer,
-    own_tokenizer,
-    pad_id,
+from toolkit.data.feed.sets import Processes
+from toolkit.data.tokens.tokenizer import check_vocabulary, load_tokenizer, own_tokenizer
+from toolkit.data.training_data import (
+    TrainingData,
+    choose_packing,
+    encode_sources,
+    prepare_data,
 )
-from toolkit.data.training_data import EncodedData, TrainingData, check_data, choose_packing
 from toolkit.errors import DataError
 from toolkit.formats.hf_folder import assets_of
 from toolkit.models import causal_lm as models
@@ -57,7 +47,7 @@ def load_supervised_tokenizer(
 
 
 def prepare(
-    cfg: FinetuneConfig, model: PreTrainedModel, model_cfg: ModelConfig, run: Reader
+    cfg: FinetuneConfig, model: PreTrainedModel, model_cfg: ModelConfig, run: Processes
 ) -> TrainingData:
     """Return what the run reads. Collective; encodes on all cores, once, cached.
 
@@ -73,77 +63,8 @@ def prepare(
             data.
         ConfigError: a setting needs evaluation data, and there is none.
     """
-    rows = cfg.train.per_device_train_batch_size
     tokenizer = ranks.on_all(lambda: load_supervised_tokenizer(cfg, model_cfg, model))
-    packing = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
-    vocabulary = models.vocabulary_size(model)
-    encoded = ranks.main_first(
-        lambda: encode_sources(cfg, tokenizer, vocabulary, packing.packing, run.world_size)
-    )
-    data = TrainingData(cfg, encoded, packing, tokenizer, run)
-    check_data(data)
-    return data
-
-
-def encode_sources(
-    cfg: FinetuneConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-    packing: Packing,
-    world_size: int,
-) -> EncodedData:
-    """Read and encode the data; return what the run reads from.
-
-    Encodes every row on all cores, cached on disk: call it on one rank first.
-
-    Raises:
-        DataError: see `data.rows.load_sources`, `data.encode.encode` and `Feed`; or nothing of a
-            source would be learned.
-    """
-    data, train = cfg.data, cfg.train
-    sources = load_sources(data, what="train", builtin="instructions")
-    # Read before the training data is encoded, which may take an hour.
-    others = load_sources(data, what="eval")
-    formats, eval_formats = (
-        {source.name: str(source.layout) for source in some} for some in (sources, others)
-    )
-    held_out = [_encoded(source, cfg, tokenizer, vocabulary) for source in others]
-    settings: dict[str, Any] = {
-        "seed": cfg.seed,
-        "global_batch": train.per_device_train_batch_size
-        * train.gradient_accumulation_steps
-        * world_size,
-        "eval_sources": held_out,
-        "max_eval_samples": data.max_eval_samples,
-    }
-    shape = Shape(packing, data.sequence_length, pad_id(tokenizer))
-    if data.streaming:
-        streams = [
-            StreamSource(
-                source.name,
-                source.rows,
-                RowEncoder(source, tokenizer, data, vocabulary),
-                source.weight,
-                source.max_repeats,
-            )
-            for source in sources
-        ]
-        streamed = StreamFeed(streams, shape, **settings)
-        return EncodedData(streamed, [], held_out, formats, eval_formats)
-    encoded = [_encoded(source, cfg, tokenizer, vocabulary) for source in sources]
-    feed = Feed(encoded, shape, eval_split=data.eval_split, **settings)
-    return EncodedData(feed, encoded, held_out, formats, eval_formats)
-
-
-def _encoded(
-    source: Source,
-    cfg: FinetuneConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-) -> Encoded:
-    encoded = encode(source, tokenizer, cfg.data, vocabulary)
-    check_supervised(encoded, cfg.data.sequence_length)
-    return encoded
+    return prepare_data(cfg, model, tokenizer, run)
 
 
 def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.tokens.encode import Encoded
+from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
 
@@ -27,13 +27,13 @@ _GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
 def supervision_report(
-    sources: Sequence[Encoded],
+    sources: Sequence[EncodedSource],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     sequence_length: int,
     formats: Mapping[str, str] | None = None,
     parts: Iterable[Mapping[str, Any]] = (),
-    evaluated: Sequence[Encoded] = (),
+    evaluated: Sequence[EncodedSource] = (),
     eval_formats: Mapping[str, str] | None = None,
     samples: int = 2,
 ) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def supervision_report(
     return {"sequence_length": sequence_length, "sources": found, "total": total}
 
 
-def check_supervised(source: Encoded, sequence_length: int) -> None:
+def check_supervised(source: EncodedSource, sequence_length: int) -> None:
     """Refuse a source of which nothing would be learned.
 
     Raises:
@@ -149,7 +149,7 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def _numbers(source: Encoded) -> dict[str, Any]:
+def _numbers(source: EncodedSource) -> dict[str, Any]:
     counts = source.counts
     return {
         "name": source.name,
@@ -172,7 +172,7 @@ def _numbers(source: Encoded) -> dict[str, Any]:
     }
 
 
-def _lengths(source: Encoded) -> dict[str, Any]:
+def _lengths(source: EncodedSource) -> dict[str, Any]:
     chunks = source.tokens.data.column("input_ids").chunks
     sizes = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks]
     lengths = np.concatenate(sizes)

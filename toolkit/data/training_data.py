@@ -1,25 +1,27 @@
 """The data of a run as its recipe reads it: micro-batches step by step, evaluation sets, position.
 
-Owns the refusals that compare data and settings, the choice of a packing, and what a run prints of
-its data. Does not know how files become samples (`feed`).
+Owns the way from a config to it, with every refusal; what fine-tuning and pretraining do alike.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.config.retention import retention
 from toolkit.config.settings import DataConfig, FinetuneConfig, PretrainConfig
-from toolkit.data.feed.map_style import Feed
-from toolkit.data.feed.sets import MicroBatch, Packing, Reader
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.sets import MicroBatch, Packing, Processes, SampleShape
+from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.position import accumulation_for
-from toolkit.data.report import render, supervision_report
-from toolkit.data.tokens.encode import Encoded
+from toolkit.data.report import check_supervised, render, supervision_report
+from toolkit.data.sources.rows import DataSource, load_sources
+from toolkit.data.tokens.encode import EncodedSource, RowEncoder, encode
+from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats.hf_folder import assets_of
 from toolkit.models import causal_lm as models
@@ -41,9 +43,9 @@ class EncodedData:
     """What a run reads from, and what it was made of."""
 
     feed: AnyFeed
-    trained: list[Encoded] = field(default_factory=list)
+    trained: list[EncodedSource] = field(default_factory=list)
     """The sources to train on, where they were encoded before the run: none of streams."""
-    evaluated: list[Encoded] = field(default_factory=list)
+    evaluated: list[EncodedSource] = field(default_factory=list)
     """The sources to evaluate on; they may have the names of others to train on."""
     formats: dict[str, str] = field(default_factory=dict)
     """Source to train on -> its format in words."""
@@ -82,7 +84,7 @@ class TrainingData:
         encoded: EncodedData,
         packing: PackingChoice,
         tokenizer: PreTrainedTokenizerBase | None,
-        run: Reader,
+        run: Processes,
     ) -> None:
         self.cfg, self.encoded, self.feed, self.run = cfg, encoded, encoded.feed, run
         self.packing, self.tokenizer, self.position = packing, tokenizer, encoded.feed.position
@@ -177,10 +179,11 @@ class TrainingData:
         return [f"read       {line}" for line in self.feed.reading_lines()]
 
     def report(self) -> str:
-        """Return the supervision report as text; empty where nothing was encoded before the run.
-        Decodes the first examples.
+        """Return the supervision report of fine-tuning as text; empty where nothing was encoded
+        before the run.
         """
-        if not self.encoded.trained and not self.encoded.evaluated:
+        encoded = [*self.encoded.trained, *self.encoded.evaluated]
+        if not encoded or not isinstance(self.cfg, FinetuneConfig):
             return ""
         return render(self.encoded.report(self.tokenizer))
 
@@ -206,6 +209,80 @@ class TrainingData:
             lines.append(f"{part.name}: {line}" if several else line)
         extra = sorted(set(feed.eval_sets) - {part.name for part in feed.parts})
         return lines + [f"{name}: {len(feed.eval_sets[name]):,} to evaluate" for name in extra]
+
+
+def prepare_data(
+    cfg: PretrainConfig | FinetuneConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    run: Processes,
+) -> TrainingData:
+    """Return what the run reads; see `pretrain.prepare` and `finetune.prepare`. Collective."""
+    rows = cfg.train.per_device_train_batch_size
+    packing = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
+    vocabulary = models.vocabulary_size(model)
+    encoded = ranks.main_first(
+        lambda: encode_sources(cfg, tokenizer, vocabulary, packing.packing, run.world_size)
+    )
+    data = TrainingData(cfg, encoded, packing, tokenizer, run)
+    check_data(data)
+    return data
+
+
+def encode_sources(
+    cfg: PretrainConfig | FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
+    packing: Packing,
+    world_size: int,
+) -> EncodedData:
+    """Read and encode the data; return what a run reads from.
+
+    Encodes every row on all cores, cached on disk: call it on one rank first.
+
+    Raises:
+        DataError: see `load_sources`, `encode` and `Feed`; or nothing of a source would be learned.
+    """
+    data, train, finetune = cfg.data, cfg.train, isinstance(cfg, FinetuneConfig)
+
+    def encoded(source: DataSource) -> EncodedSource:
+        made = encode(source, tokenizer, data, vocabulary)
+        if finetune:
+            check_supervised(made, data.sequence_length)
+        return made
+
+    builtin: Literal["instructions", "text"] = "instructions" if finetune else "text"
+    sources = load_sources(data, builtin=builtin, documents=not finetune)
+    # Read before the training data is encoded, which may take an hour.
+    others = load_sources(data, what="eval", documents=not finetune)
+    formats, eval_formats = (
+        {source.name: str(source.layout) for source in some} for some in (sources, others)
+    )
+    held_out = [encoded(source) for source in others]
+    batch = train.per_device_train_batch_size * train.gradient_accumulation_steps * world_size
+    settings: dict[str, Any] = {
+        "seed": cfg.seed,
+        "global_batch": batch,
+        "eval_sources": held_out,
+        "max_eval_samples": data.max_eval_samples,
+    }
+    shape = SampleShape(packing, data.sequence_length, pad_id(tokenizer))
+    if data.streaming:
+        streams = [
+            StreamSource(
+                source.name,
+                source.rows,
+                RowEncoder(source, tokenizer, data, vocabulary),
+                source.weight,
+                source.max_repeats,
+            )
+            for source in sources
+        ]
+        streamed = StreamFeed(streams, shape, **settings)
+        return EncodedData(streamed, [], held_out, formats, eval_formats)
+    trained = [encoded(source) for source in sources]
+    feed = Feed(trained, shape, eval_split=data.eval_split, **settings)
+    return EncodedData(feed, trained, held_out, formats, eval_formats)
 
 
 def choose_packing(

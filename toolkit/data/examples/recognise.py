@@ -1,8 +1,5 @@
 """From a row to what is to be learned of it: text, prompt and completion, conversation, tokens.
 
-Owns the formats, their recognition, and the full check of a row. Refuses to know files, tokenizers
-and templates, and which turns of a conversation the loss covers.
-
 [Note: formats]
     text               a column of text (data.text_column)
     prompt/completion  `prompt` and `completion`: two texts, or two lists of turns
@@ -34,10 +31,18 @@ from toolkit.data.examples.turns import (
     tools_of,
     with_system,
 )
-from toolkit.data.sources.row_values import BadRow, named, shown, string
+from toolkit.data.sources.row_values import (
+    BadRow,
+    encodable,
+    named,
+    parsed,
+    shown,
+    string,
+    wrong,
+)
 
 Format = Literal["text", "prompt_completion", "conversation", "tokenised"]
-Shape = Literal[
+RowShape = Literal[
     "text",
     "pieces",
     "prompt_completion",
@@ -49,20 +54,20 @@ Shape = Literal[
 ]
 
 _TURN_COLUMNS = ("messages", "conversations", "conversation")
-_EXTRAS: dict[Shape, tuple[str, ...]] = {
+_EXTRAS: dict[RowShape, tuple[str, ...]] = {
     "messages": ("tools", "chat_template_kwargs"),
     "turn_lists": ("tools", "chat_template_kwargs"),
     "sharegpt": ("tools", "chat_template_kwargs", "system"),
     "alpaca": ("input", "history", "tools", "chat_template_kwargs", "system"),
     "tokenised": (*MASKS, "attention_mask"),
 }
-_FORMATS: dict[Shape, Format] = {
+_FORMATS: dict[RowShape, Format] = {
     "text": "text",
     "pieces": "text",
     "prompt_completion": "prompt_completion",
     "tokenised": "tokenised",
 }
-_STATED: dict[Shape, str] = {
+_STATED: dict[RowShape, str] = {
     "text": "text",
     "pieces": "text files",
     "prompt_completion": "prompts and completions",
@@ -134,10 +139,12 @@ class Layout:
     Attributes:
         shape: the form within the format.
         columns: those that every row must have, the main one first.
+        whole: whether rows are documents to pretrain on: text or ids as they are, also empty ones.
     """
 
-    shape: Shape
+    shape: RowShape
     columns: tuple[str, ...]
+    whole: bool = False
 
     @property
     def format(self) -> Format:
@@ -147,14 +154,10 @@ class Layout:
     @property
     def optional(self) -> tuple[str, ...]:
         """Columns that are read where they are there."""
-        return _EXTRAS.get(self.shape, ())
+        return () if self.whole else _EXTRAS.get(self.shape, ())
 
     def __str__(self) -> str:
         return f"{_STATED[self.shape]}, in {' and '.join(map(repr, self.columns))}"
-
-
-PIECES = Layout("pieces", ("text", "start", "end"))
-"""Layout of text files; see [Note: documents] in `toolkit/data/text.py`."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,6 +181,23 @@ def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layo
     came = named(rows[0] if rows else ())
     raise BadRow(
         f"expected the columns of a format, got {came}. {expected_columns(text_column)}",
+        "unknown format",
+    )
+
+
+def document_layout(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
+    """Return the layout of documents to pretrain on: token ids where the rows have any, else text.
+
+    Raises:
+        BadRow: none of them has either column.
+    """
+    if any("input_ids" in row for row in rows):
+        return Layout("tokenised", ("input_ids",), whole=True)
+    if any(text_column in row for row in rows):
+        return Layout("text", (text_column,), whole=True)
+    raise BadRow(
+        f"expected a column {text_column!r} (data.text_column) or 'input_ids', got "
+        f"{named(rows[0])}; set data.text_column to the one that holds the text",
         "unknown format",
     )
 
@@ -214,7 +234,7 @@ def _layout_of(row: dict[str, Any], text_column: str) -> Layout | None:
     return Layout("text", (text_column,)) if text_column in row else None
 
 
-def _turn_style(turns: Any, column: str) -> Shape:
+def _turn_style(turns: Any, column: str) -> RowShape:
     try:
         turns = json.loads(turns) if isinstance(turns, str) else turns
     except (ValueError, RecursionError):
@@ -254,6 +274,8 @@ def example_of(row: dict[str, Any], layout: Layout) -> Example:
 
 
 def _text(row: dict[str, Any], layout: Layout) -> Text:
+    if layout.whole:
+        return Text(_document(row, layout.columns[0]))
     text = string(row[layout.columns[0]], layout.columns[0])
     if not text.strip():
         raise BadRow(f"expected text in {layout.columns[0]!r}, got {shown(text)}", "empty text")
@@ -261,7 +283,8 @@ def _text(row: dict[str, Any], layout: Layout) -> Text:
 
 
 def _piece(row: dict[str, Any], layout: Layout) -> Text:
-    return Text(string(row["text"], "text"), bool(row["start"]), bool(row["end"]))
+    text = row["text"] if layout.whole else string(row["text"], "text")
+    return Text(text, bool(row["start"]), bool(row["end"]))
 
 
 def _prompt_completion(row: dict[str, Any], layout: Layout) -> PromptCompletion:
@@ -289,7 +312,19 @@ def _alpaca(row: dict[str, Any], layout: Layout) -> Conversation:
     return _conversation(row, with_system(row, from_alpaca(row)))
 
 
+def _document(row: dict[str, Any], column: str) -> str:
+    if not isinstance(row[column], str):
+        wrong(row[column], column, "text")
+    encodable(row[column], column)
+    return row[column]
+
+
 def _tokens(row: dict[str, Any], layout: Layout) -> Tokens:
+    if layout.whole:
+        ids = parsed(row["input_ids"], "input_ids")
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+            wrong(ids, "input_ids", "a list of token ids")
+        return Tokens(ids)
     return Tokens(*ids_and_labels(row))
 
 
@@ -313,7 +348,7 @@ def _conversation(
     return Conversation(messages, tools_of(row), template_kwargs_of(row), supervised_from)
 
 
-_READERS: dict[Shape, Callable[[dict[str, Any], Layout], Example]] = {
+_READERS: dict[RowShape, Callable[[dict[str, Any], Layout], Example]] = {
     "text": _text,
     "pieces": _piece,
     "prompt_completion": _prompt_completion,

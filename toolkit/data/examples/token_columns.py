@@ -1,14 +1,9 @@
-"""Rows that are tokenised already: ids, and which of them are learned.
-
-Owns the columns of masks and labels and their checks. Refuses to know vocabularies.
-"""
+"""Rows that are tokenised already: ids, and which of them are learned."""
 
 from typing import Any
 
+from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources.row_values import BadRow, listed, parsed, wrong
-
-IGNORED = -100
-"""Label of a token that is not learned, as in transformers."""
 
 MASKS = ("labels", "completion_mask", "assistant_masks")
 """Columns that say what is learned."""

@@ -1,54 +1,36 @@
-"""One source as samples to train on and samples to evaluate on.
-
-Owns which kind of sample a packing makes, what is held out, and the batches of an evaluation.
-Refuses to know how several sources are mixed, and the order of training.
-"""
+"""One source as samples to train on and samples to evaluate on."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import datasets
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from toolkit.data.order.position import EvalBatches, permute
-from toolkit.data.samples.collate import Pad
-from toolkit.data.samples.fixed_length import Samples, split
-from toolkit.data.samples.sequences import Packed, Padded, Pieces, Rows, Wrapped
+from toolkit.data.samples.sequences import (
+    EncodedRows,
+    Packed,
+    PadCollate,
+    Padded,
+    Pieces,
+    Windows,
+)
+from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
 Packing = Literal["wrapped", "bfd", "none"]
 MicroBatch = dict[str, torch.Tensor]
-SampleSet = Samples | Wrapped | Packed | Padded
+SampleSet = Windows | Packed | Padded
 
 
-class TokenSource(Protocol):
-    """Encoded rows: `encode.Encoded`, or `Source`."""
-
-    name: str
-    tokens: datasets.Dataset
-    weight: float | None
-    max_repeats: float | None
-
-
-@dataclass
-class Source:
-    """Tokenised documents; those without a column `spans` are learned whole."""
-
-    name: str
-    tokens: datasets.Dataset
-    weight: float | None = None
-    max_repeats: float | None = None
-
-
-class Reader(Protocol):
-    """The processes of the run, as `launch.Run` has them."""
+class Processes(Protocol):
+    """The processes of the run, as `training.launch.Run` has them."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Where this one computes."""
 
     @property
     def rank(self) -> int:
@@ -72,7 +54,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
+class SampleShape:
     """How rows become samples."""
 
     packing: Packing
@@ -84,19 +66,20 @@ class Shape:
 
     def collate(self) -> Callable[[list], Any] | None:
         """Return what makes a micro-batch of samples; None where they are just stacked."""
-        return Pad(self.pad_id, self.sequence_length) if self.packing == "none" else None
+        return PadCollate(self.pad_id, self.sequence_length) if self.packing == "none" else None
 
 
-def samples_of(source: TokenSource, shape: Shape, chosen: np.ndarray | None = None) -> SampleSet:
+def samples_of(
+    source: EncodedSource, shape: SampleShape, chosen: np.ndarray | None = None
+) -> SampleSet:
     """Return the rows of `source`, or the `chosen` ones, as samples.
 
     Raises:
         DataError: there is none.
     """
-    rows = Rows(source.tokens)
+    rows = EncodedRows(source.tokens)
     if shape.packing == "wrapped":
-        samples = Samples(rows.tokens, shape.sequence_length)
-        return Wrapped(samples, rows) if rows.supervised_in_part else samples
+        return Windows(rows, shape.sequence_length)
     pieces = Pieces(rows, shape.sequence_length, chosen)
     if not len(pieces):
         raise DataError(
@@ -107,13 +90,13 @@ def samples_of(source: TokenSource, shape: Shape, chosen: np.ndarray | None = No
 
 
 def held_out(
-    source: TokenSource, shape: Shape, share: float, most: int | None
+    source: EncodedSource, shape: SampleShape, share: float, most: int | None
 ) -> tuple[SampleSet, SampleSet | None]:
     """Return the samples of `source` to train on, and those that are held out of it, if any.
 
-    Of windows the last `share` is held out (see `samples.split`). Else `share` of the rows is,
-    drawn alike for every seed, so that runs with unlike seeds compare; at least one where there are
-    two.
+    Of windows the last `share` is held out. Else `share` of the rows is, drawn alike for every
+    seed, so that runs with unlike seeds compare. At least one is held out where `share` is above 0,
+    and at least one is left for training.
 
     Args:
         source: the rows.
@@ -121,10 +104,13 @@ def held_out(
         share: from 0 to below 1.
         most: evaluate on so many windows or rows at most; training does not get the others either.
     """
-    if shape.packing == "wrapped":
-        return split(samples_of(source, shape), share, most)  # type: ignore[arg-type, return-value]
-    n = len(source.tokens)
+    windows = samples_of(source, shape) if shape.packing == "wrapped" else None
+    n = len(source.tokens) if windows is None else len(windows)
     held = min(max(1, round(n * share)), n - 1) if share > 0 else 0
+    if isinstance(windows, Windows):
+        used = held if most is None else min(held, most)
+        rest = windows.view(n - held, n - held + used) if held else None
+        return windows.view(0, n - held), rest
     if held < 1:
         return samples_of(source, shape), None
     drawn = permute(np.arange(held), n, 0, 0)
@@ -137,16 +123,11 @@ def held_out(
 
 
 def to_evaluate(
-    sources: Sequence[TokenSource], shape: Shape, most: int | None
+    sources: Sequence[EncodedSource], shape: SampleShape, most: int | None
 ) -> dict[str, SampleSet]:
-    """Return the samples of sources that are there to be evaluated on.
-
-    Args:
-        sources: with names of their own.
-        shape: how rows become samples.
-        most: evaluate on so many windows or rows of each at most, the first.
-    """
-    check_names(sources)
+    """Return the samples of sources to evaluate on: of each the first `most` windows or rows."""
+    if sources:
+        check_names(sources)
     found: dict[str, SampleSet] = {}
     for source in sources:
         if shape.packing == "wrapped":
@@ -159,7 +140,7 @@ def to_evaluate(
 
 
 def eval_batches(
-    run: Reader, sets: Mapping[str, SampleSet], shape: Shape, per_device_batch_size: int
+    run: Processes, sets: Mapping[str, SampleSet], shape: SampleShape, per_device_batch_size: int
 ) -> dict[str, Iterable[MicroBatch]]:
     """Return source name -> this rank's micro-batches, each sample once over all ranks.
 

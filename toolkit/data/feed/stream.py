@@ -1,8 +1,5 @@
 """A source that is read while training: rows to samples in windows, with an exact place.
 
-Owns how a stream is read, shuffled and packed, and the place in it that a checkpoint keeps.
-Refuses to know other sources, ranks, micro-batches and how a row is encoded.
-
 [Note: streams]
 A shuffle buffer cannot be saved: its rows are lost or read twice. So rows are read in the order of
 the stream, and its place is counted: pass, file, rows of that file. The files of a pass come in a
@@ -18,37 +15,27 @@ the tensors of its own only.
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 
-from toolkit.data.feed.sets import Shape
+from toolkit.data.feed.sets import SampleShape
 from toolkit.data.order.position import derived_seed, permute
-from toolkit.data.samples.fixed_length import IGNORED
 from toolkit.data.samples.packing import best_fit
-from toolkit.data.samples.sequences import Sample, labels_of, packed_sample, padded_sample
+from toolkit.data.samples.sequences import (
+    IGNORED,
+    Sample,
+    labels_of,
+    packed_sample,
+    padded_sample,
+)
 from toolkit.data.sources.row_values import BadRow
+from toolkit.data.tokens.encoder import EncodedExample
 from toolkit.errors import DataError
 
 WINDOW = 1000
 """Rows that are shuffled and packed together."""
-
-
-class Encoded(Protocol):
-    """What a row becomes: `encode.EncodedExample`."""
-
-    @property
-    def input_ids(self) -> np.ndarray:
-        """Token ids, n of them."""
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """Ranges (begin, end) of the tokens that are learned."""
-
-    @property
-    def cut_off(self) -> int:
-        """Tokens of the row that are not among them: what was too long for a sample."""
 
 
 @dataclass
@@ -57,7 +44,7 @@ class StreamSource:
 
     name: str
     rows: datasets.IterableDataset
-    encode: Callable[[dict[str, Any], int], Encoded | BadRow]
+    encode: Callable[[dict[str, Any], int], EncodedExample | BadRow]
     """(row as it is read, its number in its pass) -> what it becomes; a `BadRow`, which names the
     row, leaves it out. Its result must depend on nothing else."""
     weight: float | None = None
@@ -66,7 +53,7 @@ class StreamSource:
 
 
 @dataclass
-class Place:
+class StreamPlace:
     """Where a window of a stream begins, and what was read before."""
 
     epoch: int = 0
@@ -110,7 +97,7 @@ _NO_TOKEN = "no token"
 Piece = tuple[np.ndarray, np.ndarray]
 
 
-class Item(NamedTuple):
+class StreamSample(NamedTuple):
     """A sample before it becomes tensors."""
 
     pieces: list[Piece]
@@ -122,7 +109,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Glance:
+class FirstWindow:
     """What the first window of a stream holds."""
 
     name: str
@@ -151,7 +138,7 @@ class SourceStream:
     """
 
     def __init__(
-        self, source: StreamSource, number: int, shape: Shape, seed: int, window: int = WINDOW
+        self, source: StreamSource, number: int, shape: SampleShape, seed: int, window: int = WINDOW
     ) -> None:
         limit = source.max_repeats
         if limit is not None and (limit < 1 or limit != int(limit)):
@@ -161,7 +148,7 @@ class SourceStream:
             )
         self.source, self.number, self.shape, self.window = source, number, shape, window
         self.seed = derived_seed(seed, "stream", number)
-        self.load_state_dict(asdict(Place()) | {"given": 0})
+        self.load_state_dict(asdict(StreamPlace()) | {"given": 0})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place as JSON values."""
@@ -174,9 +161,9 @@ class SourceStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a place; the next sample costs a skip to it and the making of its window."""
         place = {k: v for k, v in state.items() if k != "given"}
-        self._place, self._next = Place(**place), Place(**place)
+        self._place, self._next = StreamPlace(**place), StreamPlace(**place)
         self._given = 0
-        self._items: list[Item] = []
+        self._items: list[StreamSample] = []
         self._rows: Iterator[dict[str, Any]] | None = None
         if state["given"]:
             self._fill()
@@ -189,7 +176,7 @@ class SourceStream:
                 )
             self._given = state["given"]
 
-    def next(self) -> Item | None:
+    def next(self) -> StreamSample | None:
         """Return the next sample; None when all passes are over.
 
         Raises:
@@ -202,7 +189,7 @@ class SourceStream:
         self._given += 1
         return self._items[self._given - 1]
 
-    def glance(self) -> Glance:
+    def first_window(self) -> FirstWindow:
         """Return what the next window with a sample holds. Reads and encodes it.
 
         Raises:
@@ -212,7 +199,7 @@ class SourceStream:
             raise DataError(f"expected rows in the stream {self.source.name}, all passes are over")
         labels = [labels[1:] for item in self._items for _, labels in item.pieces]
         rows, left_out = self._next.rows_read, self._next.left_out
-        return Glance(
+        return FirstWindow(
             self.source.name,
             rows - self._place.rows_read,
             left_out - self._place.left_out,
@@ -235,15 +222,15 @@ class SourceStream:
                     f"{after.rows} rows gave none: {after.left_out} were left out; see "
                     "data.on_bad_row, data.too_long and the format of the rows"
                 )
-            after = Place(epoch=after.epoch + 1, **after.read())
+            after = StreamPlace(epoch=after.epoch + 1, **after.read())
         self._next = after
 
     def _key(self, what: str) -> tuple[int, int]:
         return derived_seed(self.seed, what, self._place.window), self._place.epoch
 
-    def _read(self, start: Place) -> tuple[list[Piece], Place, bool]:
+    def _read(self, start: StreamPlace) -> tuple[list[Piece], StreamPlace, bool]:
         """Return the pieces of a window of rows, the place after it, and whether the pass ended."""
-        at = Place(**asdict(start))
+        at = StreamPlace(**asdict(start))
         pieces: list[Piece] = []
         while at.rows - start.rows < self.window:
             if self._rows is None:
@@ -269,7 +256,7 @@ class SourceStream:
         at.window += 1
         return pieces, at, False
 
-    def _shard(self, at: Place) -> datasets.IterableDataset:
+    def _shard(self, at: StreamPlace) -> datasets.IterableDataset:
         rows = self.source.rows
         if rows.num_shards == 1:
             return rows
@@ -281,7 +268,7 @@ class SourceStream:
         limit = len(ids) if self.shape.packing == "wrapped" else self.shape.sequence_length
         return [(ids[i : i + limit], labels[i : i + limit]) for i in range(0, len(ids), limit)]
 
-    def _samples(self, pieces: list[Piece]) -> list[Item]:
+    def _samples(self, pieces: list[Piece]) -> list[StreamSample]:
         if not pieces:
             return []
         if self.shape.packing == "wrapped":
@@ -297,13 +284,11 @@ class SourceStream:
         else:
             groups = [[piece] for piece in pieces]
         order = permute(np.arange(len(groups)), len(groups), *self._key("samples"))
-        return [
-            Item(groups[i], sum(len(p[0]) for p in groups[i]), self.number, self._place.epoch)
-            for i in order
-        ]
+        sizes, epoch = [sum(len(p[0]) for p in group) for group in groups], self._place.epoch
+        return [StreamSample(groups[i], sizes[i], self.number, epoch) for i in order]
 
 
-def sample_of(item: Item, shape: Shape) -> Sample:
+def sample_of(item: StreamSample, shape: SampleShape) -> Sample:
     """Return the tensors of a sample; see `data/sequences.py`."""
     if shape.packing == "bfd":
         return packed_sample(item.pieces, shape.sequence_length, shape.pad_id)

@@ -1,7 +1,6 @@
-"""What a run reads from where its sources are read while training.
+"""Streamed sources as this rank's micro-batches, and the position that continues them.
 
-Owns this rank's part of the streamed global batches, and the state that continues them. Refuses to
-know how a stream becomes samples. The surface is that of `feed.Feed`.
+The surface is that of `feed.Feed`.
 """
 
 import json
@@ -12,18 +11,18 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate
 
 from toolkit import ranks
-from toolkit.data.feed.mixed_stream import GROUP, MixedStream
+from toolkit.data.feed.mixed import GROUP, MixedStream
 from toolkit.data.feed.sets import (
     MicroBatch,
-    Reader,
-    Shape,
-    TokenSource,
+    Processes,
+    SampleShape,
     check_names,
     eval_batches,
     to_evaluate,
 )
-from toolkit.data.feed.stream import WINDOW, Glance, StreamSource, sample_of
+from toolkit.data.feed.stream import WINDOW, FirstWindow, StreamSource, sample_of
 from toolkit.data.order.position import accumulation_for, check_reading
+from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
 _PLACE = "place"
@@ -122,9 +121,9 @@ class StreamPosition:
 
 
 class StreamFeed:
-    """Streamed sources as this rank's micro-batches. See `data/feed.py` for how it is used.
+    """Streamed sources as this rank's micro-batches. Used as `Feed` is.
 
-    Every rank reads and encodes every row; see [Note: streams] in `data/stream.py`. What to
+    Every rank reads and encodes every row; see [Note: streams] in `stream.py`. What to
     evaluate on is not streamed, and nothing is split off a stream.
 
     Args:
@@ -147,11 +146,11 @@ class StreamFeed:
     def __init__(
         self,
         sources: Sequence[StreamSource],
-        shape: Shape,
+        shape: SampleShape,
         *,
         seed: int,
         global_batch: int,
-        eval_sources: Sequence[TokenSource] = (),
+        eval_sources: Sequence[EncodedSource] = (),
         max_eval_samples: int | None = None,
         window: int = WINDOW,
         group: int = GROUP,
@@ -159,11 +158,11 @@ class StreamFeed:
         check_names(sources)
         self.sources, self.shape, self.seed = list(sources), shape, seed
         self.sequence_length = shape.sequence_length
-        self.eval_sets = to_evaluate(eval_sources, shape, max_eval_samples) if eval_sources else {}
+        self.eval_sets = to_evaluate(eval_sources, shape, max_eval_samples)
         self._window, self._group = window, group
         self._mixed(global_batch)  # refuses what cannot be mixed before anything long begins
         self.position = StreamPosition(seed, global_batch, self._reading())
-        self._glances: list[Glance] | None = None
+        self._first_windows: list[FirstWindow] | None = None
 
     def _mixed(self, global_batch: int) -> MixedStream:
         return MixedStream(
@@ -202,7 +201,7 @@ class StreamFeed:
         Raises:
             DataError: names the source; or a row is refused.
         """
-        for seen in self.glances():
+        for seen in self.first_windows():
             if not seen.supervised:
                 raise DataError(
                     f"expected tokens to learn in the stream {seen.name}, its first {seen.rows} "
@@ -211,16 +210,16 @@ class StreamFeed:
                     "format of the rows"
                 )
 
-    def glances(self) -> list[Glance]:
+    def first_windows(self) -> list[FirstWindow]:
         """Return what the first window of each source holds; read at the first call.
 
         Raises:
             DataError: a row is refused, or a whole pass gives no sample.
         """
-        if self._glances is None:
+        if self._first_windows is None:
             mixed = self._mixed(self.position.global_batch)
-            self._glances = [stream.glance() for stream in mixed.streams]
-        return self._glances
+            self._first_windows = [stream.first_window() for stream in mixed.streams]
+        return self._first_windows
 
     def reading_lines(self) -> list[str]:
         """Return what came of the rows read so far, as lines: rows, left out and why, truncated.
@@ -248,12 +247,12 @@ class StreamFeed:
         shares = self._mixed(self.position.global_batch).shares
         mean = sum(
             seen.tokens / seen.samples * share / sum(shares)
-            for seen, share in zip(self.glances(), shares, strict=True)
+            for seen, share in zip(self.first_windows(), shares, strict=True)
         )
         return mean * self.position.global_batch
 
     def steps(
-        self, run: Reader, count: int, *, per_device_batch_size: int, workers: int = 0
+        self, run: Processes, count: int, *, per_device_batch_size: int, workers: int = 0
     ) -> Iterator[list[MicroBatch]]:
         """Give this rank's micro-batches of the next `count` steps, a list for each.
 
@@ -289,11 +288,10 @@ class StreamFeed:
         finally:
             del stream  # now: a traceback would keep its worker, which then ends badly
 
-    def evals(self, run: Reader, *, per_device_batch_size: int) -> dict[str, Iterable[MicroBatch]]:
-        """Return source name -> this rank's micro-batches to evaluate on; empty without eval data.
-
-        Every rank gets as many; what is missing is filled with samples without labels.
-        """
+    def evals(
+        self, run: Processes, *, per_device_batch_size: int
+    ) -> dict[str, Iterable[MicroBatch]]:
+        """Return source name -> this rank's micro-batches to evaluate on; see `eval_batches`."""
         return eval_batches(run, self.eval_sets, self.shape, per_device_batch_size)
 
 
@@ -309,7 +307,7 @@ class RankBatches(IterableDataset):
         self,
         mixed: MixedStream,
         place: dict[str, Any] | None,
-        shape: Shape,
+        shape: SampleShape,
         steps: int,
         per_device_batch: int,
         rank: int,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from toolkit.data.order.position import Draws, Order, derived_seed, permute
+from toolkit.data.order.position import DrawnSamples, Order, derived_seed, permute
 
 WINDOW = 50
 """Global batches that are sorted together."""
@@ -75,7 +75,7 @@ class ByLength:
 
 
 def regroup(
-    draws: Draws, lengths: np.ndarray, global_batch: int, seed: int, key: int
+    draws: DrawnSamples, lengths: np.ndarray, global_batch: int, seed: int, key: int
 ) -> np.ndarray:
     """Return the places of a window's samples in the order in which they are read.
 
@@ -99,7 +99,7 @@ def regroup(
     return np.concatenate([*out, np.arange(whole, len(lengths))])
 
 
-def _runs(draws: Draws, global_batch: int) -> Iterator[tuple[int, int, bool]]:
+def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int, bool]]:
     """Give runs (first batch, last + 1, whether the samples of each source are of one pass)."""
     began, passes = 0, dict[int, int]()
     batches = len(draws.samples) // global_batch

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.data.order.position import Draws, derived_seed, permute
+from toolkit.data.order.position import DrawnSamples, derived_seed, permute
 from toolkit.errors import DataError
 
 _SHARES = 1 << 26  # weights become whole parts of about this many: exact division in 64 bits
@@ -78,7 +78,7 @@ class Mixture:
         self._firsts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
         self._phases, self.total = self._plan()
 
-    def draws(self, start: int, count: int) -> Draws:
+    def draws(self, start: int, count: int) -> DrawnSamples:
         """Return what is read at the positions from `start` up to before `start + count`.
 
         Raises:
@@ -110,7 +110,7 @@ class Mixture:
                 mask = of_it & (passes == epoch)
                 found = permute(at[mask], self.sizes[source], self.seeds[source], int(epoch))
                 samples[mask] = found + self._firsts[source]
-        return Draws(samples, sources, passes)
+        return DrawnSamples(samples, sources, passes)
 
     def indices(self, start: int, count: int) -> np.ndarray:
         """Return the samples at the positions from `start` up to before `start + count`; int64."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from toolkit.data.samples.fixed_length import FILLER
+from toolkit.data.samples.sequences import FILLER
 from toolkit.errors import DataError
 
 _ROUNDS = 6
@@ -85,7 +85,7 @@ def derived_seed(seed: int, *parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
-class Draws(NamedTuple):
+class DrawnSamples(NamedTuple):
     """What is read at some positions."""
 
     samples: np.ndarray
@@ -102,7 +102,7 @@ class Order(Protocol):
     total: int | None
     """Positions there are; None: no end."""
 
-    def draws(self, start: int, count: int) -> Draws:
+    def draws(self, start: int, count: int) -> DrawnSamples:
         """Return what is read at the positions from `start` up to before `start + count`."""
 
     def indices(self, start: int, count: int) -> np.ndarray:
@@ -119,10 +119,11 @@ class SampleOrder:
             raise DataError(f"expected at least one sample to draw from, got {n}")
         self.n, self.seed = n, seed
 
-    def draws(self, start: int, count: int) -> Draws:
+    def draws(self, start: int, count: int) -> DrawnSamples:
         """Return the samples at `count` positions from `start` on, all of one source."""
         positions = np.arange(start, start + count, dtype=np.int64)
-        return Draws(self.indices(start, count), np.zeros_like(positions), positions // self.n)
+        samples = self.indices(start, count)
+        return DrawnSamples(samples, np.zeros_like(positions), positions // self.n)
 
     def indices(self, start: int, count: int) -> np.ndarray:
         """Return the samples at the positions from `start` up to before `start + count`; int64."""

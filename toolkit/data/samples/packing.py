@@ -28,7 +28,7 @@ bins of a window could have been filled with samples of another."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class BinPlan:
     """What lies in which bin."""
 
     capacity: int
@@ -58,7 +58,7 @@ class Plan:
         return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
 
 
-def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> Plan:
+def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> BinPlan:
     """Return a best-fit decreasing packing of samples of `lengths` into bins of `capacity` tokens.
 
     No sample is split, each lies in one bin, and the plan depends on nothing but the arguments. See
@@ -89,7 +89,7 @@ def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> Plan:
     if sizes:
         np.cumsum(np.concatenate(sizes), out=starts[1:])
     order = np.concatenate(samples) if samples else np.zeros(0, np.int64)
-    return Plan(capacity, order, starts, int(lengths.sum(dtype=np.int64)))
+    return BinPlan(capacity, order, starts, int(lengths.sum(dtype=np.int64)))
 
 
 def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:

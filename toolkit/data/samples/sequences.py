@@ -1,7 +1,4 @@
-"""Encoded rows as samples, padded, packed or wrapped, read from memory-mapped Arrow, not copied.
-
-Owns how a sample is put together from rows and which of its labels count. Refuses to know the order
-in which samples are drawn, and batches.
+"""Encoded rows as samples: windows, packed or padded; read from memory-mapped Arrow, not copied.
 
 Rows are a data set with a column `input_ids` (lists of integers) and, where not everything is
 learned, a column `spans`: begin, end, begin, end ... of the tokens that are. A token's label is its
@@ -13,6 +10,8 @@ label that counts, and pickles as the path of its file with its plan.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import datasets
@@ -20,14 +19,23 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from toolkit.data.samples.fixed_length import FILLER, IGNORED, Samples
 from toolkit.data.samples.packing import best_fit
+from toolkit.errors import DataError
+
+FILLER = -1
+"""Index of the filler sample: no supervised token, where a batch must be filled up."""
+
+IGNORED = -100
+"""Label of a token that the loss leaves out, as in transformers."""
+
+MULTIPLE = 8
+"""Padded lengths are multiples of this: fewer different shapes, and aligned ones."""
 
 Sample = dict[str, torch.Tensor]
 
 
-class Rows:
-    """Encoded rows, read one by one.
+class EncodedRows:
+    """Encoded rows, read one by one or as one text.
 
     Opening costs a step per record batch of the file, reading a row a binary search. It pickles as
     the path of the file.
@@ -62,6 +70,16 @@ class Rows:
         """Whether there are spans; without them every token counts."""
         return self._spans is not None
 
+    @property
+    def total(self) -> int:
+        """Tokens of all rows."""
+        return self._ids.total
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Tokens up to the end of each row; int64."""
+        return np.cumsum(self.lengths())
+
     def lengths(self) -> np.ndarray:
         """Return the tokens of every row; int64."""
         return self._ids.lengths()
@@ -70,12 +88,14 @@ class Rows:
         """Return the token ids of a row: a view of the file."""
         return self._ids[row]
 
+    def joined(self, begin: int, count: int) -> np.ndarray:
+        """Return `count` token ids of all rows joined, from `begin` on; int64, a copy."""
+        return self._ids.joined(begin, count)
+
     def labels(self, row: int) -> np.ndarray:
         """Return the labels of a row, int64; that of its first token included."""
         ids = self._ids[row]
-        if self._spans is None:
-            return ids.astype(np.int64)
-        return labels_of(ids, self._spans[row])
+        return ids.astype(np.int64) if self._spans is None else labels_of(ids, self._spans[row])
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -93,17 +113,102 @@ class _Lists:
         chunks = [c for c in tokens.data.column(name).chunks if len(c)]
         self._values = [c.values.to_numpy(zero_copy_only=False) for c in chunks]
         self._offsets = [c.offsets.to_numpy() for c in chunks]
-        self._ends = np.cumsum([len(c) for c in chunks], dtype=np.int64)
+        self._rows = np.cumsum([len(c) for c in chunks], dtype=np.int64)
+        self._ends = np.cumsum([o[-1] - o[0] for o in self._offsets], dtype=np.int64)
+
+    @property
+    def total(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def lengths(self) -> np.ndarray:
         parts = [np.diff(offsets) for offsets in self._offsets]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def __getitem__(self, row: int) -> np.ndarray:
-        chunk = int(np.searchsorted(self._ends, row, side="right"))
+        chunk = int(np.searchsorted(self._rows, row, side="right"))
         offsets = self._offsets[chunk]
-        at = row - int(self._ends[chunk]) + len(offsets) - 1
+        at = row - int(self._rows[chunk]) + len(offsets) - 1
         return self._values[chunk][offsets[at] : offsets[at + 1]]
+
+    def joined(self, begin: int, count: int) -> np.ndarray:
+        out = np.empty(count, np.int64)
+        filled, chunk = 0, int(np.searchsorted(self._ends, begin, side="right"))
+        while filled < count:
+            last = int(self._offsets[chunk][-1])
+            first = last - (int(self._ends[chunk]) - begin - filled)
+            part = self._values[chunk][first : min(last, first + count - filled)]
+            out[filled : filled + len(part)] = part
+            filled, chunk = filled + len(part), chunk + 1
+        return out
+
+
+class Windows(Dataset):
+    """All rows joined and cut into windows of L tokens: `{"input_ids": [L], "labels": [L]}`.
+
+    What is left after the last whole window is not used; `tokens_dropped` says how much.
+
+    Args:
+        rows: what is read.
+        sequence_length: tokens per sample, L.
+
+    Raises:
+        DataError: the tokens do not fill one window.
+    """
+
+    def __init__(self, rows: EncodedRows, sequence_length: int) -> None:
+        self.rows, self.sequence_length = rows, sequence_length
+        self.first, self.last = 0, rows.total // sequence_length
+        if not self.last:
+            raise DataError(
+                f"expected at least one sample of {sequence_length} tokens "
+                f"(data.sequence_length), all documents together hold {rows.total}; give "
+                f"more text or set data.sequence_length to at most {max(rows.total, 2)}"
+            )
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens of all documents."""
+        return self.rows.total
+
+    @property
+    def tokens_dropped(self) -> int:
+        """Tokens after the last whole window, which no sample holds."""
+        return self.rows.total % self.sequence_length
+
+    def view(self, first: int, last: int) -> "Windows":
+        """Return the samples from `first` up to before `last` as Windows of their own; no copy."""
+        if not 0 <= first <= last <= len(self):
+            raise IndexError(f"no view from {first} to {last} of {len(self)} samples")
+        other = object.__new__(Windows)
+        other.__dict__.update(self.__dict__)
+        other.first, other.last = self.first + first, self.first + last
+        return other
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, index: int) -> Sample:
+        length = self.sequence_length
+        if index == FILLER:
+            return {
+                "input_ids": torch.zeros(length, dtype=torch.int64),
+                "labels": torch.full((length,), IGNORED),
+            }
+        begin = (self.first + _within(index, len(self))) * length
+        ids = self.rows.joined(begin, length)
+        labels = self._labels(begin) if self.rows.supervised_in_part else ids.copy()
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+    def _labels(self, begin: int) -> np.ndarray:
+        labels = np.empty(self.sequence_length, np.int64)
+        row, at = int(np.searchsorted(self.rows.ends, begin, side="right")), 0
+        while at < len(labels):
+            own = self.rows.labels(row)
+            skipped = begin + at - (int(self.rows.ends[row]) - len(own))
+            part = own[skipped : skipped + len(labels) - at]
+            labels[at : at + len(part)] = part
+            at, row = at + len(part), row + 1
+        return labels
 
 
 class Pieces:
@@ -118,7 +223,7 @@ class Pieces:
         chosen: the rows that are used; all where it is None.
     """
 
-    def __init__(self, rows: Rows, limit: int, chosen: np.ndarray | None = None) -> None:
+    def __init__(self, rows: EncodedRows, limit: int, chosen: np.ndarray | None = None) -> None:
         self.rows, self.limit = rows, limit
         lengths = rows.lengths()
         self.of_row = np.arange(len(lengths)) if chosen is None else chosen
@@ -175,7 +280,7 @@ class Padded(Dataset):
 
     def __getitem__(self, index: int) -> Sample:
         if index == FILLER:
-            return {"input_ids": torch.zeros(1, dtype=torch.int64), "labels": _ignored(1)}
+            return padded_sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
         _within(index, len(self))
         return padded_sample(*self.pieces[index if self.order is None else self.order[index]])
 
@@ -242,47 +347,6 @@ def packed_sample(
     }
 
 
-class Wrapped(Dataset):
-    """`Samples` (all rows joined and cut) with the labels of rows that are learned in part.
-
-    Args:
-        samples: the windows.
-        rows: the same rows, with spans.
-    """
-
-    def __init__(self, samples: Samples, rows: Rows) -> None:
-        self.samples, self.rows = samples, rows
-        self.sequence_length = samples.sequence_length
-        self._ends = np.cumsum(rows.lengths())
-
-    def view(self, first: int, last: int) -> "Wrapped":
-        """Return the samples from `first` up to before `last` as Wrapped of their own; no copy."""
-        other = object.__new__(Wrapped)
-        other.__dict__.update(self.__dict__)
-        other.samples = self.samples.view(first, last)
-        return other
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = self.samples[index]
-        if index == FILLER:
-            return sample
-        length = self.sequence_length
-        begin = (self.samples.first + int(index)) * length
-        row = int(np.searchsorted(self._ends, begin, side="right"))
-        at = 0
-        labels = sample["labels"]
-        while at < length:
-            own = self.rows.labels(row)
-            skipped = begin + at - (int(self._ends[row]) - len(own))
-            part = own[skipped : skipped + length - at]
-            labels[at : at + len(part)] = torch.from_numpy(part)
-            at, row = at + len(part), row + 1
-        return sample
-
-
 class Joined(Dataset):
     """Several data sets numbered through, as `mixture.Mixture` and `SampleOrder` number samples."""
 
@@ -305,19 +369,40 @@ class Joined(Dataset):
     def __getitem__(self, index: int) -> Sample:
         if index == FILLER:
             return self.parts[0][FILLER]
-        _within(index, len(self))
-        part = int(np.searchsorted(self._ends, index, side="right"))
+        part = int(np.searchsorted(self._ends, _within(index, len(self)), side="right"))
         return self.parts[part][int(index) - int(self._ends[part]) + len(self.parts[part])]
 
-    def __getitems__(self, indices: list[int]) -> list[Sample]:
-        return [self[index] for index in indices]
+
+@dataclass(frozen=True)
+class PadCollate:
+    """Put samples into one micro-batch, filled up on the right to the longest of them.
+
+    The result is `{"input_ids", "labels", "attention_mask"}`, each int64 [samples, T]; T is the
+    longest length rounded up to a multiple of 8, but not beyond `sequence_length`, which may be all
+    the positions that a model has. Padding has the label `IGNORED` and attention 0.
+    """
+
+    pad_id: int
+    """Token that fills up; which one does not matter to the loss."""
+    sequence_length: int
+    """Tokens of the longest sample there can be."""
+
+    def __call__(self, samples: list[Sample]) -> Sample:
+        longest = max(len(s["input_ids"]) for s in samples)
+        width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
+        shape = (len(samples), width)
+        ids = torch.full(shape, self.pad_id)
+        labels = torch.full(shape, IGNORED)
+        mask = torch.zeros(shape, dtype=torch.int64)
+        for row, sample in enumerate(samples):
+            length = len(sample["input_ids"])
+            ids[row, :length] = sample["input_ids"]
+            labels[row, :length] = sample["labels"]
+            mask[row, :length] = 1
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
 def _within(index: int, count: int) -> int:
     if not 0 <= index < count:
         raise IndexError(f"no sample {index} of {count}")
     return int(index)
-
-
-def _ignored(length: int) -> torch.Tensor:
-    return torch.full((length,), IGNORED)

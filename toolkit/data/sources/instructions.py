@@ -16,9 +16,9 @@ from typing import Any
 
 import datasets
 
-from toolkit.data.sources.columnar import as_data_error
+from toolkit.data.sources.columns import as_data_error
 from toolkit.data.sources.files import stdlib_files
-from toolkit.data.sources.raw_rows import stamped
+from toolkit.data.sources.lines import stamped
 
 BODY_LINES = 30
 """A function whose body has more lines is left out."""

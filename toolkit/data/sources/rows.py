@@ -1,11 +1,11 @@
-"""Sources of examples: which rows a config names, in which format, and where each of them stands.
+"""Sources: which rows a config names, in which format, and where each of them stands.
 
-Owns the way from a config to sources, and from a stored row to an example. Refuses to know
-tokenizers and what a bad row does to the run: it says which one is bad, and why.
+Owns the way from a config to sources, and from a stored row to an example. Does not know tokenizers
+and what a bad row does to the run: it says which one is bad, and why.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any, Literal, TypeAlias
@@ -14,18 +14,18 @@ import datasets
 
 from toolkit.config.settings import DataConfig, SourceConfig
 from toolkit.data.examples.recognise import (
-    PIECES,
     Example,
     Layout,
+    document_layout,
     example_of,
     known_columns,
     recognise,
 )
 from toolkit.data.sources import instructions
-from toolkit.data.sources.columnar import (
+from toolkit.data.sources.columns import (
     FILE,
     ROW,
-    Rows,
+    RowDataset,
     as_bytes,
     as_data_error,
     plain,
@@ -42,23 +42,20 @@ from toolkit.data.sources.files import (
     named_files,
     stdlib_files,
 )
-from toolkit.data.sources.raw_rows import decoded, read_raw
-from toolkit.data.sources.raw_rows import place as raw_place
-from toolkit.data.sources.row_values import BadRow, named
+from toolkit.data.sources.lines import decoded, read_lines
+from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.text_files import text_rows
 from toolkit.errors import DataError
 
-At: TypeAlias = int | dict[str, Any] | tuple[dict[str, Any], int]
+RowPlace: TypeAlias = int | dict[str, Any] | tuple[dict[str, Any], int]
 """A row of a source: its index, the stored row, or the latter and its number in a pass."""
-
-LayoutOf: TypeAlias = Callable[[Sequence[dict[str, Any]], str], Layout]
 
 LOOK_AT = 100
 """First rows of a source that its format is recognised by."""
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Rows of one format, as they are stored.
 
     Attributes:
@@ -71,12 +68,12 @@ class Source:
         files: the files, absolute, where it was made of files.
         firsts: the index of each file's first row, where rows are stored one file after another
             and do not say themselves where they come from.
-        raw: whether rows are bytes; see [Note: raw rows] in `toolkit/data/raw_rows.py`.
+        raw: whether rows are bytes; see [Note: raw rows] in `lines.py`.
     """
 
     name: str
     where: str
-    rows: Rows
+    rows: RowDataset
     layout: Layout
     weight: float | None = None
     max_repeats: float | None = None
@@ -96,26 +93,24 @@ class Source:
         """Return what is to be learned of a stored row.
 
         Raises:
-            BadRow: see `row` and `examples.example_of`.
+            BadRow: see `row` and `recognise.example_of`.
         """
         return example_of(self.row(stored), self.layout)
 
-    def place(self, at: At) -> str:
+    def place(self, at: RowPlace) -> str:
         """Return where a row stands: `data/a.jsonl line 7`, `b.parquet row 12 (counted from 0)`.
 
-        Args:
-            at: its index in `rows`, or the stored row. Only where rows say where they come from is
-                the latter exact: raw ones, those of text files, and those of streamed files. Of
-                others its number in a pass tells more.
+        A stored row tells it exactly where it comes from files but Parquet and Arrow that were read
+        before the run; of others its index, or its number in a pass, is needed.
         """
         at, number = at if isinstance(at, tuple) else (at, None)
         if isinstance(at, int) and isinstance(self.rows, datasets.Dataset):
             at = self.rows[at] if self.raw or FILE in self.rows.column_names else at
         if isinstance(at, dict):
             if self.raw:
-                return raw_place(at, self.files)
+                return f"{self.files[at['file']]} {at['place']}"
             if FILE in at:
-                what = "piece" if self.layout == PIECES else "row"
+                what = "piece" if self.layout.shape == "pieces" else "row"
                 return f"{self.files[at[FILE]]} {what} {at[ROW]} (counted from 0)"
             if number is None:
                 return f"{self.where}, a row"
@@ -125,7 +120,7 @@ class Source:
             return f"{self.files[file]} row {at - self.firsts[file]} (counted from 0)"
         return f"{self.where} row {at} (counted from 0)"
 
-    def refusal(self, at: At, bad: BadRow) -> DataError:
+    def refusal(self, at: RowPlace, bad: BadRow) -> DataError:
         """Return the error that ends the run for a bad row."""
         return DataError(
             f"{self.place(at)}: {bad}. Repair or remove it, or set data.on_bad_row: skip"
@@ -138,11 +133,11 @@ def load_sources(
     what: What = "train",
     builtin: Literal["instructions", "text"] | None = None,
     documents: bool = False,
-) -> list[Source]:
+) -> list[DataSource]:
     """Return the sources that `cfg` names to train on or to evaluate on.
 
-    Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; a document is an
-    example); a data set is a folder of `save_to_disk`, or an id on the Hub. Each entry of
+    Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
+    document); a data set is a folder of `save_to_disk`, or an id on the Hub. Each entry of
     `eval_files` is a source of its own. With `cfg.streaming` the rows to train on are streams.
     Rows are read once and cached by `datasets`; nothing is tokenised.
 
@@ -151,8 +146,8 @@ def load_sources(
         what: `train` or `eval`.
         builtin: what to train on where nothing is named: pairs of instruction and answer made of
             Python's standard library, or its text. None: nothing is named, no source.
-        documents: rows are text or token ids, whatever other columns they have: what pretraining
-            learns from; see [Note: documents] in `toolkit/data/text.py`.
+        documents: rows are text or token ids, whatever other columns they have, and are learned
+            whole: pretraining.
 
     Raises:
         DataError: a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
@@ -161,12 +156,11 @@ def load_sources(
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
     if not configs and what == "train" and builtin is not None:
-        return [_builtin(builtin, streaming)]
-    layout_of = document_layout if documents else recognise
-    return [_source(source, setting, cfg, streaming, layout_of) for setting, source in configs]
+        return [_builtin(builtin, streaming, documents)]
+    return [_source(source, setting, cfg, streaming, documents) for setting, source in configs]
 
 
-def examples(source: Source) -> Iterator[tuple[int, dict[str, Any], Example | BadRow]]:
+def examples(source: DataSource) -> Iterator[tuple[int, dict[str, Any], Example | BadRow]]:
     """Yield (index, stored row, its example or what is wrong with it) in order."""
     for index, stored in enumerate(source.rows):
         try:
@@ -175,23 +169,27 @@ def examples(source: Source) -> Iterator[tuple[int, dict[str, Any], Example | Ba
             yield index, stored, bad
 
 
-def _builtin(kind: Literal["instructions", "text"], streaming: bool) -> Source:
+def _builtin(kind: Literal["instructions", "text"], streaming: bool, documents: bool) -> DataSource:
     if kind == "text":
         where = "the built-in text (Python's standard library)"
         files = stdlib_files()
-        rows = text_rows(files, where, streaming=streaming, places=True)
-        return Source("stdlib", where, rows, PIECES, files=tuple(map(str, files)))
+        rows = text_rows(files, where, streaming=streaming)
+        return DataSource("stdlib", where, rows, _pieces(documents), files=tuple(map(str, files)))
     where = "the built-in instructions (Python's standard library)"
     pairs = instructions.pairs()
     stored = pairs.to_iterable_dataset() if streaming else pairs
-    return Source("stdlib-instructions", where, stored, Layout("messages", ("messages",)))
+    return DataSource("stdlib-instructions", where, stored, Layout("messages", ("messages",)))
+
+
+def _pieces(documents: bool) -> Layout:
+    return Layout("pieces", ("text", "start", "end"), whole=documents)
 
 
 def _source(
-    source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, layout_of: LayoutOf
-) -> Source:
+    source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
+) -> DataSource:
     """Return a source, recognised; it is put together in the order of what is known of it."""
-    settings: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "name": str(source.name),
         "weight": source.weight,
         "max_repeats": source.max_repeats,
@@ -200,45 +198,30 @@ def _source(
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
         rows = as_bytes(read_named(source, where, streaming=streaming), known)
-        return _recognised(cfg, layout_of, where=where, rows=rows, **settings)
+        return _recognised(cfg, documents, where=where, rows=rows, **parts)
     files = find_files(source.files, setting)
     kind = kind_of(files, setting)
-    settings["where"] = where = f"{setting} ({named_files(files)})"
-    settings["files"] = tuple(map(str, files))
+    parts["where"] = where = f"{setting} ({named_files(files)})"
+    parts["files"] = tuple(map(str, files))
     if kind == "text":
-        rows = text_rows(files, where, streaming=streaming, places=True)
-        return Source(rows=rows, layout=PIECES, **settings)
+        rows = text_rows(files, where, streaming=streaming)
+        return DataSource(rows=rows, layout=_pieces(documents), **parts)
+    if not any(f.stat().st_size for f in files):
+        raise DataError(f"{where}: expected rows, but every file is empty")
     if kind in ("json", "csv"):
-        stored = read_raw(files, kind, where, streaming=streaming)
-        return _recognised(cfg, layout_of, rows=stored, raw=True, **settings)
+        stored = read_lines(files, kind, where, streaming=streaming)
+        return _recognised(cfg, documents, rows=stored, raw=True, **parts)
     if streaming:
         rows = stream_files(files, kind, where, known)
-        return _recognised(cfg, layout_of, rows=rows, **settings)
-    rows = as_bytes(read_files(files, kind, where, columns=known), known)
+        return _recognised(cfg, documents, rows=rows, **parts)
+    rows = as_bytes(read_files(files, kind, where, known), known)
     firsts = accumulate((rows_in(file, kind) for file in files[:-1]), initial=0)
-    return _recognised(cfg, layout_of, rows=rows, firsts=tuple(firsts), **settings)
+    return _recognised(cfg, documents, rows=rows, firsts=tuple(firsts), **parts)
 
 
-def document_layout(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
-    """Return the layout of documents: token ids where the rows have any, else text.
-
-    Raises:
-        BadRow: none of them has either column.
-    """
-    if any("input_ids" in row for row in rows):
-        return Layout("tokenised", ("input_ids",))
-    if any(text_column in row for row in rows):
-        return Layout("text", (text_column,))
-    raise BadRow(
-        f"expected a column {text_column!r} (data.text_column) or 'input_ids', got "
-        f"{named(rows[0])}; set data.text_column to the one that holds the text",
-        "unknown format",
-    )
-
-
-def _recognised(cfg: DataConfig, layout_of: LayoutOf, **parts: Any) -> Source:
+def _recognised(cfg: DataConfig, documents: bool, **parts: Any) -> DataSource:
     """Return the source made of `parts`, with the layout that its first rows have."""
-    source = Source(layout=Layout("text", ()), **parts)
+    source = DataSource(layout=Layout("text", ()), **parts)
     first: list[tuple[dict[str, Any], dict[str, Any] | BadRow]] = []
     try:
         for stored in islice(source.rows, LOOK_AT):
@@ -257,6 +240,7 @@ def _recognised(cfg: DataConfig, layout_of: LayoutOf, **parts: Any) -> Source:
             f"{source.place(_at(source, 0, stored))}: {wrong}, and none of the first {len(first)} "
             "rows can be read. Is this the right file?"
         )
+    layout_of = document_layout if documents else recognise
     try:
         layout = layout_of([row for _, row in readable], cfg.text_column)
     except BadRow as bad:
@@ -271,6 +255,6 @@ def _recognised(cfg: DataConfig, layout_of: LayoutOf, **parts: Any) -> Source:
     return replace(source, rows=source.rows.select_columns(columns))
 
 
-def _at(source: Source, index: int, stored: dict[str, Any]) -> int | dict[str, Any]:
-    """Return what `Source.place` tells the most of."""
+def _at(source: DataSource, index: int, stored: dict[str, Any]) -> int | dict[str, Any]:
+    """Return what `DataSource.place` tells the most of."""
     return stored if source.raw or FILE in stored else index

@@ -1,38 +1,39 @@
 """Text files as rows: one file is one document, kept byte for byte but for a byte order mark.
 
-Owns the cut of big files into pieces and the check that they are UTF-8. Refuses to know the
-tokenizer. See [Note: documents] in `toolkit/data/text.py`.
+[Note: documents]
+A big file is cut into several rows, so that it is tokenised in parallel and never sits whole in
+memory. `start` marks the first row of a document and `end` the last; rows of other files are
+documents of their own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import datasets
 
-from toolkit.data.sources.columnar import FILE, ROW, Rows, as_data_error
-from toolkit.data.sources.raw_rows import stamped
+from toolkit.data.sources.columns import FILE, ROW, RowDataset, as_data_error
+from toolkit.data.sources.lines import stamped
 from toolkit.errors import DataError
 
 PIECE_BYTES = 1 << 17
-"""A text file longer than this is cut: small enough that a few megabytes keep every core busy."""
+"""A text longer than this is cut: small enough that a few megabytes keep every core busy."""
 
 _VERSION = 1
 """Part of the cache key: raise it when the rows made from the same file change."""
 
 _TEXT_ROWS = datasets.Features(
-    text=datasets.Value("string"), start=datasets.Value("bool"), end=datasets.Value("bool")
+    {
+        "text": datasets.Value("string"),
+        "start": datasets.Value("bool"),
+        "end": datasets.Value("bool"),
+        FILE: datasets.Value("int32"),
+        ROW: datasets.Value("int32"),
+    }
 )
 
 
-_PLACES = datasets.Features({FILE: datasets.Value("int32"), ROW: datasets.Value("int32")})
-
-
-def text_rows(
-    files: list[Path], where: str, *, streaming: bool = False, places: bool = False
-) -> Rows:
-    """Return text files as rows with `text`, `start` and `end`; see [Note: documents].
-
-    With `places` they also have `FILE`, the index of their file, and `ROW`, their number in it.
+def text_rows(files: list[Path], where: str, *, streaming: bool = False) -> RowDataset:
+    """Return text files as rows with `text`, `start`, `end`, and `FILE` and `ROW`.
 
     Raises:
         DataError: all are empty; or one is not UTF-8 (while iterating, where they are streamed).
@@ -41,17 +42,14 @@ def text_rows(
     files_stamped = stamped(files)
     if not any(size for _, size, _ in files_stamped):
         raise DataError(f"{where}: expected text, but every file is empty")
-    options = {"files": files_stamped, "version": _VERSION}
-    rows: Callable[..., Iterator[dict]] = _rows
-    features = _TEXT_ROWS
-    if places:
-        options["indices"] = tuple(range(len(files)))
-        rows, features = _placed_rows, datasets.Features(_TEXT_ROWS | _PLACES)
     if streaming:
-        shards = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
-        return datasets.IterableDataset.from_generator(rows, features=features, gen_kwargs=shards)
+        shards = {"files": list(files_stamped), "indices": list(range(len(files)))}
+        return datasets.IterableDataset.from_generator(
+            _rows, features=_TEXT_ROWS, gen_kwargs=shards | {"version": _VERSION}
+        )
+    key = {"files": files_stamped, "indices": None, "version": _VERSION}
     try:
-        return datasets.Dataset.from_generator(rows, features=features, gen_kwargs=options)
+        return datasets.Dataset.from_generator(_rows, features=_TEXT_ROWS, gen_kwargs=key)
     except Exception as error:
         raise as_data_error(error, where) from error
 
@@ -59,9 +57,7 @@ def text_rows(
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
     """Yield a text file in pieces of about `size` bytes; joined they are the file's text.
 
-    Pieces end where a tokenizer ends a token anyway: after a newline between two lines that neither
-    end nor begin with white space; where there is none, after any newline, before a space, or at
-    least between two characters. Holds at most three pieces in memory.
+    Holds at most three pieces in memory. See `cut` for where they end.
 
     Raises:
         DataError: the file is not UTF-8 (with the offset of the byte) or cannot be read.
@@ -75,7 +71,7 @@ def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
             while block:
                 rest += block
                 block = stream.read(size)
-                end = _cut(rest) if block else len(rest)
+                end = cut(rest) if block else len(rest)
                 yield _decode(rest[:end], file, offset)
                 rest = rest[end:]
                 offset += end
@@ -85,7 +81,22 @@ def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def _cut(block: bytes) -> int:
+def parts_of(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
+    """Yield `text` in parts of about `size` bytes, ended as those of a file are."""
+    content, begin = text.encode(), 0
+    while len(content) - begin > 2 * size:
+        end = begin + cut(content[begin : begin + size])
+        yield content[begin:end].decode()
+        begin = end
+    yield content[begin:].decode()
+
+
+def cut(block: bytes) -> int:
+    """Return where to end a piece of UTF-8 text: where a tokenizer ends a token anyway.
+
+    After a newline between two lines that neither end nor begin with white space; where there is
+    none, after any newline, before a space, or at least between two characters.
+    """
     at = block.rfind(b"\n", 1, -1)
     while at > 0 and (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
         at = block.rfind(b"\n", 1, at)
@@ -111,21 +122,15 @@ def _decode(block: bytes, file: Path, offset: int) -> str:
         ) from error
 
 
-def _rows(files: tuple[tuple[str, int, int], ...], version: int) -> Iterator[dict]:
-    for file, _, _ in files:
-        start, text = True, None
+def _rows(
+    files: Sequence[tuple[str, int, int]], indices: list[int] | None, version: int
+) -> Iterator[dict]:
+    for (file, _, _), index in zip(files, indices or range(len(files)), strict=True):
+        number, text = 0, None
         for piece in pieces(Path(file)):
             if text is not None:
-                yield {"text": text, "start": start, "end": False}
-                start = False
+                yield {"text": text, "start": not number, "end": False, FILE: index, ROW: number}
+                number += 1
             text = piece
         if text is not None:
-            yield {"text": text, "start": start, "end": True}
-
-
-def _placed_rows(
-    files: tuple[tuple[str, int, int], ...], indices: tuple[int, ...], version: int
-) -> Iterator[dict]:
-    for file, index in zip(files, indices, strict=True):
-        for number, row in enumerate(_rows((file,), version)):
-            yield row | {FILE: index, ROW: number}
+            yield {"text": text, "start": not number, "end": True, FILE: index, ROW: number}

@@ -1,21 +1,19 @@
-"""Examples to token ids and the ranges of them that are learned: one policy, counted, cached.
-
-Owns what a row that cannot be used does, the counts of what came of the rows, and the cache.
-Refuses to know files, how an example is encoded (`encoder.py`), and how examples become samples.
+"""Rows to token ids: one policy for rows that cannot be used, counted, cached on disk.
 
 [Note: who works]
 Conversations are rendered and tokenised in `dataset_num_proc` processes of `datasets.map`; other
 rows in this one, where the Rust tokenizer runs on threads (see [Note: threads, not processes] in
-`tokenise.py`). Results come back in the order of the rows: tokens and counts are the same for any
+`text_ids.py`). Results come back in the order of the rows: tokens and counts are the same for any
 number of processes. With `on_bad_row: error` the first bad row that any of them meets ends the run.
 """
 
-import dataclasses
+import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +23,31 @@ import pyarrow as pa
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit import ranks
+from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat.conversations import chat_templates
 from toolkit.data.chat.template import TODAY
 from toolkit.data.examples.recognise import Example
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.rows import At, Source
-from toolkit.data.tokens.encoder import EncodedExample, Encoder, LeftOut, TooLong
-from toolkit.data.tokens.tokenise import cache_folder, content_of, key_of, quiet_forks
+from toolkit.data.sources.rows import DataSource, RowPlace
+from toolkit.data.tokens.encoder import EncodedExample, Encoder, EndsRun, LeftOut
+from toolkit.data.tokens.text_ids import BATCH_BYTES, content_of, quiet_forks
 from toolkit.errors import DataError
 
-_BATCH_ROWS, _BATCH_BYTES = 512, 8 << 20
+_CHAT_ROWS, _TEXT_ROWS = 512, 20_000
+"""Rows that are encoded at a time, at most."""
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200
 """Conversations for which a further process is worth its start."""
 
-_VERSION = 3
+_VERSION = 4
 """Part of the cache key: raise it when the same row gives other tokens or counts."""
 
-_COLUMNS = datasets.Features(
-    input_ids=datasets.List(datasets.Value("int32")),
-    spans=datasets.List(datasets.Value("int32")),
-    row=datasets.Value("int64"),
-)
+_INTEGERS = datasets.List(datasets.Value("int32"))
+_WHOLE = datasets.Features(input_ids=_INTEGERS)
+_IN_PART = datasets.Features(input_ids=_INTEGERS, spans=_INTEGERS, row=datasets.Value("int64"))
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -103,13 +103,14 @@ class Counts:
 
 
 @dataclass
-class Encoded:
+class EncodedSource:
     """A source as token ids.
 
     Attributes:
         name: what reports call the source.
         tokens: a row per kept example, in the order of the source: `input_ids` list<int32>, `spans`
-            list<int32> (begin, end, begin, end, ...), `row` int64, its row in the source.
+            list<int32> (begin, end, begin, end, ...), `row` int64, its row in the source. Of
+            documents to pretrain on only `input_ids`, and a row per row of the source.
         counts: what came of the rows.
         weight: see `SourceConfig.weight`.
         max_repeats: see `SourceConfig.max_repeats`.
@@ -117,27 +118,28 @@ class Encoded:
 
     name: str
     tokens: datasets.Dataset
-    counts: Counts
+    counts: Counts = field(default_factory=Counts)
     weight: float | None = None
     max_repeats: float | None = None
 
 
 def encode(
-    source: Source,
+    source: DataSource,
     tokenizer: PreTrainedTokenizerBase | None,
-    cfg: FinetuneDataConfig,
+    cfg: DataConfig,
     vocab_size: int,
-) -> Encoded:
+) -> EncodedSource:
     """Return `source` as token ids, with what came of its rows.
 
-    Works in `cfg.dataset_num_proc` processes on conversations, and is cached on disk with its
-    counts, under a name made of the rows, the tokenizer's content, the template and the settings:
-    a second start, in any process, reads the files. Among several ranks, call it on one first.
-    Memory: a few hundred megabytes for each process, whatever the size of the source.
+    Works on all cores, and is cached on disk with its counts, under a name made of the rows, the
+    tokenizer's content, the template and the settings: a second start, in any process, reads the
+    files. Among several ranks, call it on one first. Memory: a few hundred megabytes for each
+    process, whatever the size of the source.
 
     Raises:
         DataError: a row cannot be used and `cfg.on_bad_row` is `error`, or it is too long and
-            `cfg.too_long` is `error`, with its file and row; or see `Encoder`.
+            `cfg.too_long` is `error`, with its file and row; documents without any text; or see
+            `Encoder`.
     """
     quiet_forks()
     encoder = Encoder(tokenizer, cfg, vocab_size)
@@ -149,23 +151,25 @@ def encode(
     if datasets.is_caching_enabled() and counted.is_file():
         found = json.loads(counted.read_text("utf-8"))
     cached = bool(found) and all(Path(file).is_file() for file in found["files"])
+    chat = source.layout.format == "conversation"
     if cached:
         processes = found["processes"]
-    elif source.layout.format == "conversation":
+    elif chat and isinstance(cfg, FinetuneDataConfig):
         processes = cfg.dataset_num_proc or min(_cores(), 1 + len(rows) // _ROWS_OF_A_PROCESS)
         processes = max(1, min(processes, len(rows)))
     mean = max(1, rows.data.nbytes // max(1, len(rows)))
+    size = max(1, min(_CHAT_ROWS if chat else _TEXT_ROWS, BATCH_BYTES // mean))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         tokens = rows.map(
             _Rows(source, encoder, Path(scratch)),
             batched=True,
-            batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // mean)),
-            writer_batch_size=_BATCH_ROWS,
+            batch_size=size,
+            writer_batch_size=size,
             with_indices=True,
             with_rank=True,
             num_proc=processes if processes > 1 else None,
             remove_columns=rows.column_names,
-            features=_COLUMNS,
+            features=_WHOLE if source.layout.whole else _IN_PART,
             cache_file_name=str(folder / f"encoded-{key}.arrow"),
             load_from_cache_file=cached,
             new_fingerprint=key,
@@ -176,10 +180,12 @@ def encode(
             for part in sorted(Path(scratch).iterdir(), key=lambda part: int(part.name)):
                 total.add(Counts(**json.loads(part.read_text("utf-8"))))
             files = [file["filename"] for file in tokens.cache_files]
-            found = {"processes": processes, "files": files, "counts": dataclasses.asdict(total)}
+            found = {"processes": processes, "files": files, "counts": asdict(total)}
             _write(counted, json.dumps(found))
     counts = Counts(**found["counts"])
-    return Encoded(source.name, tokens, counts, source.weight, source.max_repeats)
+    if source.layout.whole:
+        _check_documents(source, counts)
+    return EncodedSource(source.name, tokens, counts, source.weight, source.max_repeats)
 
 
 class RowEncoder:
@@ -198,9 +204,9 @@ class RowEncoder:
 
     def __init__(
         self,
-        source: Source,
+        source: DataSource,
         tokenizer: PreTrainedTokenizerBase | None,
-        cfg: FinetuneDataConfig,
+        cfg: DataConfig,
         vocab_size: int,
     ) -> None:
         self._work = _Rows(source, Encoder(tokenizer, cfg, vocab_size))
@@ -223,28 +229,31 @@ class RowEncoder:
 class _Rows:
     """Stored rows to examples, with the policy and the counts, which a process of `map` writes."""
 
-    def __init__(self, source: Source, encoder: Encoder, folder: Path | None = None) -> None:
+    def __init__(self, source: DataSource, encoder: Encoder, folder: Path | None = None) -> None:
         self.source, self.encoder, self.counts, self.folder = source, encoder, Counts(), folder
 
     def __call__(self, columns: dict[str, list], rows: list[int], rank: int | None) -> pa.Table:
         raws = [{name: values[k] for name, values in columns.items()} for k in range(len(rows))]
         settled = self.settled(raws, rows)
         if self.folder is not None:
-            counts = json.dumps(dataclasses.asdict(self.counts))
+            counts = json.dumps(asdict(self.counts))
             Path(self.folder, str(rank or 0)).write_text(counts, "utf-8")
+        if self.source.layout.whole:
+            nothing = np.zeros(0, np.int32)
+            ids = [nothing if isinstance(e, BadRow) else e.input_ids for e in settled]
+            return pa.table({"input_ids": _lists(ids)})
         pairs = zip(rows, settled, strict=True)
         kept = [(row, example) for row, example in pairs if isinstance(example, EncodedExample)]
-        spans = [np.asarray(e.spans, np.int32).reshape(-1) for _, e in kept]
         return pa.table(
             {
                 "input_ids": _lists([e.input_ids for _, e in kept]),
-                "spans": _lists(spans),
+                "spans": _lists([np.asarray(e.spans, np.int32).reshape(-1) for _, e in kept]),
                 "row": pa.array([row for row, _ in kept], pa.int64()),
             }
         )
 
     def settled(
-        self, raws: list[dict[str, Any]], places: Sequence[At]
+        self, raws: list[dict[str, Any]], places: Sequence[RowPlace]
     ) -> list[EncodedExample | BadRow]:
         """Return the example of each row, or why it is left out, and count."""
         examples: list[Example | BadRow] = []
@@ -258,19 +267,32 @@ class _Rows:
             for result, place in zip(self.encoder.batch(examples), places, strict=True)
         ]
 
-    def _settled(self, result: EncodedExample | BadRow, at: At) -> EncodedExample | BadRow:
+    def _settled(self, result: EncodedExample | BadRow, at: RowPlace) -> EncodedExample | BadRow:
         if isinstance(result, EncodedExample):
             self.counts.keep(result)
             return result
-        # All but the first few of a reason are only counted, and not asked where they stand.
-        shown = len(self.counts.places.get(result.reason, [])) < _PLACES
-        if isinstance(result, TooLong):
+        if isinstance(result, EndsRun):
             raise DataError(f"{self.source.place(at)}: {result}")
         if not isinstance(result, LeftOut) and self.encoder.cfg.on_bad_row == "error":
             raise self.source.refusal(at, result)
+        # All but the first few of a reason are only counted, and not asked where they stand.
+        shown = len(self.counts.places.get(result.reason, [])) < _PLACES
         said = f"{self.source.place(at)}: {result}" if shown else str(result)
         self.counts.drop(result.reason, said)
         return BadRow(said, result.reason)
+
+
+def _check_documents(source: DataSource, counts: Counts) -> None:
+    if not counts.tokens:
+        raise DataError(f"{source.where}: expected text, but all {counts.rows} rows are empty")
+    if counts.dropped and ranks.rank() == 0:
+        log.warning(
+            "%s: %d of %d rows left out (data.on_bad_row: skip), the first: %s",
+            source.where,
+            sum(counts.dropped.values()),
+            counts.rows,
+            "; ".join(place for places in counts.places.values() for place in places[:1]),
+        )
 
 
 def _lists(values: list[np.ndarray]) -> pa.ListArray:
@@ -284,20 +306,26 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cache_folder() -> Path:
+    """Return the folder of what was tokenised, beneath the cache of `datasets`."""
+    return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
+
+
 def _key(
-    source: Source,
+    source: DataSource,
     tokenizer: PreTrainedTokenizerBase | None,
-    cfg: FinetuneDataConfig,
+    cfg: DataConfig,
     vocab_size: int,
 ) -> str:
     """Return a name for the result, made of all that decides it, the same in every process."""
     templates: dict[str, str] = {}
-    if source.layout.format == "conversation" and tokenizer is not None:
-        templates = chat_templates(tokenizer, cfg.chat_template)
-    settings = ("supervise", "too_long", "on_bad_row", "sequence_length", "append_eos", "packing")
-    return key_of(
-        source.rows,
-        "encoded",
+    names = ["on_bad_row", "append_eos"]
+    if isinstance(cfg, FinetuneDataConfig):
+        names += ["supervise", "too_long", "sequence_length", "packing"]
+        if source.layout.format == "conversation" and tokenizer is not None:
+            templates = chat_templates(tokenizer, cfg.chat_template)
+    parts = (
+        source.rows._fingerprint,
         _VERSION,
         source.layout,
         source.raw,
@@ -305,9 +333,14 @@ def _key(
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
         (transformers.__version__, TODAY) if templates else "",
-        {name: getattr(cfg, name) for name in settings},
+        {name: getattr(cfg, name) for name in names},
         vocab_size if source.layout.format == "tokenised" else "",
     )
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
 
 
 def _write(file: Path, text: str) -> None:

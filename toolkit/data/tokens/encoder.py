@@ -1,35 +1,37 @@
 """One example to token ids and the ranges of them that are learned.
 
-Owns the settings on what is learned and what is too long. Refuses to know files, templates
-(`toolkit.data.chat` renders), and what a row that cannot be used does to the run.
+Owns the settings on what is learned and what is too long. Does not know files, and what a row that
+cannot be used does to the run (`encode.py`).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit import ranks
+from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat.conversations import Chat, Rendered
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
-from toolkit.data.samples.fixed_length import IGNORED
+from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.token_spans import SpanTokenizer
-from toolkit.data.tokens.tokenise import frame_of
-from toolkit.data.tokens.tokenizer import largest_id
+from toolkit.data.tokens.text_ids import Span, TextTokenizer
+from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 
 ACROSS = "tokens across the edge of what is learned"
 """Kind of note: they are not learned."""
+
+log = logging.getLogger(__name__)
 
 
 class LeftOut(BadRow):
     """A row that the settings leave out, whatever `on_bad_row` says."""
 
 
-class TooLong(BadRow):
+class EndsRun(BadRow):
     """A row that ends the run, whatever `on_bad_row` says."""
 
 
@@ -47,7 +49,7 @@ class EncodedExample:
     """
 
     input_ids: np.ndarray
-    spans: list[tuple[int, int]]
+    spans: list[Span]
     cut_off: int = 0
     notes: dict[str, int] = field(default_factory=dict)
     piece: int | None = None
@@ -72,9 +74,9 @@ class Encoder:
 
     Args:
         tokenizer: None only where all examples are tokenised already.
-        cfg: `supervise`, `chat_template`, `too_long`, `sequence_length` (no bound where packing is
-            `wrapped`: samples are cut later), `append_eos` are read. Neither bound nor `too_long`
-            concern plain text: all of it is learned, in as many pieces as it takes.
+        cfg: of pretraining `append_eos` is read: documents of any length are learned whole, also
+            those without a token. Of fine-tuning also `supervise`, `chat_template`, and for all but
+            texts `too_long` and `sequence_length` (no bound where packing is `wrapped`).
         vocab_size: rows of the model's embedding.
 
     Raises:
@@ -82,34 +84,36 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        cfg: FinetuneDataConfig,
-        vocab_size: int,
+        self, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
     ) -> None:
         self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
-        self.limit = None if cfg.packing == "wrapped" else cfg.sequence_length
+        self.finetune = cfg if isinstance(cfg, FinetuneDataConfig) else None
+        self.supervise = "all" if self.finetune is None else self.finetune.supervise
+        bounded = self.finetune is not None and cfg.packing != "wrapped"
+        self.limit = cfg.sequence_length if bounded else None
         self._chat: Chat | None = None
         if tokenizer is None:
             return
-        if (largest := largest_id(tokenizer)) >= vocab_size:
-            raise DataError(
-                f"expected token ids from 0 to {vocab_size - 1} (the model's embedding has "
-                f"{vocab_size} rows), the tokenizer gives ids up to {largest}; set "
-                "model.resize_embeddings: true, or model.tokenizer_name_or_path to the model's own"
-            )
-        self._spans = SpanTokenizer(tokenizer)
-        self._frame = frame_of(tokenizer)
+        check_vocabulary(tokenizer, vocab_size)
+        self._texts = TextTokenizer(tokenizer)
+        self._before, self._after = self._texts.around()
         self._eos = [tokenizer.eos_token_id] if cfg.append_eos else []
-        self._eos = [] if tokenizer.eos_token_id is None else self._eos
+        if self._eos == [None]:
+            self._eos = []
+            if ranks.rank() == 0:
+                log.warning(
+                    "data.append_eos: the tokenizer %s has no end-of-sequence token, so nothing "
+                    "marks where a document ends",
+                    tokenizer.name_or_path,
+                )
 
     def __call__(self, example: Example) -> EncodedExample:
         """Return one example as token ids.
 
         Raises:
             BadRow: it cannot be used: the template refuses it, none of it is learned, an id is out
-                of the vocabulary. `LeftOut`: the settings leave it out for its length; `TooLong`:
-                the settings end the run for it.
+                of the vocabulary. `LeftOut`: the settings leave it out for its length; `EndsRun`:
+                the run ends for it.
             DataError: see `batch`.
         """
         (result,) = self.batch([example])
@@ -124,13 +128,13 @@ class Encoder:
             DataError: there is no tokenizer, no chat template, or `supervise` does not go with what
                 the examples are.
         """
-        out: list[EncodedExample | BadRow | None] = [
-            e if isinstance(e, BadRow) else None for e in examples
-        ]
-        texts: list[tuple[int, str, list[tuple[int, int]], dict[str, int]]] = []
-        chats = [(at, e) for at, e in enumerate(examples) if isinstance(e, Conversation)]
+        out: list[EncodedExample | BadRow | None] = [None] * len(examples)
+        texts: list[tuple[int, str, list[Span], dict[str, int]]] = []
+        chats: list[tuple[int, Conversation]] = []
         for at, example in enumerate(examples):
             match example:
+                case BadRow():
+                    out[at] = example
                 case Tokens():
                     out[at] = self._tokens(example)
                 case Text(text=text):
@@ -139,42 +143,46 @@ class Encoder:
                 case PromptCompletion(prompt=prompt, completion=completion):
                     self._check_mode("prompts and completions", "auto", "completion", "all")
                     text = prompt + completion
-                    begin = 0 if self.cfg.supervise == "all" else len(prompt)
+                    begin = 0 if self.supervise == "all" else len(prompt)
                     texts.append((at, text, [(begin, len(text))], {}))
-        if chats:
-            for (at, _), rendered in zip(chats, self._render([c for _, c in chats]), strict=True):
-                if isinstance(rendered, BadRow):
-                    out[at] = rendered
-                else:
-                    texts.append((at, rendered.text, rendered.spans, rendered.notes))
+                case Conversation():
+                    chats.append((at, example))
+        for (at, _), rendered in zip(chats, self._render([c for _, c in chats]), strict=True):
+            if isinstance(rendered, BadRow):
+                out[at] = rendered
+            else:
+                texts.append((at, rendered.text, rendered.spans, rendered.notes))
         if texts:
             self._check_tokenizer()
-            marked = self._spans.encode([t[1] for t in texts], [t[2] for t in texts])
+            marked = self._texts.encode([t[1] for t in texts], [t[2] for t in texts])
             for (at, _, _, notes), result in zip(texts, marked, strict=True):
                 if isinstance(result, BadRow):
                     out[at] = result
                     continue
                 notes = notes | ({ACROSS: result.across} if result.across else {})
-                ids, spans = self._framed(examples[at], result.ids, result.spans)
-                example = examples[at]
-                if not isinstance(example, Text):
-                    out[at] = self._fitted(ids, spans, notes, self.limit)
-                elif len(ids) and not (example.start and example.end):
-                    # A part of a document may be one token, which only the document learns.
-                    out[at] = EncodedExample(ids, spans, notes=notes, piece=self.limit)
-                else:
-                    fitted = self._fitted(ids, spans, notes, None)
-                    if isinstance(fitted, EncodedExample):
-                        fitted = replace(fitted, piece=self.limit)
-                    out[at] = fitted
+                out[at] = self._of_text(examples[at], result.ids, result.spans, notes)
         return [o if o is not None else BadRow("no example") for o in out]
 
+    def _of_text(
+        self, example: object, ids: np.ndarray, spans: list[Span], notes: dict[str, int]
+    ) -> EncodedExample | BadRow:
+        ids, spans = self._framed(example, ids, spans)
+        if not isinstance(example, Text):
+            return self._fitted(ids, spans, notes, self.limit)
+        # A part of a document may be one token, which only the document learns.
+        if self.finetune is None or (len(ids) and not (example.start and example.end)):
+            return EncodedExample(ids, spans if len(ids) else [], notes=notes, piece=self.limit)
+        fitted = self._fitted(ids, spans, notes, None)
+        return replace(fitted, piece=self.limit) if isinstance(fitted, EncodedExample) else fitted
+
     def _render(self, conversations: list[Conversation]) -> list[Rendered | BadRow]:
+        if not conversations:
+            return []
         if self._chat is None:
             self._chat = Chat(
                 self._check_tokenizer(),
-                supervise=self.cfg.supervise,
-                chat_template=self.cfg.chat_template,
+                supervise=self.supervise,
+                chat_template=self.finetune.chat_template if self.finetune else None,
             )
         return self._chat.render(conversations)
 
@@ -187,9 +195,9 @@ class Encoder:
         return self.tokenizer
 
     def _check_mode(self, what: str, *modes: str) -> None:
-        if self.cfg.supervise not in modes:
+        if self.supervise not in modes:
             raise DataError(
-                f"data.supervise {self.cfg.supervise} does not go with {what}; expected one of "
+                f"data.supervise {self.supervise} does not go with {what}; expected one of "
                 f"{', '.join(modes)}"
             )
 
@@ -197,11 +205,17 @@ class Encoder:
         ids = np.asarray(example.input_ids, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
-            return BadRow(
+            said = (
                 f"expected token ids from 0 to {self.vocab_size - 1} (the model's embedding has "
-                f"{self.vocab_size} rows), got {wrong}",
-                "token id out of the vocabulary",
+                f"{self.vocab_size} rows), got {wrong}"
             )
+            if self.finetune is None:  # of pretraining: no row is at fault
+                cure = "the tokenizer of this model, or the model a larger embedding"
+                said = f"{said}; the data needs {cure} (model.resize_embeddings)"
+                return EndsRun(said, "token id out of the vocabulary")
+            return BadRow(said, "token id out of the vocabulary")
+        if self.finetune is None:
+            return EncodedExample(ids.astype(np.int32), [(0, len(ids))] if len(ids) else [])
         if example.labels is None:
             self._check_mode("token ids without labels", "auto", "all")
             return self._fitted(ids, [(0, len(ids))], {}, self.limit)
@@ -210,43 +224,39 @@ class Encoder:
         return self._fitted(ids, list(zip(turns[::2], turns[1::2], strict=True)), {}, self.limit)
 
     def _framed(
-        self, example: Any, ids: np.ndarray, spans: list[tuple[int, int]]
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        self, example: object, ids: np.ndarray, spans: list[Span]
+    ) -> tuple[np.ndarray, list[Span]]:
         """Put the tokenizer's special tokens around a text that no template did."""
         if isinstance(example, Conversation):
             return ids, spans
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
             return ids, spans
-        before = self._frame.before if start else []
-        after = self._frame.after if end else []
+        before, after = self._before if start else [], self._after if end else []
         if end and self._eos and [*ids[-1:], *after][-1:] != self._eos:
             after = after + self._eos
         framed = np.concatenate([before, ids, after]).astype(np.int32)
+        if isinstance(example, Text) or self.supervise == "all":
+            return framed, [(0, len(framed))]
         spans = [(first + len(before), last + len(before)) for first, last in spans]
-        if isinstance(example, Text) or self.cfg.supervise == "all":
-            spans = [(0, len(framed))]
-        elif after:  # the end of a completion is learned with it
+        if after:  # the end of a completion is learned with it
             inner = len(before) + len(ids)
             joined = spans and spans[-1][1] == inner
             spans = [*spans[:-1], (spans[-1][0] if joined else inner, len(framed))]
         return framed, spans
 
     def _fitted(
-        self,
-        ids: np.ndarray,
-        spans: list[tuple[int, int]],
-        notes: dict[str, int],
-        limit: int | None,
+        self, ids: np.ndarray, spans: list[Span], notes: dict[str, int], limit: int | None
     ) -> EncodedExample | BadRow:
         if not len(ids):
             return LeftOut("the tokenizer gives no token for it", "no token")
         cut = 0 if limit is None else max(0, len(ids) - limit)
         if limit is not None and cut:
             said = f"expected at most {limit} tokens (data.sequence_length), got {len(ids)}"
-            if self.cfg.too_long == "error":
-                return TooLong(f"{said}; set data.too_long to truncate or drop", "too long")
-            if self.cfg.too_long == "drop":
+            too_long = self.finetune and self.finetune.too_long
+            if too_long == "error":
+                return EndsRun(f"{said}; set data.too_long to truncate or drop", "too long")
+            if too_long == "drop":
                 return LeftOut(said, "too long")
             ids = ids[:limit]
             spans = [(begin, min(end, limit)) for begin, end in spans if begin < limit]

@@ -1,8 +1,4 @@
-"""The tokenizer of a run: the model's own, one that is named, or one trained on the text.
-
-Owns finding, loading and training it, and the check that it fits the embedding. Refuses to know how
-documents become samples.
-"""
+"""The tokenizer of a run: the model's own, one that is named, or one trained on the text."""
 
 import hashlib
 import logging
@@ -10,12 +6,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow.compute as pc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -28,17 +23,17 @@ from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, ModelConfig
-from toolkit.data.sources.columnar import as_data_error
+from toolkit.data.examples.recognise import Text
+from toolkit.data.sources.columns import as_data_error
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.rows import Source, load_sources
-from toolkit.data.sources.text import document_value, load_documents
+from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import ConfigError, DataError, ModelError
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer; its id is 0."""
 
 TRAINING_BYTES = 32 << 20
-"""A tokenizer is trained on at most this much text, taken evenly from all of it."""
+"""A tokenizer is trained on at most so much text, taken evenly from all of it."""
 
 _FILES = (
     "tokenizer.json",
@@ -53,7 +48,7 @@ _FILES = (
 """Any of these makes a folder a tokenizer's."""
 
 _MADE_OF = "made_of.txt"
-"""Beside a trained tokenizer: the fingerprint of its text, and its vocabulary size."""
+"""Beside a trained tokenizer: the digest of its text, and its vocabulary size."""
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +61,7 @@ def prepare_tokenizer(
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
     byte-level BPE of the model's vocabulary size, trained on the training text into `folder` (or
     found there from an earlier start on the same text). Where there is none and the data is
-    tokenised already, `model` comes back as it is. Of streams (`data.streaming`) only the first
-    rows are read: `TRAINING_BYTES` of text at most. Writes files: call it on one rank first.
+    tokenised already, `model` comes back as it is. Writes files: call it on one rank first.
 
     Args:
         model: the model, and what is said about its tokenizer.
@@ -86,9 +80,12 @@ def prepare_tokenizer(
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     if trained and keep:
         return replace(model, tokenizer_name_or_path=str(folder))
-    documents = _first_documents(data) if data.streaming else load_documents(data, data.train_files)
-    if documents is None or "input_ids" in documents.column_names:
+    sources = load_sources(data, builtin="text", documents=True)
+    formats = {source.layout.format for source in sources}
+    if formats == {"tokenised"}:
         return model
+    if len(formats) > 1:
+        raise DataError("data.sources: expected text or token ids in all of them, got both")
     if not model.train_tokenizer:
         raise DataError(
             f"expected a tokenizer for the text, {model.name_or_path} comes with none; set "
@@ -96,7 +93,12 @@ def prepare_tokenizer(
             "train one on the text, or give data with a column input_ids"
         )
     vocab_size = _vocab_size(model)
-    made_of = f"{documents._fingerprint} {vocab_size}"
+    texts = list(_training_text(sources, data))
+    if not any(texts):
+        where = ", ".join(source.where for source in sources)
+        raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
+    digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=16)
+    made_of = f"{digest.hexdigest()} {vocab_size}"
     if trained and _read(folder / _MADE_OF) == made_of:
         return replace(model, tokenizer_name_or_path=str(folder))
     if trained:
@@ -107,7 +109,7 @@ def prepare_tokenizer(
             "learned with another one. Set model.tokenizer_name_or_path where that one is known",
             model.name_or_path,
         )
-    train_tokenizer(documents, vocab_size, folder)
+    train_tokenizer(texts, vocab_size, folder)
     (folder / _MADE_OF).write_text(made_of, "utf-8")
     return replace(model, tokenizer_name_or_path=str(folder))
 
@@ -192,8 +194,8 @@ def check_vocabulary(
     )
 
 
-def train_tokenizer(documents: datasets.Dataset, vocab_size: int, folder: Path) -> None:
-    """Train a byte-level BPE on `documents` and write it to `folder` as a Hugging Face tokenizer.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE on `texts` and write it to `folder` as a Hugging Face tokenizer.
 
     Id 0 is `END_OF_TEXT`, which begins and ends texts; then come the 256 bytes, so that nothing is
     unknown; then merges up to `vocab_size` (fewer where the text is small). The same text gives the
@@ -218,7 +220,7 @@ def train_tokenizer(documents: datasets.Dataset, vocab_size: int, folder: Path) 
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_text(documents, TRAINING_BYTES), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
     )
@@ -236,63 +238,54 @@ def train_tokenizer(documents: datasets.Dataset, vocab_size: int, folder: Path) 
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _first_documents(data: DataConfig) -> datasets.Dataset | None:
-    """Return the first documents of streams, `TRAINING_BYTES` of all together; None: token ids."""
-    sources = load_sources(data, builtin="text", documents=True)
-    formats = {source.layout.format for source in sources}
-    if formats == {"tokenised"}:
-        return None
-    if len(formats) > 1:
-        raise DataError("data.sources: expected text or token ids in all of them, got both")
-    texts: list[str] = []
-    digest = hashlib.blake2b(digest_size=16)
-    for source in sources:
-        left = TRAINING_BYTES // len(sources)
-        try:
-            for number, stored in enumerate(source.rows):
-                text = _text_of(source, stored, number, data)
-                texts.append(text[:left])
-                said = texts[-1].encode()
-                digest.update(len(said).to_bytes(8, "little") + said)
-                left -= len(said)
-                if left <= 0:
-                    break
-        except DataError:
-            raise
-        except Exception as error:
-            raise as_data_error(error, source.where) from error
-    if not any(texts):
-        where = ", ".join(source.where for source in sources)
-        raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
-    made = datasets.Dataset.from_dict({"text": texts})
-    return datasets.Dataset(made.data, info=made.info, fingerprint=digest.hexdigest())
-
-
-def _text_of(source: Source, stored: dict[str, Any], number: int, data: DataConfig) -> str:
-    try:
-        return str(document_value(source.row(stored), source.layout.columns[0]))
-    except BadRow as bad:
-        if data.on_bad_row == "error":
-            raise source.refusal((stored, number), bad) from bad
-        return ""
-
-
 def _read(file: Path) -> str | None:
     return file.read_text("utf-8") if file.is_file() else None
 
 
-def _training_text(documents: datasets.Dataset, limit: int) -> Iterator[str]:
-    """Yield every k-th row, k such that about `limit` bytes come."""
-    column = documents.data.column("text")
-    total = sum(pc.sum(pc.binary_length(chunk)).as_py() or 0 for chunk in column.chunks)
-    stride = max(1, math.ceil(total / limit))
-    left = limit
-    for row in range(0, len(column), stride):
-        text = column[row].as_py()[:left]
-        left -= len(text)
-        yield text
-        if left <= 0:
-            return
+def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]:
+    """Yield `TRAINING_BYTES` of text or less: every k-th row, or of streams the first of each."""
+    left = TRAINING_BYTES
+    if data.streaming:
+        for number, source in enumerate(sources):
+            room = left // (len(sources) - number)
+            for text in _texts(source, source.rows, 1, data):
+                yield text[:room]
+                room, left = room - len(text[:room]), left - len(text[:room])
+                if room <= 0:
+                    break
+        return
+    columns = [s.rows.data.column("raw" if s.raw else s.layout.columns[0]) for s in sources]
+    total = sum(
+        pc.sum(pc.binary_length(chunk)).as_py() or 0
+        for column in columns
+        for chunk in column.chunks
+    )
+    stride, before = max(1, math.ceil(total / TRAINING_BYTES)), 0
+    for source in sources:
+        chosen = range(-before % stride, len(source.rows), stride)
+        for text in _texts(source, source.rows.select(chosen), stride, data):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                return
+        before += len(source.rows)
+
+
+def _texts(source: DataSource, rows: Any, stride: int, data: DataConfig) -> Iterator[str]:
+    """Yield the text of each of `rows`; empty where it is left out."""
+    try:
+        for number, stored in enumerate(rows):
+            try:
+                example = source.example(stored)
+                yield example.text if isinstance(example, Text) else ""
+            except BadRow as bad:
+                if data.on_bad_row == "error":
+                    raise source.refusal((stored, number * stride), bad) from bad
+                yield ""
+    except DataError:
+        raise
+    except Exception as error:
+        raise as_data_error(error, source.where) from error
 
 
 def _has_tokenizer(model: ModelConfig) -> bool:

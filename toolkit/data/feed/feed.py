@@ -1,7 +1,4 @@
-"""What a run reads from: this rank's micro-batches, step by step, and where it stands.
-
-Owns the joining of sources, packing, order and evaluation sets into one object that a recipe reads
-from. Refuses to know text, tokenizers and devices.
+"""Encoded sources as this rank's micro-batches, step by step, and where the run stands.
 
     feed = Feed(sources, shape, seed=42, global_batch=64, eval_split=0.01)
     feed.position.load_state_dict(saved["data"])            # resuming
@@ -25,10 +22,9 @@ from typing import Any
 
 from toolkit.data.feed.sets import (
     MicroBatch,
-    Reader,
+    Processes,
     SampleSet,
-    Shape,
-    TokenSource,
+    SampleShape,
     check_names,
     eval_batches,
     held_out,
@@ -44,13 +40,13 @@ from toolkit.data.order.position import (
     SampleOrder,
     accumulation_for,
 )
-from toolkit.data.samples.fixed_length import Samples, check_enough
-from toolkit.data.samples.sequences import Joined, Packed, Padded, Wrapped
+from toolkit.data.samples.sequences import Joined, Packed, Padded
+from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceSamples:
     """What a source became."""
 
     name: str
@@ -95,17 +91,17 @@ class Feed:
 
     position: Position
     """Where the run stands: the state of the data in a checkpoint."""
-    parts: list[Part]
+    parts: list[SourceSamples]
     """What each source became."""
 
     def __init__(
         self,
-        sources: Sequence[TokenSource],
-        shape: Shape,
+        sources: Sequence[EncodedSource],
+        shape: SampleShape,
         *,
         seed: int,
         global_batch: int,
-        eval_sources: Sequence[TokenSource] = (),
+        eval_sources: Sequence[EncodedSource] = (),
         eval_split: float = 0.0,
         max_eval_samples: int | None = None,
     ) -> None:
@@ -114,13 +110,10 @@ class Feed:
         share = 0.0 if eval_sources else eval_split
         split = [held_out(source, shape, share, max_eval_samples) for source in sources]
         train = [samples for samples, _ in split]
-        self.eval_sets = {
-            source.name: held
-            for source, (_, held) in zip(sources, split, strict=True)
-            if held is not None
-        }
-        if eval_sources:
-            self.eval_sets = to_evaluate(eval_sources, shape, max_eval_samples)
+        self.eval_sets = to_evaluate(eval_sources, shape, max_eval_samples)
+        for source, (_, held) in zip(sources, split, strict=True):
+            if held is not None:
+                self.eval_sets[source.name] = held
         self.parts = [
             _part(source.name, samples, shape, 0 if held is None else len(held))
             for source, (samples, held) in zip(sources, split, strict=True)
@@ -133,13 +126,6 @@ class Feed:
     def __len__(self) -> int:
         """Return the samples of a pass over all sources."""
         return len(self.data)
-
-    @property
-    def density(self) -> float | None:
-        """Share of all samples' room that is tokens; None where the batches decide on it."""
-        if any(part.density is None for part in self.parts):
-            return None
-        return sum(part.tokens for part in self.parts) / (len(self) * self.sequence_length)
 
     def reading_lines(self) -> list[str]:
         """Return nothing: what came of the rows was known, and reported, before the run."""
@@ -201,10 +187,15 @@ class Feed:
         Raises:
             DataError: ranks would train on the same sample at the same time.
         """
-        check_enough(self, world_size)
+        if len(self) < world_size:
+            raise DataError(
+                f"expected at least one training sample for each of the {world_size} ranks, got "
+                f"{len(self)} of {self.sequence_length} tokens; give more text, or set a smaller "
+                "data.sequence_length or fewer processes"
+            )
 
     def steps(
-        self, run: Reader, count: int, *, per_device_batch_size: int, workers: int = 0
+        self, run: Processes, count: int, *, per_device_batch_size: int, workers: int = 0
     ) -> Iterator[list[MicroBatch]]:
         """Give this rank's micro-batches of the next `count` steps, a list for each.
 
@@ -240,15 +231,14 @@ class Feed:
             return ByLength(self.order, self.data.lengths, self.position.global_batch, self.seed)
         return self.order
 
-    def evals(self, run: Reader, *, per_device_batch_size: int) -> dict[str, Iterable[MicroBatch]]:
-        """Return source name -> this rank's micro-batches to evaluate on; empty without eval data.
-
-        Every rank gets as many; what is missing is filled with samples without labels.
-        """
+    def evals(
+        self, run: Processes, *, per_device_batch_size: int
+    ) -> dict[str, Iterable[MicroBatch]]:
+        """Return source name -> this rank's micro-batches to evaluate on; see `eval_batches`."""
         return eval_batches(run, self.eval_sets, self.shape, per_device_batch_size)
 
 
-def _order(sources: Sequence[TokenSource], sizes: list[int], seed: int) -> Order:
+def _order(sources: Sequence[EncodedSource], sizes: list[int], seed: int) -> Order:
     weights = [source.weight for source in sources]
     limits = [source.max_repeats for source in sources]
     given = [w for w in weights if w is not None]
@@ -261,7 +251,7 @@ def _order(sources: Sequence[TokenSource], sizes: list[int], seed: int) -> Order
 
 
 def _reading(
-    sources: Sequence[TokenSource], train: list[SampleSet], shape: Shape
+    sources: Sequence[EncodedSource], train: list[SampleSet], shape: SampleShape
 ) -> dict[str, Any]:
     """Return what the samples depend on, for the checkpoint: see `Position`.
 
@@ -282,7 +272,7 @@ def _reading(
             digest = hashlib.blake2b(lengths, digest_size=8).hexdigest()
             reading[f"the lengths of the rows {of} (digest)"] = digest
         else:
-            reading[f"the tokens {of}"] = _windows(samples).tokens_total
+            reading[f"the tokens {of}"] = samples.tokens_total
         if source.weight is not None and len(sources) > 1:
             reading[f"the weight {of}"] = source.weight
         if source.max_repeats is not None:
@@ -290,18 +280,14 @@ def _reading(
     return reading
 
 
-def _windows(samples: Samples | Wrapped) -> Samples:
-    return samples.samples if isinstance(samples, Wrapped) else samples
-
-
-def _part(name: str, samples: SampleSet, shape: Shape, held: int) -> Part:
+def _part(name: str, samples: SampleSet, shape: SampleShape, held: int) -> SourceSamples:
     n, room = len(samples), len(samples) * shape.sequence_length
     if not isinstance(samples, Packed | Padded):
-        return Part(name, n, room, 1.0, {"tokens": _windows(samples).tokens_dropped}, 0, held)
+        return SourceSamples(name, n, room, 1.0, {"tokens": samples.tokens_dropped}, 0, held)
     pieces = samples.pieces
     dropped = {"empty rows": pieces.empty}
     if isinstance(samples, Padded):
-        return Part(name, n, samples.tokens, None, dropped, pieces.cut, held)
+        return SourceSamples(name, n, samples.tokens, None, dropped, pieces.cut, held)
     plan = samples.plan
     bins = (len(plan), plan.lower_bound)
-    return Part(name, n, plan.tokens, plan.density, dropped, pieces.cut, held, bins)
+    return SourceSamples(name, n, plan.tokens, plan.density, dropped, pieces.cut, held, bins)

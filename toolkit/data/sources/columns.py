@@ -1,7 +1,4 @@
-"""Parquet files, Arrow files and data sets by name, as rows of columns.
-
-Owns their reading through `datasets`, the numbering of rows per file, and the way of a row from
-Arrow's values to plain ones. Refuses to know what the columns mean.
+"""Parquet files, Arrow files and data sets by name, as rows of columns, read through `datasets`.
 
 [Note: text as bytes]
 Parquet and Arrow do not check that text is UTF-8, and reading one row that is not fails for its
@@ -25,7 +22,7 @@ from toolkit.data.sources.files import Kind
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
 
-Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
+RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
 FILE, ROW = "_file", "_row"
 """Columns of a streamed row: the index of its file, and its number in it."""
@@ -34,24 +31,16 @@ _BATCH = 1000
 
 
 def read_files(
-    files: list[Path], kind: Kind, where: str, *, columns: Sequence[str] = ()
+    files: list[Path], kind: Kind, where: str, columns: Sequence[str]
 ) -> datasets.Dataset:
-    """Return the rows of `files` through the loader of `datasets` for `kind`, cached.
-
-    Args:
-        files: at least one that is not empty.
-        kind: `parquet`, `arrow` or `json`.
-        where: names them in messages.
-        columns: of Parquet, those that are read, as far as they are there; none: all.
+    """Return the rows of Parquet or Arrow `files`, cached; of Parquet only those of `columns`.
 
     Raises:
         DataError: a file cannot be read, or the columns of two do not fit together.
     """
-    if not any(f.stat().st_size for f in files):
-        raise DataError(f"{where}: expected rows, but every file is empty")
     options: dict[str, Any] = {}
     try:
-        if kind == "parquet" and columns:  # the others need not be copied into the cache
+        if kind == "parquet":  # the others need not be copied into the cache
             names = pq.read_schema(files[0]).names
             wanted = [c for c in columns if c in names]
             options = {"columns": wanted} if wanted else {}
@@ -66,9 +55,8 @@ def stream_files(
 ) -> datasets.IterableDataset:
     """Return the rows of Parquet or Arrow files as a stream, one shard a file, text as bytes.
 
-    A row has those of `columns` that the first file with rows has, or all if it has none of them;
-    and `FILE`, the index of its file, and `ROW`, its number there from 0. Skipping reads whole
-    batches without making rows of them.
+    A row has those of `columns` that the first file with rows has, or all if it has none of them,
+    and `FILE` and `ROW`. Skipping reads whole batches without making rows of them.
 
     Raises:
         DataError: there is no row, or the first cannot be read. (Any other: while iterating.)
@@ -95,7 +83,7 @@ def stream_files(
     )
 
 
-def read_named(source: SourceConfig, where: str, *, streaming: bool = False) -> Rows:
+def read_named(source: SourceConfig, where: str, *, streaming: bool = False) -> RowDataset:
     """Return the rows of a data set: a folder of `save_to_disk`, or an id on the Hub.
 
     Raises:
@@ -133,7 +121,7 @@ def rows_in(file: Path, kind: Kind) -> int:
     return sum(batch.num_rows for batch in _batches(str(file), kind))
 
 
-def as_bytes(rows: Rows, columns: Sequence[str]) -> Rows:
+def as_bytes(rows: RowDataset, columns: Sequence[str]) -> RowDataset:
     """Return those of `columns` that `rows` have, or all if none, text as bytes; nothing is copied.
 
     See [Note: text as bytes].
@@ -157,9 +145,8 @@ def as_bytes(rows: Rows, columns: Sequence[str]) -> Rows:
 def plain(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of `as_bytes` with text again, and without the nulls that Arrow filled in.
 
-    A key whose value is null is left out at any depth below the columns (Arrow gives all mappings
-    of a column the same keys), but for a turn's `content`: null there is what an assistant that
-    only calls tools says. Columns that are null stay.
+    Arrow gives all mappings of a column the same keys, so keys below a column that are null are
+    left out, but for a turn's `content`: an assistant that only calls tools says null.
 
     Raises:
         BadRow: text is not UTF-8; with its place in the row.

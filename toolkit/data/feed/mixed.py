@@ -1,10 +1,7 @@
 """Several streams as one sequence of global batches.
 
-Owns how streams are mixed and how samples of like length share a batch, and the place in all of it
-that a checkpoint keeps. Refuses to know ranks and how a stream makes its samples.
-
-Sources are mixed as in [Note: mixing] (`data/mixture.py`), but where one is used up is seen when it
-happens; it is the same on all ranks, since all read the same.
+Sources are mixed as in [Note: mixing] (`order/mixture.py`), but where one is used up is seen when
+it happens; it is the same on all ranks, since all read the same.
 """
 
 from collections.abc import Sequence
@@ -12,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.feed.sets import Shape
-from toolkit.data.feed.stream import WINDOW, Item, SourceStream, StreamSource
+from toolkit.data.feed.sets import SampleShape
+from toolkit.data.feed.stream import WINDOW, SourceStream, StreamSample, StreamSource
 from toolkit.data.order.grouping import regroup
 from toolkit.data.order.mixture import locate, shares
-from toolkit.data.order.position import Draws, derived_seed
+from toolkit.data.order.position import DrawnSamples, derived_seed
 from toolkit.errors import DataError
 
 GROUP = 16
@@ -41,7 +38,7 @@ class MixedStream:
     def __init__(
         self,
         sources: Sequence[StreamSource],
-        shape: Shape,
+        shape: SampleShape,
         seed: int,
         global_batch: int,
         window: int = WINDOW,
@@ -67,7 +64,7 @@ class MixedStream:
     def _begin(self, batches: int) -> None:
         """Let the next group of batches begin here."""
         self._start = self._here()
-        self._batches: list[list[Item]] = []
+        self._batches: list[list[StreamSample]] = []
         self._given = 0
         self._done = batches
 
@@ -97,7 +94,7 @@ class MixedStream:
             self._fill()
             self._given = state["given"]
 
-    def next_batch(self) -> list[Item]:
+    def next_batch(self) -> list[StreamSample]:
         """Return the samples of the next global batch.
 
         Raises:
@@ -123,14 +120,14 @@ class MixedStream:
         )
         order = np.arange(len(items))
         if self.group > 1:
-            draws = Draws(order, sources, passes)
+            draws = DrawnSamples(order, sources, passes)
             order = regroup(draws, lengths, self.global_batch, self.seed, self._done)
         whole = order[: len(items) // self.global_batch * self.global_batch]
         self._batches = [
             [items[i] for i in batch] for batch in whole.reshape(-1, self.global_batch)
         ]
 
-    def _next(self) -> Item | None:
+    def _next(self) -> StreamSample | None:
         while len(self._over) < len(self.streams):
             active = [i for i in range(len(self.streams)) if i not in self._over]
             which, _ = locate(active, self.shares, np.array([self._turn]))
