@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -632,23 +631,30 @@ def test_every_error_is_one_of_ours(root: Path, tmp_path: Path) -> None:
             consolidate(tmp_path / "dcp", tmp_path / "out", hf_assets=root / "llama/source")
 
 
-@pytest.fixture
-def large(tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint of 370 MB in fp32, its largest tensor 100 MB."""
-    fields = {"vocab_size": 24_576, "hidden_size": 1024, "intermediate_size": 4096}
-    fields |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
-    config = transformers.LlamaConfig(**fields, tie_word_embeddings=False)
-    config.save_pretrained(tmp_path / "source")
-    model = build_on_meta(ModelConfig(name_or_path=str(tmp_path / "source"), init="random"))
+def write_large(folder: Path, kind: str, **fields: Any) -> int:
+    """Write a checkpoint of one layer in fp32; return the bytes of its largest tensor."""
+    fields |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = getattr(transformers, kind)(hidden_size=512, tie_word_embeddings=False, **fields)
+    config.save_pretrained(folder / "source")
+    model = build_on_meta(ModelConfig(name_or_path=str(folder / "source"), init="random"))
     state = {f"model.{k}": torch.rand(v.shape) for k, v in model.state_dict().items()}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp")
-    del state
-    yield tmp_path
-    shutil.rmtree(tmp_path)
+    dcp.save(state, checkpoint_id=folder / "dcp")
+    return max(tensor.nbytes for tensor in state.values())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_memory_stays_under_the_largest_tensor(root: Path, large: Path) -> None:
+def test_memory_stays_under_the_largest_group(root: Path, tmp_path: Path) -> None:
+    """Of a plain tensor a few blocks are held; of a fused one its own memory, once."""
+    largest = {
+        "plain": write_large(tmp_path / "plain", "LlamaConfig", vocab_size=40_000),
+        "fused": write_large(
+            tmp_path / "fused",
+            "Qwen3MoeConfig",
+            vocab_size=97,
+            moe_intermediate_size=512,
+            num_experts=32,
+        ),
+    }
     script = textwrap.dedent("""
         import sys, threading, time
         from toolkit.export import consolidate
@@ -662,29 +668,64 @@ def test_memory_stays_under_the_largest_tensor(root: Path, large: Path) -> None:
                 peak[0] = max(peak[0], anonymous())
                 time.sleep(0.002)
 
-        warm, warm_hf, large, kind = sys.argv[1:]
-        consolidate(warm, large + "/warm-" + kind, hf_assets=warm_hf, dtype=kind)
-        before = anonymous()
-        peak, done = [before], False
-        thread = threading.Thread(target=watch)
-        thread.start()
-        consolidate(large + "/dcp", large + "/" + kind, hf_assets=large + "/source", dtype=kind)
-        done = True
-        thread.join()
-        print(peak[0] - before)
+        warm, warm_hf, folder = sys.argv[1:]
+        consolidate(warm, folder + "/warm", hf_assets=warm_hf)
+        for kind in ("plain", "fused"):
+            for dtype in ("float32", "bfloat16"):
+                source = f"{folder}/{kind}"
+                before = anonymous()
+                peak, done = [before], False
+                thread = threading.Thread(target=watch)
+                thread.start()
+                consolidate(
+                    source + "/dcp", f"{source}/{dtype}", hf_assets=source + "/source", dtype=dtype
+                )
+                done = True
+                thread.join()
+                print(kind, dtype, peak[0] - before)
     """)
-    for kind in ("float32", "bfloat16"):
-        arguments = [root / "llama/dcp-sharded", root / "llama/source", large, kind]
-        run = subprocess.run(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        grown = int(run.stdout)
-        print(f"{kind}: anonymous memory grew by {grown / 2**20:.1f} MiB")
-        assert grown < 24_576 * 1024 * 4 / 2
-    found = load_file(large / "bfloat16/model.safetensors")["lm_head.weight"]
-    whole = {"model.lm_head.weight": torch.empty(24_576, 1024)}
-    dcp.load(whole, checkpoint_id=large / "dcp")
+    arguments = map(str, (root / "llama/dcp-sharded", root / "llama/source", tmp_path))
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        kind, dtype, grown = line.split()
+        print(f"{kind} {dtype}: grew by {int(grown) / largest[kind]:.2f} of the largest group")
+        assert int(grown) < largest[kind] * (0.5 if kind == "plain" else 1.2)
+    found = load_file(tmp_path / "plain/bfloat16/model.safetensors")["lm_head.weight"]
+    whole = {"model.lm_head.weight": torch.empty(found.shape)}
+    dcp.load(whole, checkpoint_id=tmp_path / "plain/dcp")
     assert torch.equal(found, whole["model.lm_head.weight"].bfloat16())
+
+
+def test_a_source_with_several_dtypes(root: Path, tmp_path: Path) -> None:
+    """Within one group, too, and split over files: each key in the dtype that the source has."""
+    source = tmp_path / "source"
+    shutil.copytree(root / "mixtral/source", source)
+    mixed = {
+        k: t.float() if "experts.1.w1" in k or "norm" in k else t
+        for k, t in weights(source).items()
+    }
+    save_file(mixed, source / "model.safetensors", metadata={"format": "pt"})
+    run = write_run(tmp_path / "run", root / "mixtral/dcp-sharded", source)
+    full = weights(consolidate(root / "mixtral/sharded", tmp_path / "full", dtype="float32"))
+    for limit in ("4KB", "5GB"):
+        auto = weights(consolidate(run, tmp_path / limit, max_shard_size=limit))
+        assert same_bits(auto, {k: t.to(mixed[k].dtype) for k, t in full.items()})
+
+
+def test_what_is_written_is_read_back(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = os.pwrite, []
+
+    def flipped(descriptor: int, content: bytes, position: int) -> int:
+        calls.append(position)
+        if len(calls) == 5:
+            content = bytes(content[:-1]) + bytes([content[-1] ^ 1])
+        return write(descriptor, content, position)
+
+    monkeypatch.setattr(os, "pwrite", flipped)
+    with pytest.raises(ExportError, match="reads back with other bytes"):
+        consolidate(root / "llama/sharded", tmp_path / "out")
+    assert len(calls) > 5
+    assert list(tmp_path.iterdir()) == []

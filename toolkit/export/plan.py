@@ -4,6 +4,7 @@ A checkpoint on the disk and a model that is still training give the same plan, 
 folder. Knows neither DCP nor ranks.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -345,7 +346,7 @@ def _config_file(
     `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
     replaced.
     """
-    config = json.loads(json.dumps(assets.config))
+    config = copy.deepcopy(assets.config)
     changed = False
     if written is not None:
         name = str(written).removeprefix("torch.")

@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,22 +151,15 @@ def _write_file(
         _write_all(file.fileno(), memoryview(header), 0)
         for name in names:
             place, own = plan.tensors[name], hashlib.sha256()
-            pending: list[Future[None]] = []
-            for content in _contents(next(values), place.dtype, name):
-                for done in pending:  # the hashes of one block while the next one is read
-                    done.result()
-                pending = [hashing.submit(each.update, content) for each in (own, sha256)]
-                xxh3.update(content)
-                _write_all(file.fileno(), content, position)
-                position += len(content)
-                advance(len(content))
-            for done in pending:
-                done.result()
-            if position != place.begin + place.nbytes:
+            contents = _contents(next(values), place.dtype, name)
+            hashes = (own, sha256, xxh3)
+            count = _append(file.fileno(), position, contents, hashes, hashing, advance)
+            if (position, count) != (place.begin, place.nbytes):
                 raise ExportError(
-                    f"{name} ends at byte {position} of {path}, planned was "
-                    f"{place.begin + place.nbytes}"
+                    f"{name} got {count} bytes at {position} of {path}, planned were "
+                    f"{place.nbytes} at {place.begin}"
                 )
+            position += count
             described[name] = {
                 "file": path.name,
                 "dtype": DTYPE_NAMES[place.dtype],
@@ -182,6 +175,29 @@ def _write_file(
         "files": {path.name: {"size": position, "sha256": sha256.hexdigest()}},
         "tensors": described,
     }
+
+
+def _append(
+    descriptor: int,
+    position: int,
+    contents: Iterator[memoryview],
+    hashes: Iterable[Any],
+    hashing: ThreadPoolExecutor,
+    advance: Callable[[int], object],
+) -> int:
+    """Write the blocks of one tensor and hash them; return the number of bytes."""
+    count = 0
+    pending: list[Future[None]] = []
+    for content in contents:
+        for done in pending:  # a block is hashed while it is written and the next one is read
+            done.result()
+        pending = [hashing.submit(each.update, content) for each in hashes]
+        _write_all(descriptor, content, position + count)
+        count += len(content)
+        advance(len(content))
+    for done in pending:
+        done.result()
+    return count
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:
