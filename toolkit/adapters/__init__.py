@@ -1,5 +1,14 @@
 """Adapters (LoRA and its kin) on a model: targets, first values, PEFT's folder, coverage."""
 
+from toolkit.adapters.base import base_digest
+from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
 from toolkit.adapters.lora import add_adapters
 
-__all__ = ["add_adapters"]
+__all__ = [
+    "add_adapters",
+    "base_digest",
+    "coverage",
+    "coverage_lines",
+    "covered_share",
+    "idle_adapters",
+]

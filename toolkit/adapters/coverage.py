@@ -11,7 +11,6 @@ from toolkit.formats.layout import local_tensor
 from toolkit.models.peft_model import (
     adapted_parameters,
     adapter_config,
-    has_adapters,
     layer_parameters,
     saved_modules,
     unwrapped_base,
@@ -52,10 +51,9 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     Matrices are parameters of two dimensions or more; tied ones are one. Sharded or not; a walk
     over the modules.
     """
-    layers = adapted_parameters(model) if has_adapters(model) else {}
-    saved = saved_modules(model) if has_adapters(model) else {}
-    copied = {f"{name}.{leaf}": p for name, m in saved.items() for leaf, p in m.named_parameters()}
-    how = _kind(model)
+    layers = adapted_parameters(model)
+    saved = saved_modules(model).items()
+    copied = {f"{name}.{leaf}": p for name, m in saved for leaf, p in m.named_parameters()}
     rows = []
     with unwrapped_base(model) as base:
         outside: set[int] = set()
@@ -70,13 +68,13 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
                 continue
             inner = id(parameter) not in outside
             part = _part(name, owner, shape, experts) if inner else "embedding"
-            said, trained = "-", 0
+            how, trained = "-", 0
             if name in copied:
-                said, trained = "in full", copied[name].numel()
+                how, trained = "in full", copied[name].numel()
             elif name in layers:
-                said = how
+                how = _kind(model)
                 trained = sum(p.numel() for p in layer_parameters(layers[name]).values())
-            rows.append(CoverageRow(name, shape, math.prod(shape), said, trained, part))
+            rows.append(CoverageRow(name, shape, math.prod(shape), how, trained, part))
     return rows
 
 
@@ -101,19 +99,18 @@ def coverage_lines(model: nn.Module) -> list[str]:
         f"{covered_share(rows):.1%} of what lies between embedding and head is covered",
         *_table(rows),
     ]
-    left = [row for row in rows if row.part == "experts" and not row.covered]
-    if left:
+    if left := [row for row in rows if row.part == "experts" and not row.covered]:
         names = ", ".join(sorted({_short(row.name) for row in left}))
         share = sum(r.elements for r in left) / total
+        remedy = "PEFT has no adapter for them"
+        if all(len(row.shape) > 2 for row in left):
+            remedy = (
+                f"If they are to learn too: lora.target_parameters: [{names}] (without dropout "
+            )
+            remedy += "and DoRA)"
         lines.append(
             f"WARNING    the routed experts are not adapted: {names} ({share:.0%} of the base's "
-            "matrices). "
-            + (
-                f"If they are to learn too: lora.target_parameters: [{names}] (without dropout "
-                "and DoRA)"
-                if all(len(row.shape) > 2 for row in left)
-                else "PEFT has no adapter for them"
-            )
+            f"matrices). {remedy}"
         )
     if routers := [row for row in rows if row.part == "router" and row.covered]:
         shown = fold([row.name for row in routers])[0][0]
@@ -138,7 +135,7 @@ def idle_adapters(model: nn.Module) -> list[str]:
     # Of each pair of factors the one that begins at zero.
     zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in own]
     moved = ranks.gather([p is not None and bool(local_tensor(p).any()) for p in zero])
-    idle = [n for n, *said in zip(layers, *moved, strict=True) if not any(said)]
+    idle = [n for n, *on_ranks in zip(layers, *moved, strict=True) if not any(on_ranks)]
     if len(idle) == len(layers):
         return []
     return [n.removesuffix(".weight") for n in idle if n not in experts]
@@ -150,8 +147,6 @@ def _short(name: str) -> str:
 
 
 def _kind(model: nn.Module) -> str:
-    if not has_adapters(model):
-        return "-"
     config = adapter_config(model)
     return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"
 
@@ -186,14 +181,8 @@ def _table(rows: list[CoverageRow]) -> list[str]:
     lines = [["  matrix", "count", "shape", "trained as", "trained"]]
     for alike in groups.values():
         for name, indices in fold([row.name for row in alike]):
-            first = alike[0]
-            lines.append(
-                [
-                    f"  {name}",
-                    str(len(indices)),
-                    " x ".join(map(str, first.shape)),
-                    first.how,
-                    f"{first.trained * len(indices):,}" if first.covered else "",
-                ]
-            )
+            first, count = alike[0], len(indices)
+            shape = " x ".join(map(str, first.shape))
+            trained = f"{first.trained * count:,}" if first.covered else ""
+            lines.append([f"  {name}", str(count), shape, first.how, trained])
     return table(lines, right={1, 4})

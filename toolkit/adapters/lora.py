@@ -1,8 +1,7 @@
 """Adapters (LoRA, rsLoRA, DoRA, modules trained in full) on a model that has no bytes yet.
 
 Owns what is adapted and refuses what PEFT would take without a word: names that match nothing, ties
-that come apart. The only file that imports `peft`. Knows nothing of sharding or of files; values
-come from `adapter_init`, what is base and what is not `adapted` says.
+that come apart. Values come from `first_values`.
 
 [Note: order] Adapters go on while the model is on meta and before `apply_fsdp`, so that each layer
 and its adapters are gathered, reduced and freed together. Put on afterwards they are plain

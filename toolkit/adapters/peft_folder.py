@@ -151,17 +151,17 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     """
     names = {id(tensor): name for name, tensor in reversed(list(_tensors(base)))}
     model = attach_adapters(base, config)
-    twin = PeftLayout(model, base, _keys(model))
+    layout = PeftLayout(model, base, _keys(model))
     for part in _parts(model, names):
-        twin.parts.setdefault(part.parameter, []).append(part)
-    held = {n for parts in twin.parts.values() for p in parts for n in p.tensors.values()}
-    odd = sorted(set(twin.keys.values()) - held)
+        layout.parts.setdefault(part.parameter, []).append(part)
+    held = {n for parts in layout.parts.values() for p in parts for n in p.tensors.values()}
+    odd = sorted(set(layout.keys.values()) - held)
     if odd:
         raise ExportError(
             f"{odd[0]} is trained and not known to the export: it knows LoRA, DoRA and rsLoRA of "
             "linear layers, embeddings and fused experts, and whole modules (modules_to_save)"
         )
-    return twin
+    return layout
 
 
 def _keys(model: Any) -> dict[str, str]:
@@ -210,11 +210,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((n, b) for n, b in module.named_buffers(remove_duplicate=False) if n in persistent)
 
 
-# --------------------------------------------------------------------------------------------------
-# As a reader loads it
-# --------------------------------------------------------------------------------------------------
-
-
 def without_storage(base: PreTrainedModel) -> PreTrainedModel:
     """Give a model on meta parameters that have their shape and no memory; see the note above."""
     made: dict[int, torch.Tensor] = {}
@@ -236,13 +231,12 @@ def read_as_peft(
     base: PreTrainedModel, folder: Path, *, empty: bool = False
 ) -> tuple[Any, list[str]]:
     """Load an adapter as its readers do, with `PeftModel.from_pretrained`; return the model and
-    what PEFT warned of: keys that it did not find.
+    PEFT's warnings of keys that it did not find.
 
     Args:
         base: with its weights, or as `without_storage` returns it.
         empty: whether it has no storage. PEFT then begins with adapters on meta, where it can, and
-            does not compute first values (norms of the base for DoRA); what was not in the folder
-            is still on meta.
+            computes no first values; what was not in the folder is still on meta.
 
     Raises:
         ExportError: PEFT cannot load it.
@@ -264,13 +258,8 @@ def read_as_peft(
         raise ExportError(
             f"{folder} is not loaded by PeftModel.from_pretrained: {type(error).__name__}: {error}"
         ) from error
-    said = [" ".join(str(w.message).split()) for w in caught]
-    return model, [text for text in said if "missing adapter keys" in text]
-
-
-# --------------------------------------------------------------------------------------------------
-# Merging
-# --------------------------------------------------------------------------------------------------
+    warned = [" ".join(str(w.message).split()) for w in caught]
+    return model, [text for text in warned if "missing adapter keys" in text]
 
 
 def merge_layer(

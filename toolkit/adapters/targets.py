@@ -219,15 +219,15 @@ def refusal(
     Args:
         error: of PEFT; None where `targets.unfit` alone is the reason.
     """
-    said = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-    said = said if len(said) <= 300 else said[:300].rsplit(" ", 1)[0] + " ..."
+    problem = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+    problem = problem if len(problem) <= 300 else problem[:300].rsplit(" ", 1)[0] + " ..."
     unfit = {n.rpartition(".")[2] for n in targets.unfit}
-    if named := re.search(r"[Mm]odule '([\w.]+)'", said):
+    if named := re.search(r"[Mm]odule '([\w.]+)'", problem):
         unfit.add(named[1])
-        also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", said)
+        also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", problem)
         others = re.findall(r"'([\w.]+)'", also[1]) if also else []
         unfit |= {o for o in others if any(_is_end(o, n) for n in targets.modules)}
-    if "lora_dropout" in said or "use_dora" in said:
+    if "lora_dropout" in problem or "use_dora" in problem:
         remedy = (
             "PEFT adapts fused experts of this model as parameters, which works without "
             "lora.lora_dropout and lora.use_dora only; leave those out, or list the modules in "
@@ -238,12 +238,12 @@ def refusal(
         remedy = f"set lora.exclude_modules: [{', '.join(listed)}]"
     else:
         remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
-    if not said:
+    if not problem:
         first = min(targets.unfit)
-        said = f"{first} does not answer as a linear layer does"
+        problem = f"{first} does not answer as a linear layer does"
         if not isinstance(kind := model.get_submodule(first), _ADAPTABLE):
-            said = f"{first} is {type(kind).__name__}, of which no adapter could be exported"
-    return f"PEFT cannot adapt {plain_name(model)} as asked ({said}); {remedy}"
+            problem = f"{first} is {type(kind).__name__}, of which no adapter could be exported"
+    return f"PEFT cannot adapt {plain_name(model)} as asked ({problem}); {remedy}"
 
 
 def check_adapted(

@@ -65,7 +65,7 @@ def load_pretrained(
     beyond the shards stays below the largest tensor. Nothing keeps pointing into the files.
 
     The checkpoint is that of the base where `model` has adapters, which begin as
-    `adapter_init.first_values` says; which base it was is noted for the checkpoints to come.
+    `adapters.first_values` says; which base it was is noted for the checkpoints to come.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.

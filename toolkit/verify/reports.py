@@ -34,7 +34,7 @@ def verify_checkpoint(checkpoint: str | Path) -> Report:
     Every byte of every file is compared with the manifest, and the stored bytes of every model
     tensor with the digest that was taken of live memory. Of a damaged file the tensors are named
     that the damage is in. Reads everything once for the files and the model's tensors once more, on
-    four threads; holds 4 MB a thread, or one row of a tensor where that is more.
+    four threads; holds 4 MB (or one row) a thread.
 
     Raises:
         CheckpointError: there is no checkpoint at the path; says which path would do.
@@ -59,18 +59,17 @@ def verify_export(
     """Return what is wrong with an exported Hugging Face folder.
 
     By itself: every byte against the export's own manifest; headers, index, config and the model
-    that the config describes must agree. With a checkpoint: every value of the export is that of
-    the checkpoint, cast to the export's dtype, every parameter is there exactly once, config and
-    tokenizer are those of the checkpoint. A PEFT folder is proven against a checkpoint of adapters
-    in the same way, and a merged model to be its base plus the adapter. Reads the export twice, and
-    of the checkpoint only what has another dtype or is converted. Holds two blocks of 4 MB (or one
-    row) a thread, and two groups of tensors that transformers converts.
+    that the config describes must agree. With a checkpoint: every value is that of the checkpoint,
+    cast to the export's dtype, every parameter is there exactly once, config and tokenizer are
+    those of the checkpoint. A PEFT folder is proven against a checkpoint of adapters in the same
+    way, and a merged model to be its base plus the adapter. Reads the export twice, and of the
+    checkpoint only what has another dtype or is converted. Holds two blocks of 4 MB (or one row) a
+    thread, and two groups of tensors that transformers converts.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
-        logits: load the export as its readers do, and compare its logits with those of the
-            checkpoint's weights where one is given. Needs the memory of the model, twice with a
-            checkpoint.
+        logits: compute the export's logits, and compare them with those of the checkpoint's
+            weights. Needs the memory of the model, twice with a checkpoint.
         hf_assets: folder or Hub id with the config, where the checkpoint of another tool has none;
             of adapters the base's, where it is not where the run had it.
 
@@ -105,7 +104,6 @@ def verify_export(
 def _verify_merged(
     folder: Path, source: Source, logits: bool, given_base: str | Path | None
 ) -> Report:
-    """Return what is wrong with a model that should be a base with an adapter merged in."""
     base = find_base(source, given_base)
     with Findings(folder, "export") as findings:
         checked = MergedCheck(folder, findings)
