@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint
-from toolkit.adapters.base import adapter_entry, base_digest
+from toolkit.adapters.base import adapter_entry, base_digest, check_same_adapters
 from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
 from toolkit.adapters.lora import add_adapters
 from toolkit.adapters.switch import has_moved
@@ -554,6 +554,13 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
     assert whole_model is not None
     with pytest.raises(CheckpointError, match="holds a whole model, not adapters"):
         resuming.check_same_model(adapt(folders[kind], DROPPING), whole_model)
+
+
+@pytest.mark.parametrize("entry", [[1], "x", {"config": [1]}])
+def test_a_strange_entry_of_the_adapter_is_refused(folders, entry):
+    model = build_on_meta(ModelConfig(folders["llama"]))
+    with pytest.raises(CheckpointError, match="is no object"):
+        check_same_adapters(model, {"adapter": entry}, "step-1")
 
 
 def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):

@@ -147,6 +147,10 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
         LoadingError: the base is not loaded, and its files are damaged.
     """
     before = saved.get("adapter")
+    if not isinstance(before, dict | None) or (
+        before and not isinstance(before.get("config"), dict | None)
+    ):
+        raise CheckpointError(f"{checkpoint}: what its state.json says of the adapter is no object")
     if before is not None and not has_adapters(model):
         raise CheckpointError(
             f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model; "

@@ -23,7 +23,7 @@ from toolkit.formats.damage import BlobPlace, damaged_blobs, damaged_pieces
 from toolkit.formats.dcp import METADATA_FILE, coverage_fault, read_metadata, tensor_chunks
 from toolkit.formats.hf_folder import header_metadata, read_header
 from toolkit.formats.tensor_stream import StoredTensor, digest
-from toolkit.parsing import parse_json, read_json
+from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded, read_json
 from toolkit.verify.findings import Findings, is_regular, on_threads
 
 _HEX = re.compile(rb"[0-9a-f]{64}\n")
@@ -63,11 +63,11 @@ class CheckpointCheck:
         for name in (MANIFEST, COMMIT):
             try:
                 if is_regular(self.folder / name):
-                    raw[name] = (self.folder / name).read_bytes()
+                    raw[name] = read_bounded(self.folder / name, MAX_JSON_BYTES, CheckpointError)
                 else:
                     self.add(name, None, "is missing: not a committed checkpoint")
-            except OSError as error:
-                self.add(name, None, f"cannot be read: {error.strerror}")
+            except (CheckpointError, OSError) as error:
+                self.add(name, None, str(error))
         if MANIFEST not in raw:
             return None
         manifest, fault = _understood(raw[MANIFEST])
