@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit import __version__
@@ -49,111 +49,93 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    sub = commands.add_parser(
-        "consolidate",
-        help="write a checkpoint as a Hugging Face folder",
-        description="Write a sharded checkpoint as a Hugging Face folder. One process, no GPU; "
-        "the memory needed does not grow with the model.",
-        allow_abbrev=False,
+    def command(run: Callable, help: str, description: str) -> Callable:
+        sub = commands.add_parser(
+            run.__name__.lstrip("_"), help=help, description=description, allow_abbrev=False
+        )
+        sub.set_defaults(run=run)
+        return sub.add_argument
+
+    _add_export_commands(command)
+    _add_inspect(command)
+    add = command(
+        _push,
+        "publish an export on the Hugging Face Hub",
+        "Publish an export on the Hugging Face Hub as one commit: verified first, private unless "
+        "--public. Interrupted, the same command goes on where it stopped. The token comes from "
+        "`hf auth login` or HF_TOKEN.",
     )
-    sub.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run: its newest checkpoint")
-    sub.add_argument("--output", required=True, metavar="DIR", help="folder to create")
-    sub.add_argument(
+    add("folder", metavar="FOLDER", help="as `toolkit consolidate` wrote it")
+    add("--repo_id", required=True, metavar="ORG/NAME", help="created when there is none")
+    add("--revision", metavar="R", help="branch, created when missing (default: main)")
+    add("--public", action="store_true", help="create, or push to, a public repository")
+    add("--dry_run", action="store_true", help="send nothing; show the files and the model card")
+    return parser
+
+
+def _add_export_commands(command: Callable) -> None:
+    assets = (
+        "config and tokenizer, where the checkpoint of another tool has none; of adapters: where "
+        "their base is"
+    )
+    add = command(
+        _consolidate,
+        "write a checkpoint as a Hugging Face folder",
+        "Write a sharded checkpoint as a Hugging Face folder. One process, no GPU; the memory "
+        "needed does not grow with the model.",
+    )
+    add("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run: its newest checkpoint")
+    add("--output", required=True, metavar="DIR", help="folder to create")
+    add(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="of the weights; auto: as in the checkpoint that training started from (default), for "
         "a random start the config's",
     )
-    sub.add_argument(
-        "--max_shard_size",
-        default=MAX_SHARD_SIZE,
-        metavar="SIZE",
-        help="of one file, e.g. 500MB (default: %(default)s)",
-    )
-    sub.add_argument(
-        "--hf_assets",
-        metavar="FOLDER_OR_ID",
-        help="config and tokenizer, where the checkpoint of another tool has none; of adapters: "
-        "where their base is",
-    )
-    sub.add_argument(
-        "--merge", action="store_true", help="merge an adapter checkpoint into its base"
-    )
-    sub.set_defaults(run=_consolidate)
+    size_help = "of one file, e.g. 500MB (default: %(default)s)"
+    add("--max_shard_size", default=MAX_SHARD_SIZE, metavar="SIZE", help=size_help)
+    add("--hf_assets", metavar="FOLDER_OR_ID", help=assets)
+    add("--merge", action="store_true", help="merge an adapter checkpoint into its base")
 
-    sub = commands.add_parser(
-        "verify",
-        help="prove that a checkpoint is intact, and that an export holds its weights",
-        description="Prove that a checkpoint (of a run: every one) or an export is intact, and, "
-        "given both, that the export holds exactly the weights of the checkpoint. Reads everything "
-        "and changes nothing. Exit 1 where something is wrong: a line each, with the file and the "
-        "tensor.",
-        allow_abbrev=False,
+    add = command(
+        _verify,
+        "prove that a checkpoint is intact, and that an export holds its weights",
+        "Prove that a checkpoint (of a run: every one) or an export is intact, and, given both, "
+        "that the export holds exactly the weights of the checkpoint. Reads everything and changes "
+        "nothing. Exit 1 where something is wrong: a line each, with the file and the tensor.",
     )
-    sub.add_argument("path", metavar="RUN_OR_CHECKPOINT_OR_EXPORT")
-    sub.add_argument("export", metavar="EXPORT", nargs="?", help="of that checkpoint")
-    sub.add_argument(
-        "--logits",
-        action="store_true",
-        help="also load the export with transformers and compute with it; needs its memory",
-    )
-    sub.add_argument(
-        "--hf_assets",
-        metavar="FOLDER_OR_ID",
-        help="config and tokenizer, where the checkpoint of another tool has none; of adapters: "
-        "where their base is",
-    )
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-    sub.set_defaults(run=_verify)
+    add("path", metavar="RUN_OR_CHECKPOINT_OR_EXPORT")
+    add("export", metavar="EXPORT", nargs="?", help="of that checkpoint")
+    logits_help = "also load the export with transformers and compute with it; needs its memory"
+    add("--logits", action="store_true", help=logits_help)
+    add("--hf_assets", metavar="FOLDER_OR_ID", help=assets)
+    add("--json", action="store_true", help="print one JSON object")
 
-    sub = commands.add_parser(
-        "inspect",
-        help="show what a run or a checkpoint holds, how a run would be sharded, what it learns",
-        description="Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding); or, "
-        "of a run that has not begun, its FSDP2 units and dtypes (--plan), or what a fine-tuning "
-        "run would learn of its data (--data). One process, no weights, no GPU.",
-        allow_abbrev=False,
+
+def _add_inspect(command: Callable) -> None:
+    add = command(
+        _inspect,
+        "show what a run or a checkpoint holds, how a run would be sharded, what it learns",
+        "Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding); or, of a run that "
+        "has not begun, its FSDP2 units and dtypes (--plan), or what a fine-tuning run would learn "
+        "of its data (--data). One process, no weights, no GPU.",
     )
-    what = sub.add_mutually_exclusive_group(required=True)
-    what.add_argument("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
-    what.add_argument("--plan", metavar="CONFIG", help="config of a recipe (YAML): its units")
-    what.add_argument(
+    add("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
+    add("--plan", metavar="CONFIG", help="config of a recipe (YAML): its units")
+    add(
         "--data",
         metavar="CONFIG",
         help="config of recipes/finetune.py (YAML): samples and tokens of each source, what is "
         "learned, what is left out and why, and the first samples with the learned text marked",
     )
-    sub.add_argument(
+    add(
         "--world_size",
         type=int,
         metavar="N",
         help="with --plan: number of processes (default: dp_replicate x dp_shard of the config)",
     )
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-    sub.set_defaults(run=_inspect)
-
-    sub = commands.add_parser(
-        "push",
-        help="publish an export on the Hugging Face Hub",
-        description="Publish an export on the Hugging Face Hub as one commit: verified first, "
-        "private unless --public. Interrupted, the same command goes on where it stopped. The "
-        "token comes from `hf auth login` or HF_TOKEN.",
-        allow_abbrev=False,
-    )
-    sub.add_argument("folder", metavar="FOLDER", help="as `toolkit consolidate` wrote it")
-    sub.add_argument(
-        "--repo_id", required=True, metavar="ORG/NAME", help="created when there is none"
-    )
-    sub.add_argument("--revision", metavar="R", help="branch, created when missing (default: main)")
-    sub.add_argument(
-        "--public", action="store_true", help="create, or push to, a public repository"
-    )
-    sub.add_argument(
-        "--dry_run", action="store_true", help="send nothing; show the files and the model card"
-    )
-    sub.set_defaults(run=_push)
-    return parser
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def _consolidate(args: argparse.Namespace) -> int:
@@ -213,6 +195,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    if [args.path, args.plan, args.data].count(None) != 2:
+        return _fail("give one of RUN_OR_CHECKPOINT, --plan CONFIG and --data CONFIG", code=2)
     if args.plan is not None:
         return _inspect_plan(args)
     if args.data is not None and args.world_size is None:
