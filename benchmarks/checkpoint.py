@@ -39,7 +39,7 @@ from transformers import LlamaConfig
 from toolkit import checkpoint
 from toolkit.checkpoint import saving, shards
 from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
-from toolkit.formats.digests import LANES
+from toolkit.formats import LANES
 from toolkit.loading.pretrained import materialise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh

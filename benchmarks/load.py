@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit.config.settings import ModelConfig, ShardingConfig
-from toolkit.formats.hf_folder import read_weights, weight_files
-from toolkit.formats.layout import local_slices
+from toolkit.formats import local_slices, read_weights, weight_files
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh

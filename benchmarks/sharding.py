@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
 
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
-from toolkit.formats.layout import reshard
+from toolkit.formats import reshard
 from toolkit.loading.pretrained import init_weights
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh

@@ -25,7 +25,7 @@ from toolkit.data.tokens.tokenizer import own_tokenizer
 from toolkit.data.training_data import TrainingData
 from toolkit.errors import CheckpointError
 from toolkit.export import export_step, exported, prove
-from toolkit.formats.hf_folder import local_folder
+from toolkit.formats import local_folder
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise

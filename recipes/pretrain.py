@@ -17,7 +17,7 @@ from toolkit.data import pretrain as pretrain_data
 from toolkit.data.tokens.tokenizer import prepare_tokenizer
 from toolkit.data.training_data import TrainingData
 from toolkit.export import export_step, exported
-from toolkit.formats.hf_folder import local_folder
+from toolkit.formats import local_folder
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models import causal_lm as models
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, unshard_early

@@ -35,7 +35,7 @@ from toolkit.config.settings import (
 )
 from toolkit.errors import CheckpointError, ExportError, HubError
 from toolkit.export import adapter_proof, consolidate, export_live, export_step
-from toolkit.formats import manifest as export_manifest
+from toolkit.formats import export_manifest
 from toolkit.hub import card as model_card
 from toolkit.hub import publishing
 from toolkit.hub import upload as hub

@@ -28,8 +28,7 @@ from toolkit import checkpoint
 from toolkit.checkpoint import commit, disk, resuming, rng_state, shards
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import digests
-from toolkit.formats.dcp import read_metadata
+from toolkit.formats import digests, read_metadata
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
 

@@ -34,9 +34,7 @@ from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate, conversion, writer
 from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_size
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats import tensor_stream
-from toolkit.formats.hf_folder import HFAssets
+from toolkit.formats import HFAssets, export_manifest, stored_tensors
 from toolkit.loading.pretrained import materialise
 from toolkit.models.causal_lm import build_on_meta, decoder_layers, tied_names
 
@@ -342,7 +340,7 @@ def test_every_way_of_moving_bytes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks far smaller than a tensor; rows and columns."""
-    monkeypatch.setattr(tensor_stream, "_BLOCK", 300)
+    monkeypatch.setattr(stored_tensors, "_BLOCK", 300)
     monkeypatch.setattr(writer, "_BLOCK", 64)
     expected = trained(root / "llama/source").state_dict()
     for folder in (root / "llama/dcp-sharded", root / "columns"):

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from toolkit.errors import ExportError
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats.hf_folder import read_header
+from toolkit.formats import export_manifest, read_header
 
 
 @pytest.fixture

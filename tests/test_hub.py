@@ -23,7 +23,7 @@ from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Larg
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.facts import run_facts
 from toolkit.errors import REMOVED, is_secret_name, scrub
-from toolkit.formats import manifest as export_manifest
+from toolkit.formats import export_manifest
 from toolkit.hub import card as model_card
 
 NAME = "me/tiny"

@@ -52,7 +52,7 @@ def test_imports_go_down() -> None:
     ("file", "line"),
     [
         ("config/settings.py", "from toolkit.training import launch"),
-        ("formats/dcp.py", "import toolkit.models"),
+        ("formats/digests.py", "import toolkit.models"),
         ("verify/reports.py", "from toolkit.export import consolidate"),
         ("errors.py", "import torch"),
         ("hub/upload.py", "import accelerate"),

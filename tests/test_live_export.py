@@ -15,7 +15,7 @@ from toolkit import checkpoint
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError
 from toolkit.export import consolidate, export_live, export_step
-from toolkit.formats import manifest as export_manifest
+from toolkit.formats import export_manifest
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh

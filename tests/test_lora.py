@@ -36,7 +36,7 @@ from toolkit.config import (
     parse,
 )
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError
-from toolkit.formats.hf_folder import HFAssets
+from toolkit.formats import HFAssets
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta, decoder_layers
 from toolkit.models.peft_model import (

@@ -30,7 +30,7 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import find_checkpoint
 from toolkit.data.order.position import SampleOrder
 from toolkit.export import consolidate
-from toolkit.formats import manifest as export_manifest
+from toolkit.formats import export_manifest
 from toolkit.hub import publishing
 from toolkit.training.metrics import read_metrics
 

@@ -32,9 +32,7 @@ from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfi
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import LoadingError, ModelError, ToolkitError
 from toolkit.export import consolidate
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats.dcp import read_metadata
-from toolkit.formats.hf_folder import HFAssets, read_header, weight_files
+from toolkit.formats import HFAssets, export_manifest, read_header, read_metadata, weight_files
 from toolkit.loading.pretrained import load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.verify.reports import verify_checkpoint, verify_export

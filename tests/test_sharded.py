@@ -26,7 +26,7 @@ from toolkit.config.settings import (
 )
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
-from toolkit.formats.layout import laid_out_as
+from toolkit.formats import laid_out_as
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models import build_on_meta
 from toolkit.models.peft_model import base_of

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.errors import ModelError, ShardingError
-from toolkit.formats.layout import reshard
+from toolkit.formats import reshard
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fake_world import fake_world

@@ -18,13 +18,11 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 
-from toolkit import cli
+from toolkit import cli, formats
 from toolkit.checkpoint import commit
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.export import consolidate
-from toolkit.formats import hf_folder as hf_format
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats.dcp import read_metadata, tensor_chunks
+from toolkit.formats import export_manifest, read_metadata, tensor_chunks
 from toolkit.verify import findings as verify_findings
 from toolkit.verify.reports import verify_checkpoint, verify_export
 
@@ -329,7 +327,7 @@ def test_a_link_is_named_but_for_the_hubs_cache(root: Path, tmp_path: Path) -> N
 
 def test_an_index_must_agree_with_its_files(copy: Callable[[str], Path]) -> None:
     export = copy("llama/export-20")
-    file = export / hf_format.INDEX_FILE
+    file = export / formats.INDEX_FILE
     index = json.loads(file.read_text())
 
     def said(**values: Any) -> list[str]:
@@ -482,9 +480,9 @@ def test_the_command(
     content = bytearray((export / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (export / "model.safetensors").write_bytes(content)
-    name = max(
-        hf_format.read_header(export / "model.safetensors").items(), key=lambda e: e[1].begin
-    )[0]
+    name = max(formats.read_header(export / "model.safetensors").items(), key=lambda e: e[1].begin)[
+        0
+    ]
     assert cli.main(["verify", str(export)]) == 1
     assert f"model.safetensors: {name}: has other bytes" in capsys.readouterr().out
     assert cli.main(["verify", str(export), "--json"]) == 1

@@ -4,8 +4,8 @@ Owns the bounds. A file beyond them is refused before it is parsed, so that no f
 a few seconds and 200 MB, whatever is in it. Does not know what the values mean.
 """
 
+import collections
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,49 @@ from toolkit.errors import ToolkitError
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_JSON_VALUES = 1_000_000
-"""Commas and brackets; a manifest of 1,000 ranks and 100,000 tensors has about 700,000."""
+"""Commas and opening brackets; a manifest of 1,000 ranks and 100,000 tensors has about 600,000."""
 MAX_YAML_BYTES = 2**20
 MAX_YAML_EVENTS = 50_000
 MAX_DEPTH = 100
 MAX_DIGITS = 100
 """Characters of a number in YAML, whose integers to the base 60 take quadratic time."""
-_STRUCTURE = re.compile(rb"[\[\]{},]")
+_TOO_DEEP = object()
 
 
-def read_json(file: Path, error: type[ToolkitError]) -> Any:
+def read_json(file: Path, error: type[ToolkitError], *, strict: bool = False) -> Any:
     """Return the value that a JSON file holds.
 
     Raises:
         error: the file is not there, too large, too deeply nested, or not JSON. One line.
     """
-    return parse_json(read_bounded(file, MAX_JSON_BYTES, error), file, error)
+    return parse_json(read_bounded(file, MAX_JSON_BYTES, error), file, error, strict=strict)
 
 
-def parse_json(content: bytes | str, source: object, error: type[ToolkitError]) -> Any:
-    """Return the value of a JSON text; `source` names it in errors. Raises as `read_json` does."""
+def parse_json(
+    content: bytes | str, source: object, error: type[ToolkitError], *, strict: bool = False
+) -> Any:
+    """Return the value of a JSON text; `source` names it in errors. Raises as `read_json` does.
+
+    Args:
+        strict: refuse a name that is there twice, which means one thing to one reader and another
+            to the next, and numbers that JSON does not have (NaN).
+    """
     given = content.encode() if isinstance(content, str) else content
     if len(given) > MAX_JSON_BYTES:
         raise error(f"{source} has {len(given):,} bytes, more than the {MAX_JSON_BYTES:,} expected")
-    values = sum(1 for _ in _STRUCTURE.finditer(given))
+    values = sum(given.count(mark) for mark in (b",", b"[", b"{"))
     if values > MAX_JSON_VALUES:
         raise error(f"{source} holds {values:,} values, more than the {MAX_JSON_VALUES:,} expected")
+    hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse}
     try:
-        return json.loads(given)
+        value = json.loads(given, **hooks if strict else {})
     except RecursionError:
-        raise error(f"{source} is nested too deeply to be read") from None
+        value = _TOO_DEEP
     except ValueError as problem:  # not UTF-8, not JSON, or an integer of thousands of digits
-        raise error(f"{source} is not readable JSON: {problem}") from None
+        raise error(f"{source} is not readable JSON: {_one_line(problem)}") from None
+    if value is _TOO_DEEP or _is_deep(value):
+        raise error(f"{source} is nested too deeply to be read")
+    return value
 
 
 def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
@@ -94,6 +105,30 @@ def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
     if len(content) > limit:
         raise error(f"{file} is larger than the {limit:,} bytes expected")
     return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"{twice[:80]!r} is there twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects lie more than `MAX_DEPTH` levels deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH + 1):
+        inner = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [v for values in inner for v in values if isinstance(v, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _one_line(problem: BaseException) -> str:

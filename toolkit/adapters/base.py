@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import CheckpointError, LoadingError
-from toolkit.formats.hf_folder import (
+from toolkit.formats import (
     DTYPE_NAMES,
     TensorEntry,
     assets_of,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from toolkit import ranks
-from toolkit.formats.layout import local_tensor
+from toolkit.formats import local_tensor
 from toolkit.models.peft_model import (
     adapted_parameters,
     adapter_config,

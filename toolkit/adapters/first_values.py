@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import LoadingError
-from toolkit.formats.layout import laid_out_as, local_tensor, part_of
+from toolkit.formats import laid_out_as, local_tensor, part_of
 from toolkit.models.peft_model import ADAPTER, base_of, copies, layer_parameters, trained_module
 
 _Value = Callable[[torch.Tensor], torch.Tensor]  # from the parameter to this rank's part of it

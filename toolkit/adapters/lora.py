@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from toolkit.adapters.targets import Targets, check_adapted, check_saved, refusal, targets_of
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, ModelError
-from toolkit.formats.hf_folder import assets_of
+from toolkit.formats import assets_of
 from toolkit.models.causal_lm import kept_in_fp32, plain_name
 from toolkit.models.peft_model import (
     ADAPTER,

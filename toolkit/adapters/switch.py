@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import ExportError
-from toolkit.formats.layout import local_tensor, part_of
+from toolkit.formats import local_tensor, part_of
 from toolkit.models.peft_model import copies, layer_parameters
 
 

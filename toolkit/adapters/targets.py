@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, ModelError
-from toolkit.formats.hf_folder import assets_of
+from toolkit.formats import assets_of
 from toolkit.models.causal_lm import plain_name
 from toolkit.models.patterns import no_match, numbered
 

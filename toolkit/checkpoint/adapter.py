@@ -9,8 +9,8 @@ from toolkit.adapters.peft_folder import ENTRY, is_adapter_folder
 from toolkit.checkpoint.commit import find_checkpoint, read_manifest
 from toolkit.checkpoint.sources import Source, find_source
 from toolkit.errors import CheckpointError, ExportError, ModelError
-from toolkit.formats.hf_folder import local_folder, source_dtypes
-from toolkit.formats.hf_folder import read_config as read_base_config
+from toolkit.formats import local_folder, source_dtypes
+from toolkit.formats import read_config as read_base_config
 
 _OF_A_SAVE = {"vocab_size", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
 

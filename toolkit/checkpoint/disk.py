@@ -21,7 +21,7 @@ from toolkit.checkpoint.store import Place
 from toolkit.checkpoint.store import where as place
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats.hf_folder import DTYPE_NAMES, assets_of
+from toolkit.formats import DTYPE_NAMES, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
 
 _MOMENTS = 2  # AdamW's, of the parameter's size and dtype

@@ -30,8 +30,7 @@ from toolkit.checkpoint.state import (
 from toolkit.checkpoint.store import Folder, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats.dcp import METADATA_FILE, read_metadata
-from toolkit.formats.hf_folder import read_config
+from toolkit.formats import METADATA_FILE, read_config, read_metadata
 from toolkit.models.peft_model import model_tensors
 
 # Keys of config.json that say nothing about what the model computes in training.

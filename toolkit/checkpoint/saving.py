@@ -34,8 +34,7 @@ from toolkit.checkpoint.store import Folder, Place, files_below, where
 from toolkit.config.retention import retention as policy_of
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats.digests import described, part_digests, whole_rows
-from toolkit.formats.layout import laid_out_as
+from toolkit.formats import described, laid_out_as, part_digests, whole_rows
 from toolkit.models.peft_model import model_tensors
 from toolkit.training import background
 

@@ -31,7 +31,7 @@ from torch.futures import Future
 from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
-from toolkit.formats.dcp import coverage_fault
+from toolkit.formats import coverage_fault
 
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20

@@ -30,8 +30,17 @@ from toolkit.checkpoint.commit import (
     read_manifest,
 )
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
-from toolkit.formats.dcp import METADATA_FILE, Chunk, boxes_fault, read_metadata, tensor_chunks
-from toolkit.formats.hf_folder import TensorEntry, header_metadata, local_folder, read_header
+from toolkit.formats import (
+    METADATA_FILE,
+    Chunk,
+    TensorEntry,
+    boxes_fault,
+    header_metadata,
+    local_folder,
+    read_header,
+    read_metadata,
+    tensor_chunks,
+)
 
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
 _ACCELERATE = "pytorch_model_fsdp_"

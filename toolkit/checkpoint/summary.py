@@ -16,7 +16,7 @@ import torch
 
 from toolkit.checkpoint.commit import CHECKPOINTS, find_checkpoint, is_committed
 from toolkit.errors import CheckpointError
-from toolkit.formats.dcp import METADATA_FILE, read_metadata
+from toolkit.formats import METADATA_FILE, read_metadata
 from toolkit.tables import fold, table, without_numbers
 
 _STEP = re.compile(r"step-(\d+)(\..*)?")

@@ -17,7 +17,7 @@ from toolkit.data.training_data import (
     prepare_data,
 )
 from toolkit.errors import DataError
-from toolkit.formats.hf_folder import assets_of
+from toolkit.formats import assets_of
 from toolkit.models import causal_lm as models
 
 

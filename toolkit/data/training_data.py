@@ -23,7 +23,7 @@ from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import EncodedSource, RowEncoder, encode
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ConfigError, DataError
-from toolkit.formats.hf_folder import assets_of
+from toolkit.formats import assets_of
 from toolkit.models import causal_lm as models
 from toolkit.models import packing_probe
 

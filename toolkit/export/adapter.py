@@ -25,8 +25,8 @@ from toolkit.checkpoint.adapter import travels
 from toolkit.checkpoint.facts import base_model
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan, TensorShapes, lay_out, model_of_assets
-from toolkit.formats.hf_folder import ExportGroup
-from toolkit.formats.hf_folder import read_config as read_base_config
+from toolkit.formats import ExportGroup
+from toolkit.formats import read_config as read_base_config
 
 # What a reader of the export may want to know of adapter_config.json.
 _SETTINGS = (

@@ -28,8 +28,7 @@ from toolkit.checkpoint.fetch import local_copy
 from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
-from toolkit.formats.layout import local_slices, reshard
-from toolkit.formats.tensor_stream import same_values
+from toolkit.formats import local_slices, reshard, same_values
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.peft_model import has_adapters, trained_tensors
 

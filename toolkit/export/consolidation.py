@@ -39,7 +39,7 @@ from toolkit.export.plan import (
 )
 from toolkit.export.saved import SavedTensors
 from toolkit.export.writer import ReadGroup, TensorValues, check_output, write_export
-from toolkit.formats.hf_folder import ExportGroup
+from toolkit.formats import ExportGroup
 
 
 def consolidate(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
-from toolkit.formats.hf_folder import ExportGroup, convert_back
+from toolkit.formats import ExportGroup, convert_back
 
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 

@@ -29,7 +29,7 @@ from toolkit.export.adapter import adapter_origin, make_adapter_plan
 from toolkit.export.conversion import convert_group
 from toolkit.export.plan import ExportPlan, make_plan, model_of_assets, parse_dtype, parse_size
 from toolkit.export.writer import check_output, write_export
-from toolkit.formats.hf_folder import ExportGroup, assets_of
+from toolkit.formats import ExportGroup, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
 
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name

@@ -32,8 +32,15 @@ from toolkit.export.conversion import convert_group
 from toolkit.export.plan import CASTABLE, ExportPlan, make_plan, model_of_assets, tied_families
 from toolkit.export.saved import SavedTensors
 from toolkit.export.writer import TensorValues
-from toolkit.formats.hf_folder import ExportGroup, TensorEntry, read_weights, weight_files
-from toolkit.formats.tensor_stream import blocks, in_file, whole
+from toolkit.formats import (
+    ExportGroup,
+    TensorEntry,
+    blocks,
+    in_file,
+    read_weights,
+    weight_files,
+    whole,
+)
 from toolkit.loading.pretrained import load_group, load_groups
 from toolkit.models.causal_lm import tied_names
 

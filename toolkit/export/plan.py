@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from toolkit import __version__
 from toolkit.config import ModelConfig
 from toolkit.errors import ExportError
-from toolkit.formats.hf_folder import (
+from toolkit.formats import (
     DTYPE_NAMES,
     DTYPES,
     INDEX_FILE,

@@ -8,8 +8,15 @@ from toolkit.checkpoint.commit import damaged_files, read_manifest
 from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import TensorShapes
-from toolkit.formats.digests import LANES, hexadecimal, rows_digest
-from toolkit.formats.tensor_stream import StoredTensor, blocks, first_difference, whole
+from toolkit.formats import (
+    LANES,
+    StoredTensor,
+    blocks,
+    first_difference,
+    hexadecimal,
+    rows_digest,
+    whole,
+)
 
 
 class SavedTensors:

@@ -34,8 +34,7 @@ from tqdm import tqdm
 from toolkit.checkpoint.commit import sync, sync_above
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats.hf_folder import DTYPE_NAMES, ExportGroup, is_plain_name
+from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files

@@ -1,1 +1,68 @@
 """Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests."""
+# ruff: noqa: F401  (what other packages import)
+
+from toolkit.formats import export_manifest
+from toolkit.formats.damage import BlobPlace, damaged_blobs, damaged_pieces
+from toolkit.formats.dcp_blobs import BlobView
+from toolkit.formats.dcp_chunks import (
+    Chunk,
+    TrustedLoadPlanner,
+    TrustedReader,
+    boxes_fault,
+    contiguous_runs,
+    coverage_fault,
+    read_chunk,
+    tensor_chunks,
+    tensor_metadata,
+)
+from toolkit.formats.dcp_metadata import METADATA_FILE, StorageInfo, read_metadata
+from toolkit.formats.digests import (
+    LANES,
+    described,
+    hexadecimal,
+    part_digests,
+    rows_digest,
+    whole_rows,
+)
+from toolkit.formats.hf_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SOURCE_FILE,
+    HFAssets,
+    asset_files,
+    assets_of,
+    check_config,
+    local_folder,
+    read_config,
+    read_index,
+    read_weights,
+    source_dtypes,
+    weight_files,
+)
+from toolkit.formats.layout import laid_out_as, local_slices, local_tensor, part_of, reshard
+from toolkit.formats.plain_files import is_inner_path, is_plain_name, leaves_folder, plain_file
+from toolkit.formats.safetensors_header import (
+    DTYPE_NAMES,
+    DTYPES,
+    TensorEntry,
+    header_metadata,
+    read_header,
+)
+from toolkit.formats.safetensors_rows import FileTensor, OpenFiles
+from toolkit.formats.source_names import (
+    ExportGroup,
+    conversion_mapping,
+    convert_back,
+    export_groups,
+    split_mapping,
+    use_source_names,
+)
+from toolkit.formats.stored_tensors import (
+    StoredTensor,
+    blocks,
+    digest,
+    first_difference,
+    in_file,
+    same_values,
+    whole,
+)

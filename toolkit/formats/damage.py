@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from toolkit.formats.dcp import BlobView
-from toolkit.formats.hf_folder import TensorEntry
+from toolkit.formats.dcp_blobs import BlobView
+from toolkit.formats.safetensors_header import TensorEntry
 
 _BLOCK = 2**22
 _DESCRIPTOR = b"PK\x07\x08"

@@ -17,7 +17,7 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     except ImportError as error:
         raise ShardingError(
             f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use 2.11 to "
-            "2.13"
+            "2.15"
         ) from error
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements

@@ -4,7 +4,6 @@ Owns the reading: the file is mapped, the rows asked for are copied out of it (c
 nothing keeps pointing into the file. Knows nothing of models or ranks.
 """
 
-import mmap
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -13,14 +12,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from toolkit.formats.hf_folder import DTYPE_NAMES, TensorEntry
-
-# Results of at least this size get huge pages where the system offers them (Linux): filling fresh
-# memory is mostly page faults, and took 1.8 x as long without.
-_HUGE = 4 * 2**20
+from toolkit.formats.safetensors_header import DTYPE_NAMES, TensorEntry
 
 
-class Reader:
+class OpenFiles:
     """The open files of a checkpoint, and how many of their bytes were asked for."""
 
     def __init__(self) -> None:
@@ -28,7 +23,7 @@ class Reader:
         self._files: dict[Path, Any] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "OpenFiles":
         return self
 
     def __exit__(
@@ -68,7 +63,7 @@ class FileTensor:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: OpenFiles,
         name: str,
         entry: TensorEntry,
         dtype: torch.dtype | None = None,
@@ -95,7 +90,7 @@ class FileTensor:
         self._reader.count(piece.numel() * self._entry.dtype.itemsize)
         if not self._copy:
             return piece
-        return own_memory(piece.shape, self._dtype).copy_(piece)
+        return torch.empty(piece.shape, dtype=self._dtype).copy_(piece)
 
     def _resized(self, index: Any) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
@@ -111,18 +106,3 @@ class FileTensor:
             total += self._inner[start : min(start + 4096, old)].double().sum(0)
         mean = (total / old).to(self._entry.dtype)
         return torch.cat([kept, mean.expand(fresh, *mean.shape)[(slice(None), *index[1:])]])
-
-
-def own_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised CPU tensor, on huge pages where it is large and they are to be
-    had.
-    """
-    nbytes = shape.numel() * dtype.itemsize
-    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel built without them: ordinary pages do
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.checkpoint.facts import is_path
 from toolkit.errors import ExportError, holds_token
-from toolkit.formats import manifest as export_manifest
+from toolkit.formats import export_manifest
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
 from toolkit.verify import verify_export

@@ -11,7 +11,7 @@ from toolkit.checkpoint.run_dir import export_path
 from toolkit.config import HubConfig
 from toolkit.errors import ExportError, HubError
 from toolkit.export import consolidate
-from toolkit.formats import manifest as export_manifest
+from toolkit.formats import export_manifest
 from toolkit.hub.retries import Say
 from toolkit.hub.upload import check_access, push
 from toolkit.verify import verify_export

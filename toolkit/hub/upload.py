@@ -32,7 +32,7 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers, validate_repo_id
 
 from toolkit.errors import ExportError, HubError, scrub
-from toolkit.formats.manifest import FILE as MANIFEST
+from toolkit.formats.export_manifest import FILE as MANIFEST
 from toolkit.hub import card as model_card
 from toolkit.hub.local import CARD, LocalExport, read_export
 from toolkit.hub.retries import (

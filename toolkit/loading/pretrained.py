@@ -28,16 +28,18 @@ from toolkit.adapters.base import base_digest, record_base
 from toolkit.adapters.first_values import copied_buffers, first_values
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError
-from toolkit.formats.hf_folder import (
+from toolkit.formats import (
+    FileTensor,
+    OpenFiles,
     TensorEntry,
     assets_of,
+    laid_out_as,
     local_folder,
+    local_slices,
     read_weights,
     split_mapping,
     weight_files,
 )
-from toolkit.formats.layout import laid_out_as, local_slices
-from toolkit.formats.safetensors_rows import FileTensor, Reader
 from toolkit.loading.recorded_init import Recorder
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
@@ -224,7 +226,7 @@ def load_group(
     for _, parameter in _named(model):  # the loader casts to what it finds
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = torch.empty_like(parameter, dtype=dtype)
-    with Reader() as reader:
+    with OpenFiles() as reader:
         sources = {key: FileTensor(reader, key, entry) for key, entry in members.items()}
         info = _drive_loader(model, sources, torch.device("cpu"))
     made = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
@@ -318,7 +320,7 @@ def _stream(model: PreTrainedModel, path: str | Path, device: torch.device) -> _
     dtypes = {t.dtype for t in state.values() if t.dtype.is_floating_point}
     dtypes |= {layer.source_dtype for layer in packed.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    with Reader() as reader, _as_library_code(model):
+    with OpenFiles() as reader, _as_library_code(model):
         sources = {
             name: FileTensor(
                 reader,

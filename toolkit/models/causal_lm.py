@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from toolkit import ranks
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError
-from toolkit.formats.hf_folder import (
+from toolkit.formats import (
     HFAssets,
     asset_files,
     assets_of,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.adapters.lora import add_adapters
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError
-from toolkit.formats.hf_folder import DTYPES, assets_of
+from toolkit.formats import DTYPES, assets_of
 from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from toolkit import ranks
 from toolkit.errors import TrainingError
-from toolkit.formats.layout import reshard
+from toolkit.formats import reshard
 from toolkit.models.peft_model import base_of
 
 

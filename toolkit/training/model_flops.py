@@ -5,7 +5,7 @@ Owns the count of parameters that goes into it; the formula is `metrics.flops_pe
 
 from torch import nn
 
-from toolkit.formats.hf_folder import assets_of
+from toolkit.formats import assets_of
 from toolkit.models import causal_lm as models
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from toolkit.config.settings import OptimConfig
-from toolkit.formats.layout import reshard
+from toolkit.formats import reshard
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import TrainingError
-from toolkit.formats.layout import reshard
+from toolkit.formats import reshard
 from toolkit.training.loss import loss_sum, supervised_tokens
 
 

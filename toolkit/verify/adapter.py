@@ -29,9 +29,7 @@ from toolkit.checkpoint.adapter import base_entry, find_base, travels
 from toolkit.checkpoint.sources import Source
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats.hf_folder import local_folder, read_header
-from toolkit.formats.tensor_stream import in_file, whole
+from toolkit.formats import export_manifest, in_file, local_folder, read_header, whole
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.verify.export import ExportCheck
 from toolkit.verify.findings import Findings

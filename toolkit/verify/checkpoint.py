@@ -19,10 +19,19 @@ from toolkit.checkpoint import commit, rng_state
 from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE
 from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.errors import CheckpointError, LoadingError
-from toolkit.formats.damage import BlobPlace, damaged_blobs, damaged_pieces
-from toolkit.formats.dcp import METADATA_FILE, coverage_fault, read_metadata, tensor_chunks
-from toolkit.formats.hf_folder import header_metadata, read_header
-from toolkit.formats.tensor_stream import StoredTensor, digest
+from toolkit.formats import (
+    METADATA_FILE,
+    BlobPlace,
+    StoredTensor,
+    coverage_fault,
+    damaged_blobs,
+    damaged_pieces,
+    digest,
+    header_metadata,
+    read_header,
+    read_metadata,
+    tensor_chunks,
+)
 from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded, read_json
 from toolkit.verify.findings import Findings, is_regular, on_threads
 

@@ -16,21 +16,22 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint.sources import Source
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats.damage import damaged_pieces
-from toolkit.formats.hf_folder import (
+from toolkit.formats import (
     DTYPE_NAMES,
     DTYPES,
     INDEX_FILE,
     SINGLE_FILE,
     TensorEntry,
     asset_files,
+    damaged_pieces,
+    export_manifest,
+    first_difference,
+    in_file,
     read_config,
     read_header,
     read_weights,
     weight_files,
 )
-from toolkit.formats.tensor_stream import first_difference, in_file
 from toolkit.loading.pretrained import misfits
 from toolkit.models.causal_lm import build_on_meta, tied_names
 from toolkit.parsing import read_json

@@ -14,7 +14,7 @@ from toolkit.adapters.peft_folder import attach_adapters, read_config
 from toolkit.checkpoint.sources import Source
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats.tensor_stream import blocks, whole
+from toolkit.formats import blocks, whole
 from toolkit.loading.pretrained import materialise
 from toolkit.models.causal_lm import build_on_meta, tied_names, vocabulary_size
 from toolkit.verify.proof import expected_of

@@ -23,8 +23,7 @@ from toolkit.adapters.peft_folder import (
 from toolkit.adapters.switch import without_adapters
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import ExportError, LoadingError
-from toolkit.formats.hf_folder import read_weights, weight_files
-from toolkit.formats.tensor_stream import in_file, whole
+from toolkit.formats import in_file, read_weights, weight_files, whole
 from toolkit.loading.pretrained import LoadGroup, load_groups
 from toolkit.verify.export import ExportCheck
 from toolkit.verify.logits import load_base, load_export, logits_of, model_of, noise, with_adapter

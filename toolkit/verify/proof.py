@@ -19,9 +19,9 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.checkpoint.sources import Source, check_whole, parameter_names
 from toolkit.errors import LoadingError
-from toolkit.formats.hf_folder import TensorEntry
-from toolkit.formats.tensor_stream import (
+from toolkit.formats import (
     StoredTensor,
+    TensorEntry,
     digest,
     first_difference,
     in_file,

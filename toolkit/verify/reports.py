@@ -17,8 +17,7 @@ from toolkit.checkpoint.adapter import find_adapter, find_base
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
 from toolkit.checkpoint.sources import Source, find_source
 from toolkit.errors import CheckpointError, ExportError
-from toolkit.formats import manifest as export_manifest
-from toolkit.formats.hf_folder import INDEX_FILE, SINGLE_FILE
+from toolkit.formats import INDEX_FILE, SINGLE_FILE, export_manifest
 from toolkit.verify.adapter import AdapterCheck
 from toolkit.verify.checkpoint import CheckpointCheck
 from toolkit.verify.export import ExportCheck

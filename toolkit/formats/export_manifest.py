@@ -21,7 +21,8 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
-from toolkit.formats.hf_folder import DTYPE_NAMES, TensorEntry, is_plain_name, read_header
+from toolkit.formats.plain_files import is_plain_name
+from toolkit.formats.safetensors_header import DTYPE_NAMES, TensorEntry, read_header
 
 FILE = "toolkit_manifest.json"
 CARD = "README.md"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from toolkit.errors import CheckpointError
-from toolkit.formats.dcp import Chunk, read_chunk
+from toolkit.formats.dcp_chunks import Chunk, read_chunk
 from toolkit.formats.digests import LANES, hexadecimal, rows_digest
-from toolkit.formats.hf_folder import TensorEntry
+from toolkit.formats.safetensors_header import TensorEntry
 
 _BLOCK = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

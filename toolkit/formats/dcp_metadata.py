@@ -1,0 +1,299 @@
+"""The `.metadata` of a torch distributed checkpoint (DCP), a pickle, read without trusting it.
+
+Owns the restricted unpickler and the checks of names and sizes. Knows no tensor's bytes.
+"""
+
+import dataclasses
+import io
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from toolkit.errors import CheckpointError
+from toolkit.formats.plain_files import is_plain_name, plain_file
+from toolkit.parsing import read_bounded
+
+METADATA_FILE = ".metadata"
+StorageInfo = _StorageInfo
+"""Where a blob is. Private to torch, yet part of every DCP folder: named here alone."""
+_MAX_METADATA = 512 * 2**20  # bytes: 200 for each chunk of 3,000 tensors on 800 ranks
+_LEAST_CHUNK = 30  # bytes of `.metadata` that a chunk takes, at the least
+_MAX_DIMS = 64
+
+
+def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Metadata:
+    """Return what a DCP folder holds, from its `.metadata`; nothing in that file can run code.
+
+    Only the names that torch 2.11 to 2.15 write are accepted, and they are read as inert records:
+    the `Metadata` is built afresh from them. Every file name must be that of a file in the folder
+    and every blob must lie inside its file and have room for its chunk; without `blobs` the files
+    are not looked at, to read what a damaged folder should hold. Costs time and memory that grow
+    with the size of `.metadata` alone (0.4 s a MB), and one stat a file.
+
+    Raises:
+        CheckpointError: no metadata, a global that has no place there (named), a file name outside
+            the folder, or a blob beyond the end of its file.
+    """
+    file = Path(folder) / METADATA_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no {METADATA_FILE}: not a torch DCP checkpoint folder")
+    raw = read_bounded(file, _MAX_METADATA, CheckpointError)
+    try:
+        metadata = _build_metadata(_Unpickler(io.BytesIO(raw)).load(), len(raw) // _LEAST_CHUNK)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    except Exception as error:  # what a damaged pickle raises has no common class
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(f"{file} is damaged, or not as torch writes it: {what}") from error
+    for name in {info.relative_path for info in metadata.storage_data.values()}:
+        if not is_plain_name(name):
+            raise CheckpointError(f"{file} names {name!r:.200}, which is no file of its folder")
+    if blobs:
+        _check_blobs(Path(folder), metadata)
+    return metadata
+
+
+class _Record:
+    """Stands in for a class that `.metadata` names: keeps arguments and state, runs nothing."""
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+    kind = ""
+
+    def __new__(cls, *args: Any) -> "_Record":
+        record = object.__new__(cls)
+        record.args, record.state = args, None
+        return record
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _record(name: str) -> type[_Record]:
+    return type(name, (_Record,), {"__slots__": (), "kind": name})
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED: dict[tuple[str, str], type[_Record]] = {
+    (module, name): _record(name)
+    for module, name in [
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # Python 3.13
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ]
+}
+_PROPERTIES = {field.name for field in dataclasses.fields(TensorProperties)}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET),
+    *(pickle.LONG_BINGET, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT),
+    *(pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE),
+    *(pickle.BINUNICODE, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.TUPLE),
+    *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND, pickle.APPENDS, pickle.SETITEM),
+    *(pickle.SETITEMS, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+)
+
+
+# The unpickler in Python, not the one in C: 20 bytes let that one allocate gigabytes (LONG_BINPUT),
+# and both hash tuples that hold themselves many times over, which takes for ever.
+_InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+class _Unpickler(_InPython):
+    """Reads what protocols 4 and 5 write for plain records; the stack holds nothing that runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise CheckpointError(
+            f"names {module!s:.100}.{name!s:.100}, which DCP metadata never needs; it was not "
+            "read, because loading it could run code. Do not use this checkpoint unless you know "
+            "who wrote it"
+        )
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._assign({key: value} if isinstance(key, str | _Record) else None)
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        plain = all(isinstance(key, str | _Record) for key in items[::2])
+        self._assign(dict(zip(items[::2], items[1::2], strict=True)) if plain else None)
+
+    def _assign(self, items: dict[Any, Any] | None) -> None:
+        if items is None or type(self.stack[-1]) is not dict:
+            raise TypeError("a dictionary may have texts and records as keys, nothing else")
+        self.stack[-1].update(items)
+
+    dispatch = {code[0]: _InPython.dispatch[code[0]] for code in _OPCODES} | {
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
+
+
+def _build_metadata(root: Any, most: int) -> Metadata:
+    """Return torch's own metadata of at most `most` chunks: one list may stand in many places."""
+    fields = _state(root, "Metadata")
+    tensors: dict[str, Any] = {}
+    for fqn, entry in fields["state_dict_metadata"].items():
+        if not isinstance(fqn, str):
+            raise TypeError("a tensor's name is no text")
+        if isinstance(entry, _Record) and entry.kind == "BytesStorageMetadata":
+            tensors[fqn] = BytesStorageMetadata()
+            continue
+        tensors[fqn] = _tensor_metadata(fqn, entry, most)
+        most -= len(tensors[fqn].chunks)
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for key, value in fields["storage_data"].items():
+        index, info = _index(key), _storage_info(value)
+        if index in storage and storage[index] != info:
+            raise ValueError(f"{index.fqn} at {index.offset} is stored twice")
+        storage[index] = info
+    meta = fields.get("storage_meta")
+    save_id = None if meta is None else _state(meta, "StorageMeta").get("save_id")
+    paths = fields.get("planner_data")
+    return Metadata(
+        state_dict_metadata=tensors,
+        planner_data=None if paths is None else {k: _path(v) for k, v in paths.items()},
+        storage_data=storage,
+        storage_meta=StorageMeta(save_id=save_id if isinstance(save_id, str) else None),
+        version=fields["version"] if isinstance(fields.get("version"), str) else None,
+    )
+
+
+def _tensor_metadata(fqn: str, record: Any, most: int) -> TensorStorageMetadata:
+    fields = _state(record, "TensorStorageMetadata")
+    properties = fields["properties"]
+    if not isinstance(properties, _Record) or properties.kind != "TensorProperties":
+        raise TypeError(f"{fqn} has no tensor properties")
+    dtype, layout, requires_grad = properties.state[:3]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{fqn}: dtype {dtype!r}")
+    if not isinstance(layout, _Record) or layout.args != ("torch.strided",):
+        raise ValueError(f"{fqn} is not a dense tensor")
+    size = _size(fields["size"])
+    if not isinstance(fields["chunks"], list) or len(fields["chunks"]) > most:
+        raise ValueError(f"{fqn} has more chunks than the file has room for")
+    chunks = []
+    for chunk in fields["chunks"]:
+        part = _state(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _size(part["offsets"]), _size(part["sizes"])
+        inside = len(offsets) == len(sizes) == len(size) and all(
+            o + n <= total for o, n, total in zip(offsets, sizes, size, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"{fqn} {tuple(size)} has a chunk {tuple(sizes)} at {tuple(offsets)}")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    plain: dict[str, Any] = {"dtype": dtype, "requires_grad": bool(requires_grad)}
+    if len(properties.state) > 5 and "strides" in _PROPERTIES:  # torch 2.15
+        plain["strides"] = _numbers(properties.state[5])
+    return TensorStorageMetadata(TensorProperties(**plain), size, chunks)
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _state(record, "MetadataIndex")
+    fqn, offset, index = fields["fqn"], fields.get("offset"), fields.get("index")
+    if not isinstance(fqn, str) or not (index is None or isinstance(index, int)):
+        raise TypeError(f"storage index {fqn!r}, {index!r}")
+    return MetadataIndex(fqn, None if offset is None else _size(offset), index)
+
+
+def _storage_info(record: Any) -> _StorageInfo:
+    fields = _state(record, "_StorageInfo")
+    path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    if not isinstance(path, str) or type(offset) is not int or type(length) is not int:
+        raise TypeError("a blob's place is no file name and two numbers")
+    transforms = fields.get("transform_descriptors")
+    return _StorageInfo(path, offset, length, None if transforms is None else _path(transforms))
+
+
+def _state(record: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(record, _Record) or record.kind != kind:
+        raise TypeError(f"expected {kind}, got {getattr(record, 'kind', type(record).__name__)}")
+    if not isinstance(record.state, dict):
+        raise TypeError(f"{kind} has no fields")
+    return record.state
+
+
+def _size(record: Any) -> torch.Size:
+    if not isinstance(record, _Record) or record.kind != "Size" or len(record.args) != 1:
+        raise TypeError("expected torch.Size")
+    return torch.Size(_numbers(record.args[0]))
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    whole = isinstance(value, tuple) and len(value) <= _MAX_DIMS
+    if not whole or not all(type(n) is int and 0 <= n < 2**63 for n in value):
+        raise ValueError("sizes must be a few non-negative integers")
+    return value
+
+
+def _path(value: Any) -> Any:
+    """Return names and indices as the planner keeps them: one level, so that the walk ends."""
+    whole = isinstance(value, list | tuple) and len(value) <= 100
+    if not whole or not all(isinstance(part, str | int) for part in value):
+        raise TypeError("expected a list of names and numbers")
+    return value
+
+
+def _check_blobs(folder: Path, metadata: Metadata) -> None:
+    """Check that every blob lies in its file and every chunk has a blob that has room for it."""
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if name not in sizes:
+            sizes[name] = plain_file(folder, name, CheckpointError).stat().st_size
+        if info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[name]:
+            raise CheckpointError(
+                f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at "
+                f"{info.offset} to {info.offset + info.length}: the file is truncated "
+                "or of another checkpoint"
+            )
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        for part in entry.chunks:
+            info = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
+            nbytes, of = math.prod(part.sizes) * entry.properties.dtype.itemsize, tuple(entry.size)
+            if (
+                nbytes
+                and info is not None
+                and info.length < nbytes
+                and not info.transform_descriptors
+            ):
+                raise CheckpointError(
+                    f"{folder / METADATA_FILE}: {fqn} {of} has a chunk of {nbytes:,} "
+                    f"bytes, and a blob of {info.length:,} for it: they are not of one checkpoint"
+                )

@@ -1,0 +1,136 @@
+"""The way from transformers' parameter names back to the key names of the source checkpoint.
+
+Owns the calls into transformers' conversion mapping, which is private to it: here alone.
+"""
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from toolkit.errors import ExportError
+from toolkit.formats.hf_folder import HFAssets
+
+
+@dataclass(frozen=True)
+class ExportGroup:
+    """Parameters that leave together: one that keeps its bytes, or several that are converted."""
+
+    sources: tuple[str, ...]
+    """Parameter names."""
+    outputs: dict[str, tuple[int, ...]]
+    """Exported name -> shape."""
+    converted: bool
+    """Whether `convert_back` must be called; else the bytes of the one source are those of the
+    output.
+    """
+
+
+def conversion_mapping(model: PreTrainedModel) -> list[Any]:
+    """Return transformers' mapping from source keys to the parameters of `model`.
+
+    Call it before `fully_shard`: the sharded class counts as custom code there and loses its
+    mapping.
+    """
+    return _private("conversion_mapping", "get_model_conversion_mapping")(model)
+
+
+def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return (renamings, converters) of a mapping, each in its order."""
+    renaming = _private("core_model_loading", "WeightRenaming")
+    converter = _private("core_model_loading", "WeightConverter")
+    return (
+        [c for c in conversions if isinstance(c, renaming)],
+        [c for c in conversions if isinstance(c, converter)],
+    )
+
+
+def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
+    """Make `model` export under the key names of its source.
+
+    A mapping covers every spelling a checkpoint of this architecture may have; only the parts that
+    this source used may be turned back. They are found by replaying the source's keys. Without a
+    source (random start) transformers' default names apply.
+    """
+    if assets.source is None:
+        return
+    rename = _private("core_model_loading", "rename_source_key")
+    mapping = conversion_mapping(model)
+    renamings, converters = split_mapping(mapping)
+    parameters = model.state_dict()
+    for key in assets.source:
+        rename(key, renamings, converters, model.base_model_prefix, parameters)
+    vars(model)["_weight_conversions"] = [c for c in mapping if c.was_used()]
+
+
+def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGroup]:
+    """Return how the parameters `names` of `model` become exported tensors. Shapes only, on meta.
+
+    Args:
+        model: on meta, after `use_source_names`.
+        names: parameter and buffer names, tied aliases left out.
+
+    Raises:
+        ExportError: two parameters would leave under one name.
+    """
+    state = model.state_dict()
+    reverse = [c.reverse_transform() for c in reversed(_export_conversions(model))]
+    converters = split_mapping(reverse)[1]
+    members: dict[tuple[str, bool], list[str]] = {}
+    """(what they become, whether by a converter) -> parameters."""
+    for name in names:
+        target, pattern = name, None
+        for converter in converters:
+            target, pattern = converter.rename_source_key(target)
+            if pattern is not None:  # at most one converter takes a parameter
+                break
+        members.setdefault((name if pattern is None else target, pattern is not None), []).append(
+            name
+        )
+    groups = []
+    for (_, converted), sources in sorted(members.items(), key=lambda item: item[0][1]):
+        meta = {n: torch.empty_like(state[n], device="meta") for n in sources}
+        outputs = {k: tuple(v.shape) for k, v in convert_back(model, meta).items()}
+        groups.append(ExportGroup(tuple(sources), outputs, converted))
+    seen: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for output in group.outputs:
+            if output in seen:
+                raise ExportError(
+                    f"{seen[output]} and {group.sources} would both be exported as {output}"
+                )
+            seen[output] = group.sources
+    return groups
+
+
+def convert_back(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
+    return _private("core_model_loading", "revert_weight_conversion")(model, tensors)
+
+
+def _export_conversions(model: PreTrainedModel) -> list[Any]:
+    """Return what `revert_weight_conversion` would turn back for `model`."""
+    if isinstance(own := getattr(model, "_weight_conversions", None), list):
+        return own
+    mapping = _private("conversion_mapping", "get_model_conversion_mapping")(
+        model, add_legacy=False
+    )
+    prefix_change = _private("core_model_loading", "PrefixChange")
+    return [c for c in mapping if not isinstance(c, prefix_change)]
+
+
+def _private(module: str, name: str) -> Any:
+    """Return what transformers does not promise to keep."""
+    try:
+        return getattr(importlib.import_module(f"transformers.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise ExportError(
+            f"transformers {transformers.__version__} has no {module}.{name}; install one from "
+            "5.17 to 5.23"
+        ) from error
