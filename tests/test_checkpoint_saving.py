@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit import checkpoint
 from toolkit.checkpoint import commit, disk, resuming, rng_state, shards
+from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import digests, read_metadata
@@ -431,6 +433,35 @@ def test_a_missing_piece_is_named(tmp_path, before, after, said):
     assert said in str(error.value)
 
 
+NESTED = "[" * 10**5 + "]" * 10**5
+STRANGE = [NESTED, "[1]", "{}", "1", "null", '"text"', "9" * 10**5]
+
+
+@pytest.mark.parametrize("text", STRANGE, ids=lambda text: text[:4])
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "metrics"])
+def test_strange_json_is_one_error_that_names_the_file(tmp_path, name, text):
+    path = Path(checkpoint.save(small_state(), tmp_path, SYNC))
+    if name == "metrics":  # a part of a state that is JSON as it should be
+        state = json.loads((path / "state.json").read_text())
+        try:
+            part = json.loads(text)
+        except (RecursionError, ValueError):
+            part = 3
+        state |= dict.fromkeys(("scheduler", "optimizer", "metrics"), part or {"a": [1]})
+        (path / "state.json").write_text(json.dumps(state))
+    else:
+        (path / name).write_text(text)
+    (path / "COMMIT").write_text(commit.seal((path / "manifest.json").read_bytes()))
+
+    def inspect() -> None:
+        commit.read_manifest(path)
+        summarise(path)
+        checkpoint.restore(small_state(1), path)
+
+    with pytest.raises(CheckpointError, match=r"state\.json|manifest|state of a run|optimizer"):
+        inspect()
+
+
 def test_everything_is_restored_in_one_plain_process(tmp_path):
     saved = small_state()
     saved.metrics, saved.extra = {"eval_loss": 2.5, "odd": float("nan")}, {"note": [1, 2]}
@@ -563,7 +594,7 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
         changed = CheckpointConfig(**{"save_steps": 10, "save_total_limit": 3, **changes})
         assert disk.checkpoints_kept(changed, max_steps) == expected, changes
 
-    def need(free: int) -> disk.Need:
+    def need(free: int) -> disk.DiskEstimate:
         with mock.patch.object(disk.shutil, "disk_usage") as usage:
             usage.return_value.free = free
             return disk.need(model, tmp_path / "not" / "yet", cfg, 100, 1)

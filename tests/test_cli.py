@@ -200,5 +200,5 @@ def test_a_damaged_state_is_named(run: Path, tmp_path: Path) -> None:
 
     shutil.copytree(run / "checkpoints/step-00000012", tmp_path / "step-00000012")
     (tmp_path / "step-00000012/state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"state\.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"state\.json is not readable JSON"):
         summarise(tmp_path / "step-00000012")

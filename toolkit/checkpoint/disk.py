@@ -30,7 +30,7 @@ _PER_RANK = 32 * 1024  # random state
 
 
 @dataclass(frozen=True)
-class Need:
+class DiskEstimate:
     """What a run will have on the disk at its fullest moment; sizes in bytes."""
 
     checkpoint: int
@@ -94,7 +94,7 @@ def need(
     cfg: CheckpointConfig,
     max_steps: int | None,
     world_size: int,
-) -> Need:
+) -> DiskEstimate:
     """Return what the run needs and finds; costs a look at the run's files, reads none.
 
     Checkpoints: one more than the limit, since the new one is whole before an old one goes, those
@@ -113,7 +113,7 @@ def need(
         there += _counted(Path(output_dir) / commit.EXPORTS)
     else:
         exports = 0  # on another disk than the checkpoints, which fill theirs first
-    return Need(
+    return DiskEstimate(
         checkpoint_bytes(model, world_size),
         checkpoints_kept(cfg, max_steps),
         exports,
@@ -132,7 +132,7 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def refuse_overflow(need: Need, cfg: CheckpointConfig) -> None:
+def refuse_overflow(need: DiskEstimate, cfg: CheckpointConfig) -> None:
     """Refuse a run that would fill the disk.
 
     Raises:

@@ -12,7 +12,6 @@ done with the weights.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from toolkit.formats import (
     read_metadata,
     tensor_chunks,
 )
+from toolkit.parsing import parse_json
 
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
 _ACCELERATE = "pytorch_model_fsdp_"
@@ -245,7 +245,10 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
                 "HuggingFaceStorageWriter writes that with save_distributed=True"
             )
         try:
-            places = {n: tuple(p["saved_offsets"]) for n, p in json.loads(said).items()}
+            places = {
+                n: tuple(p["saved_offsets"])
+                for n, p in parse_json(said, file, CheckpointError).items()
+            }
             for name, entry in entries.items():
                 offsets = places[name]
                 counts = [*offsets, *entry.shape]
@@ -254,7 +257,7 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
                 ):
                     raise ValueError(f"{name}: {entry.shape} at {offsets}")
                 parts.setdefault(name, []).append((entry, offsets))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} has a damaged {_SHARDING}: {error!r}") from error
     tensors, chunks = {}, {}
     for name, held in parts.items():

@@ -4,7 +4,6 @@ Owns the summary and its table. Knows nothing of models: names, shapes and chunk
 checkpoint says.
 """
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -17,6 +16,7 @@ import torch
 from toolkit.checkpoint.commit import CHECKPOINTS, find_checkpoint, is_committed
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, read_metadata
+from toolkit.parsing import read_json
 from toolkit.tables import fold, table, without_numbers
 
 _STEP = re.compile(r"step-(\d+)(\..*)?")
@@ -60,8 +60,8 @@ def summarise(path: str | Path) -> dict[str, Any]:
     floating = {
         n for n, d in vars(torch).items() if isinstance(d, torch.dtype) and d.is_floating_point
     }
-    state = _read_json(checkpoint / "state.json")
-    config = _read_json(checkpoint / "hf" / "config.json")
+    state = _read_object(checkpoint / "state.json")
+    config = _read_object(checkpoint / "hf" / "config.json")
     plain = {k: v for k, v in state.items() if isinstance(v, str | int | float) or v is None}
     step, world_size = plain.pop("step", None), plain.pop("world_size", None)
     position = state.get("data")
@@ -76,7 +76,7 @@ def summarise(path: str | Path) -> dict[str, Any]:
         "global_batch_size": batch,
         "saved_with": plain,
         "adapter": state.get("adapter"),
-        "model": (config.get("architectures") or [config.get("model_type")])[0],
+        "model": _architecture(config),
         "parameters": sum(n for dtype, n in dtypes.get("model", {}).items() if dtype in floating),
         "bytes": {**sections, "files": _folder_bytes(checkpoint)},
         "dtypes": {section: dict(found) for section, found in dtypes.items()},
@@ -120,6 +120,12 @@ def render(summary: dict[str, Any]) -> str:
     lines += [*table(rows, right=set()), ""]
     head = ["tensor", "tensors", "shape", "dtype", "bytes", "chunks"]
     return "\n".join([*lines, *table([head, *_grouped(summary["tensors"])], right={1, 4})])
+
+
+def _architecture(config: dict[str, Any]) -> str | None:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else config.get("model_type")
+    return name if isinstance(name, str) else None
 
 
 def _checkpoints(run: Path) -> list[dict[str, Any]]:
@@ -186,14 +192,13 @@ def _folder_bytes(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+    content = read_json(file, CheckpointError)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, expected an object")
+    return content
 
 
 def _bytes(count: int) -> str:
@@ -207,7 +212,8 @@ def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Return what a line says of adapters, and which base they are for."""
     if not isinstance(entry, dict):
         return []
-    config = entry.get("config") or {}
+    config = entry.get("config")
+    config = config if isinstance(config, dict) else {}
     kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
     revision = f" at {entry['revision']}" if entry.get("revision") else ""
     return [
