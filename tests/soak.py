@@ -122,14 +122,10 @@ class Stage:
         from toolkit import checkpoint
         from toolkit.checkpoint import commit
         from toolkit.config.settings import CheckpointConfig, ModelConfig
-        from toolkit.export import consolidation as consolidate
-        from toolkit.formats import direct_io
+        from toolkit.export import consolidate
         from toolkit.models import causal_lm as models
 
         torch.set_num_threads(1)
-        # So that a model this small is written as a large one is: in several blocks, past the page
-        # cache where the file system can, and its last bytes through it.
-        direct_io._WRITTEN, direct_io._SMALL = 2 * direct_io.ALIGNMENT, 1
         self.folder, self.tracer = folder, tracer
         self.checkpoint, self.commit, self.consolidate = checkpoint, commit, consolidate
         self.cfg = CheckpointConfig(
@@ -182,7 +178,7 @@ class Stage:
     def export(self, scene: Path, name: str, step: int, say: Callable[[str], None]) -> None:
         say(f"begin export {name} {step}")
         source = self.commit.committed_steps(scene / "run")[step]
-        self.consolidate.consolidate(source, scene / "exports" / name, dtype="float32")
+        self.consolidate(source, scene / "exports" / name, dtype="float32")
         say(f"done export {name} {step}")
 
     def fork(self, act: Callable[[Callable[[str], None]], Any]) -> "Child":
