@@ -1,8 +1,4 @@
-"""What will be learned of the data, before anything is: the supervision report.
-
-Owns the numbers per source, the refusal of a source of which nothing is learned, and their look as
-text. Refuses to know how rows become tokens and tokens samples: it is given both.
-"""
+"""What will be learned of the data, before anything is: the supervision report."""
 
 import sys
 import unicodedata

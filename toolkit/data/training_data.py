@@ -1,7 +1,4 @@
-"""The data of a run as its recipe reads it: micro-batches step by step, evaluation sets, position.
-
-Owns the way from a config to it, with every refusal; what fine-tuning and pretraining do alike.
-"""
+"""The data of a run as its recipe reads it: micro-batches, evaluation sets, position."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field

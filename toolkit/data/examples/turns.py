@@ -2,7 +2,7 @@
 
 Owns what a turn, a tool call, a list of tools and the template's further arguments look like.
 Refuses to know which columns hold them, and which turns are learned. See [Note: formats] in
-`toolkit/data/examples.py`.
+`recognise.py`.
 """
 
 from typing import Any

@@ -74,7 +74,7 @@ class Feed:
 
     A sample is a packed one (`bfd`), a window (`wrapped`) or a row (`none`), and so is what weights
     and batch sizes count. Without weights every sample of all sources is read once a pass, in one
-    order; with weights, or limits, see [Note: mixing] in `data/mixture.py`.
+    order; with weights, or limits, see [Note: mixing] in `order/mixture.py`.
 
     Args:
         sources: encoded rows, at least one source.

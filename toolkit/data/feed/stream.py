@@ -289,7 +289,7 @@ class SourceStream:
 
 
 def sample_of(item: StreamSample, shape: SampleShape) -> Sample:
-    """Return the tensors of a sample; see `data/sequences.py`."""
+    """Return the tensors of a sample; see `samples/sequences.py`."""
     if shape.packing == "bfd":
         return packed_sample(item.pieces, shape.sequence_length, shape.pad_id)
     ids, labels = item.pieces[0]

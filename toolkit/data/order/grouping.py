@@ -1,8 +1,5 @@
 """Samples of like length into one batch, so that little of a padded batch is padding.
 
-Owns which samples of a stretch of the order share a global batch. Refuses to know how they are
-padded, and ranks.
-
 [Note: grouping by length]
 The order of samples is cut into windows of some global batches. In a window the samples are sorted
 by length and cut into global batches again, which are then read in an order of their own. Which

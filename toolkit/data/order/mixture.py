@@ -1,8 +1,5 @@
 """Several sources read as one sequence, each with its share.
 
-Owns which source is read at which position, how often a source may be read through, and where the
-mixture ends. Refuses to know what a sample holds.
-
 [Note: mixing]
 The sources are the leaves of a binary tree. Of the first q samples that a node gives, its left side
 gives floor(q * a / (a + b)), where a and b are the weights of its sides, and the right side the
@@ -13,7 +10,7 @@ many sources of very unlike weights, a few) of its share.
 
 A source that may not be read again is used up at a position that is known beforehand: there a new
 phase begins, with a tree of those that remain. Within a source the samples come in its own order,
-pass after pass (see [Note: sample order] in `data/order.py`).
+pass after pass (see [Note: sample order] in `position.py`).
 """
 
 import math

@@ -1,8 +1,5 @@
 """In which order samples are drawn, and how far a run has come.
 
-Owns the permutation of an epoch, the batches of every rank, and the position that a checkpoint
-keeps. Refuses to know what a sample holds, and devices.
-
 [Note: sample order]
 Training reads one endless sequence of positions 0, 1, 2, ... Position p is sample
 `permute(p % n, n, seed, p // n)`: epoch after epoch, each in an order of its own, and a batch may

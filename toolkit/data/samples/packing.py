@@ -1,8 +1,5 @@
 """Which samples share a bin: best-fit decreasing over lengths.
 
-Owns the plan of a packing, made of lengths alone, and how dense it is. Refuses to know tokens, and
-what a bin becomes.
-
 [Note: best fit by counting]
 Best-fit decreasing takes the samples from the longest to the shortest and puts each where it leaves
 the least room. Samples of one length are alike, and so are bins with one free space; so it is

@@ -1,8 +1,4 @@
-"""Which sources a config names, and which files, of which kind, paths, folders and globs mean.
-
-Owns the search on disk, the recognition by ending, and the names of sources. Refuses to know what
-is inside a file.
-"""
+"""Which sources a config names, and which files, of which kind, paths, folders and globs mean."""
 
 import glob
 import os

@@ -1,7 +1,5 @@
 """Instructions and answers that every machine has: made of the functions of the standard library.
 
-Owns the choice of functions and the words around them. Knows no model and no template.
-
 A function with a docstring gives two conversations: from its signature and docstring to its body,
 and from its code to the first sentence of its docstring. Nothing is invented, so an answer is as
 right as Python's own source; short ones only, since they are for trying things out.

@@ -1,8 +1,4 @@
-"""The values of a row: text that is text, lists that are lists, JSON text parsed.
-
-Owns the checks of single values, and `BadRow`, which says what came instead. Refuses to know the
-formats that rows have.
-"""
+"""The values of a row: text that is text, lists that are lists, JSON text parsed."""
 
 import json
 import reprlib

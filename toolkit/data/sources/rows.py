@@ -1,8 +1,4 @@
-"""Sources: which rows a config names, in which format, and where each of them stands.
-
-Owns the way from a config to sources, and from a stored row to an example. Does not know tokenizers
-and what a bad row does to the run: it says which one is bad, and why.
-"""
+"""Sources: which rows a config names, in which format, and where each of them stands."""
 
 from bisect import bisect_right
 from collections.abc import Iterator

@@ -1,8 +1,4 @@
-"""One example to token ids and the ranges of them that are learned.
-
-Owns the settings on what is learned and what is too long. Does not know files, and what a row that
-cannot be used does to the run (`encode.py`).
-"""
+"""One example to token ids and the ranges of them that are learned."""
 
 import logging
 from collections.abc import Sequence
