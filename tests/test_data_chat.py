@@ -320,6 +320,14 @@ def test_what_the_prompt_holds_is_no_answer(vocabulary):
     assert "enable_thinking" in str(result)
 
 
+def test_an_answer_without_a_question(vocabulary):
+    chats = [[assistant("How may I help?"), user("Not."), assistant("Well.")]]
+    for prompt in ("<|im_start|>assistant{{ '\\n' }}", _THINK):
+        text = "{{ messages[0].role[:0] }}" + _EACH % _IM_TURN + _ASKED % prompt
+        (result,) = hard_chat(vocabulary, text).render([Conversation(c) for c in chats])
+        assert said(result) == ["How may I help?<|im_end|>", "Well.<|im_end|>"]
+
+
 def test_results_of_tools_are_not_learned_though_they_stand_within_the_turn(vocabulary):
     text = (
         "{% for m in messages %}{% if m.role == 'user' %}<|sh|>user<|eh|>{{ m.content }}<|e|>"
@@ -509,6 +517,13 @@ def test_no_clock_and_no_chance(vocabulary):
     assert first.startswith("2024-07-26 ")
     assert random.getstate() == state
     assert chat_template_utils.datetime is datetime.datetime
+
+
+@pytest.mark.parametrize("name", ["datetime", "_compile_jinja_template"])
+def test_another_transformers(vocabulary, monkeypatch, name):
+    monkeypatch.delattr(chat_template_utils, name)
+    with pytest.raises(DataError, match=r"use transformers 5\.23"):
+        Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
 
 
 # ---- Which template

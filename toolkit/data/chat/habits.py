@@ -22,12 +22,14 @@ class Habits:
     Attributes:
         prompt: what `add_generation_prompt` adds to a question; where it adds nothing, the header
             of the answer, if it is built as that of the question is.
+        header: what of `prompt` the answer begins with, where that is all that comes before it.
         unasked: a generation prompt ends every text, whether it was asked for or not.
         closings: what may follow an answer, up to and with its stop token.
         openers: special tokens that begin a turn or end its header, and so end no answer.
     """
 
     prompt: str = ""
+    header: str = ""
     unasked: bool = False
     closings: tuple[str, ...] = ()
     openers: tuple[str, ...] = ()
@@ -48,15 +50,18 @@ def habits(render: Render, specials: Sequence[str], bos: str | None, eos: str | 
             break
     else:
         return Habits()
-    header = [match.group() for match in _special(specials).finditer(bare.partition(_USER)[0])]
-    begins = [special for special in header if special != bos][:1]
-    openers = tuple({*header[:1], *begins, *header[-1:]} - {eos})
+    marks = [match.group() for match in _special(specials).finditer(bare.partition(_USER)[0])]
+    begins = [special for special in marks if special != bos][:1]
+    openers = tuple({*marks[:1], *begins, *marks[-1:]} - {eos})
     ends = last.rpartition(_ANSWER)[2]
     before_next = middle.partition(_ANSWER)[2].partition(_NEXT)[0]
     closings = closings_of(ends, before_next, specials, openers)
     prompt = asked[uncut(asked, common_start(asked, bare), specials) :]
     if prompt.strip():
-        return Habits(prompt, False, closings, openers)
+        between = last.partition(_USER)[2].partition(_ANSWER)[0]
+        shared = (k for k in range(len(prompt), 0, -1) if between.endswith(prompt[:k]))
+        header = prompt[: next(shared, 0)]
+        return Habits(prompt, header, False, closings, openers)
     try:  # what follows a question that no answer follows
         other = render([*before, user, {"role": "user", "content": _NEXT}])
     except Exception:
@@ -64,11 +69,11 @@ def habits(render: Render, specials: Sequence[str], bos: str | None, eos: str | 
     for text, longer in ((ends, before_next), (bare, other)):
         rest = text[uncut(text, common_start(text, longer), specials) :] if longer else ""
         if pattern_of((eos or "",)).sub("", rest).strip() and last.startswith(bare):
-            return Habits(rest, True, closings, openers)
+            return Habits(rest, "", True, closings, openers)
     prompt = last.removeprefix(bare).partition(_ANSWER)[0]
     same = _shape(bare.partition(_USER)[0]).endswith(_shape(prompt))
     built = other.startswith(bare) and last.startswith(bare) and same
-    return Habits(prompt if built else "", False, closings, openers)
+    return Habits(prompt if built else "", "", False, closings, openers)
 
 
 def closings_of(

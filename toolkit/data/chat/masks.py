@@ -323,9 +323,11 @@ class _Search:
                     return low, False
             return self._after_the_turn_before(i), False
         if asked is None or not self.text.startswith(asked):
-            prompt = self.known.prompt
-            if prompt.strip() and self.text.count(prompt, before, low) == 1:
-                return self.text.find(prompt, before) + len(prompt), False
+            header = self.known.header or self.known.prompt
+            at = self.text.find(header, before, low) + len(header)
+            single = header.strip() and self.text.count(header, before, low) == 1
+            if single and (at == low or header == self.known.prompt):
+                return at, False
             raise NotFound(f"the chat template gives no prompt for {self.view.named(i)}")
         if not before <= len(asked) <= end:
             raise NotFound(f"the prompt for {self.view.named(i)} ends in another turn")

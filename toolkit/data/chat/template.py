@@ -54,13 +54,13 @@ class Template:
         self.text, self.variables, self.specials = text, variables, specials
         self.has_markers = bool(_MARKERS.search(text))
         self._habits: dict[str, Habits] = {}
+        _check_transformers()
         try:
             chat_template_utils._compile_jinja_template(text)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template cannot be used: line {error.lineno}: {error.message}"
             ) from error
-        _check_clock()
 
     def mark(
         self,
@@ -183,12 +183,16 @@ def _stopped_clock() -> Iterator[None]:
         random.setstate(state)
 
 
-def _check_clock() -> None:
-    template = "{{ strftime_now('%Y-%m-%d') }}"
-    with _stopped_clock():
-        texts, _ = _transformers_render(conversations=[[]], chat_template=template)
-    if texts[0] != TODAY.strftime("%Y-%m-%d"):
+def _check_transformers() -> None:
+    """Refuse a transformers whose private names are others than those used here."""
+    known = all(hasattr(chat_template_utils, n) for n in ("datetime", "_compile_jinja_template"))
+    if known:
+        template = "{{ strftime_now('%Y-%m-%d') }}"
+        with _stopped_clock():
+            texts, _ = _transformers_render(conversations=[[]], chat_template=template)
+        known = texts[0] == TODAY.strftime("%Y-%m-%d")
+    if not known:
         raise DataError(
-            "this transformers tells templates the date in a way the toolkit does not know, so "
-            "that tokens would depend on the day; use transformers 5.23"
+            "this transformers compiles templates, or tells them the date, in a way the toolkit "
+            "does not know, so that tokens would depend on the day; use transformers 5.23"
         )
