@@ -32,10 +32,10 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
+from toolkit import checkpoint
 from toolkit.checkpoint import run_dir
-from toolkit.checkpoint import saving as checkpoint
 from toolkit.config.settings import ModelConfig
-from toolkit.data import pretrain as pretrain_data
+from toolkit.data import training_data
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
 from toolkit.loading import pretrained as loading
@@ -93,7 +93,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
     did: list[str] = []
     for module, name in (
         (tokenizer, "train_tokenizer"),
-        (pretrain_data, "tokenise"),
+        (training_data, "encode"),
         (loading, "_stream"),
         (loading, "_draw"),
         (checkpoint, "save"),
@@ -197,7 +197,7 @@ def test_the_settings_of_these_tests_are_good(start, tmp_path) -> None:
     """The control: what the cases below spoil one by one runs as it is."""
     done = start()
     assert done.code == 0, done.err
-    assert done.did == ["tokenise", "_stream", "save"]
+    assert done.did == ["encode", "_stream", "save"]
     assert (tmp_path / "run/checkpoints/step-00000001/COMMIT").is_file()
 
 
@@ -451,7 +451,7 @@ def test_random_weights_need_no_weights(start, model, tmp_path) -> None:
     before = hashes(model)
     done = start("--model.name_or_path", str(model), "--model.init", "random")
     assert done.code == 0, done.err
-    assert done.did == ["tokenise", "_draw", "save"]
+    assert done.did == ["encode", "_draw", "save"]
     assert hashes(model) == before
 
 
@@ -520,7 +520,7 @@ def test_data_that_is_empty(start, tmp_path) -> None:
     done = start("--data.train_files", str(tmp_path / "empty.txt"))
     refused(done, "data.train_files", "empty.txt", "expected text, but every file is empty")
     done = start(*rows(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""}))
-    refused(done, "expected text, but all 2 rows are empty")
+    refused(done, "expected text, but all 2 rows are empty", did=("encode",))
     (tmp_path / "none.jsonl").write_text("")
     done = start("--data.train_files", str(tmp_path / "none.jsonl"))
     refused(done, "none.jsonl", "every file is empty")
@@ -529,12 +529,12 @@ def test_data_that_is_empty(start, tmp_path) -> None:
 
 def test_data_that_is_damaged(start, tmp_path) -> None:
     done = start(*rows(tmp_path / "a.jsonl", {"body": "text"}))
-    refused(done, "expected a column 'text'", "found 'body'", "set data.text_column")
+    refused(done, "expected a column 'text'", "got 'body'", "set data.text_column")
     done = start(*rows(tmp_path / "b.jsonl", {"text": 3}))
-    refused(done, "expected text in column 'text', row 0", "int 3")
+    refused(done, "b.jsonl line 1: expected text in 'text', got int 3", did=("encode",))
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n{"text": ')
     done = start("--data.train_files", str(tmp_path / "c.jsonl"))
-    refused(done, "c.jsonl line 2 is not JSON", "repair or remove it")
+    refused(done, "c.jsonl line 2: expected JSON", "Repair or remove it", did=("encode",))
     (tmp_path / "d.txt").write_bytes(b"caf\xe9")
     done = start("--data.train_files", str(tmp_path / "d.txt"))
     refused(done, "d.txt is not UTF-8 text: byte 0xe9 at offset 3", "iconv")
@@ -545,7 +545,7 @@ def test_data_too_short_for_a_sample(start, tmp_path) -> None:
     (tmp_path / "short.txt").write_text("twenty characters...")
     done = start("--data.train_files", str(tmp_path / "short.txt"))
     said = ["at least one sample of 32 tokens", "hold 21", "data.sequence_length to at most 21"]
-    refused(done, *said, did=("tokenise",))
+    refused(done, *said, did=("encode",))
     assert not (tmp_path / "run").exists()
 
 
@@ -582,8 +582,13 @@ def test_a_vocabulary_too_small_to_train_a_tokenizer_for(start, tmp_path) -> Non
 def test_a_token_id_outside_the_vocabulary(start, tmp_path, bad) -> None:
     good = {"input_ids": list(range(100))}
     done = start(*rows(tmp_path / "ids.jsonl", good, {"input_ids": [5, bad]}))
-    said = ["ids from 0 to 299", f"row 1 (counted from 0) holds {bad}", "model.resize_embeddings"]
-    refused(done, *said, did=("tokenise",))
+    said = [
+        "ids from 0 to 299",
+        "ids.jsonl line 2: expected",
+        f"got {bad}",
+        "model.resize_embeddings",
+    ]
+    refused(done, *said, did=("encode",))
     assert not (tmp_path / "run").exists()
 
 
@@ -696,14 +701,14 @@ def test_a_resume_with_a_changed_architecture(start, finished, change, said) -> 
         assert hashes(finished) == before
     finally:
         file.write_bytes(plain)
-    refused(done, "of another architecture", said, "another output_dir", did=("tokenise",))
+    refused(done, "of another architecture", said, "another output_dir", did=("encode",))
 
 
 def test_a_resume_with_a_global_batch_that_does_not_divide(start, finished) -> None:
     before = hashes(finished)
     done = start(*again(finished), "--train.per_device_train_batch_size", "2")
     said = ["global batch of 3", "micro-batches of 2", "train.per_device_train_batch_size to 1"]
-    refused(done, *said, did=("tokenise",))
+    refused(done, *said, did=("encode",))
     assert hashes(finished) == before
 
 
@@ -724,7 +729,7 @@ def test_a_resume_with_other_data_under_the_same_name(start, finished) -> None:
         assert hashes(finished) == before
     finally:
         text.write_text(plain)
-    refused(done, "training samples, this run has", "give the same data", did=("tokenise",))
+    refused(done, "training samples, this run has", "give the same data", did=("encode",))
 
 
 def test_the_finished_run_goes_on_where_nothing_is_wrong(start, finished) -> None:

@@ -15,7 +15,6 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -580,9 +579,9 @@ def test_no_token_is_written_or_said(
         monkeypatch.setenv(name, TOKEN)
     source = Path(shutil.copytree(root / "source", tmp_path / "source"))
     cfg = PretrainConfig(model=ModelConfig(str(source)), output_dir=str(tmp_path / "run"))
-    spoilt = replace(cfg, model=replace(cfg.model, tokenizer_name_or_path=TOKEN))
-    with pytest.raises(ToolkitError) as refused:
-        config.check(spoilt)
+    spoilt = ["--model.name_or_path", str(source), "--model.tokenizer_name_or_path", TOKEN]
+    with pytest.raises(ToolkitError, match="token or a password") as refused:
+        config.parse(PretrainConfig, spoilt)
     assert TOKEN not in str(refused.value)
     run_dir.record(tmp_path / "run", cfg)
     model = fresh(source)

@@ -1,7 +1,7 @@
 """What a Hugging Face folder was when it was written: sizes and hashes of its files and tensors.
 
 Owns `toolkit_manifest.json`: what is in it, its one rendering, and its reading with suspicion.
-Knows safetensors headers through `hf_format`, nothing of DCP, of models or of where the weights
+Knows safetensors headers, nothing of DCP, of models or of where the weights
 came from: `origin` is the caller's.
 
 Not part of it: the model card (README.md), which is the user's to edit, and hidden names, which are
