@@ -2,6 +2,7 @@
 what is whole, and everything that is not is named.
 """
 
+import contextlib
 import hashlib
 import json
 import random
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit import cli, formats
 from toolkit.checkpoint import commit
-from toolkit.errors import CheckpointError, ExportError
+from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate
 from toolkit.formats import export_manifest, read_metadata, tensor_chunks
 from toolkit.verify import findings as verify_findings
@@ -508,3 +509,66 @@ def test_a_wrong_path_is_answered_with_the_right_one(root: Path) -> None:
         verify_export(None, llama / "export" / "config.json")
     with pytest.raises(ExportError, match=r"did you mean .*export"):
         verify_export(None, llama)
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of others: one finding or one line, never a traceback
+# --------------------------------------------------------------------------------------------------
+
+NESTED = "[" * 100_000 + "]" * 100_000
+STRANGE = {
+    "nested": NESTED,
+    "nested object": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "list": "[1]",
+}
+
+
+@pytest.mark.parametrize("content", STRANGE)
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", formats.INDEX_FILE, export_manifest.FILE, "tokenizer_config.json"],
+)
+def test_strange_json_in_an_export_is_a_finding(
+    root: Path, copy: Callable[[str], Path], name: str, content: str
+) -> None:
+    export = copy("llama/export-20")
+    (export / name).write_text(STRANGE[content])
+    assert name in {f for f, _, _ in verify_export(None, export).findings}
+    if name != export_manifest.FILE:  # as if it had been written so
+        rewrite(export)
+    said = verify_export(root / "llama/run", export, logits=True).findings
+    assert name in {f for f, _, _ in said}
+    (export / export_manifest.FILE).unlink()
+    assert not verify_export(None, export).ok
+
+
+@pytest.mark.parametrize("content", STRANGE)
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "hf/config.json"])
+def test_strange_json_in_a_checkpoint_is_a_finding(
+    root: Path, copy: Callable[[str], Path], name: str, content: str
+) -> None:
+    folder = copy("llama/run/checkpoints/step-00000020")
+    (folder / name).write_text(STRANGE[content])
+    assert name in {f for f, _, _ in verify_checkpoint(folder).findings}
+    if name == "manifest.json":
+        text = (folder / name).read_bytes()
+        (folder / "COMMIT").write_text(hashlib.sha256(text).hexdigest() + "\n")
+    else:
+        reseal(folder)
+    findings = verify_checkpoint(folder).findings
+    assert (name in {f for f, _, _ in findings}) == (name != "hf/config.json")
+    if name != "state.json":  # of which an export has no need
+        with contextlib.suppress(ToolkitError):  # one line
+            assert not verify_export(folder, root / "llama/export").ok
+
+
+@pytest.mark.parametrize("name", ["README.md", export_manifest.FILE, ".hidden"])
+def test_a_link_out_of_an_export_is_a_finding(copy: Callable[[str], Path], name: str) -> None:
+    export = copy("llama/export")
+    elsewhere = export.parent / "elsewhere"
+    if (export / name).exists():
+        (export / name).rename(elsewhere)
+    else:
+        elsewhere.write_text("of somebody else")
+    (export / name).symlink_to(elsewhere)
+    assert name in {f for f, _, _ in verify_export(None, export).findings}

@@ -89,14 +89,13 @@ class AdapterCheck(ExportCheck):
             return
         base = described.get("base") if isinstance(described, dict) else None
         if (
-            not isinstance(base, dict)
-            or not isinstance(base.get("digest"), str | None)
-            or not isinstance(described.get("base_config"), dict | None)
-            or not isinstance(described.get("settings"), dict | None)
+            isinstance(base, dict)
+            and isinstance(base.get("digest"), str | None)
+            and all(isinstance(described.get(n), dict | None) for n in ("base_config", "settings"))
         ):
+            self.described = described
+        else:
             self.add(export_manifest.FILE, None, "does not describe adapter and base as it should")
-            return
-        self.described = described
 
     def _base_on_meta(self) -> PreTrainedModel:
         """Return the base without weights, by the config that the manifest keeps, else its own."""
@@ -129,18 +128,12 @@ class AdapterCheck(ExportCheck):
         state = self.layout.model.state_dict()
         wanted = {key: tuple(state[name].shape) for key, name in self.layout.keys.items()}
         missing = sorted(wanted.keys() - self.entries.keys())
-        # What a key may have been cut to, or given another prefix before.
-        inner = {key: key.removeprefix(_PREFIX) for key in missing}
-        endings = {i.removeprefix("model."): key for key, i in inner.items()} | {
-            end: key for key, i in inner.items() for end in (i, key)
-        }
         for key in missing:
             self.add(WEIGHTS_FILE, key, "is missing; PEFT would warn and leave it as it begins")
         for key in sorted(self.entries.keys() - wanted.keys()):
-            parts = key.split(".")
-            ends = (".".join(parts[i:]) for i in range(len(parts)))
-            near = next((endings[end] for end in ends if end in endings), None)
-            hint = f"; expected was {near}" if near else ""
+            # It may have been cut, or have been given another prefix.
+            near = [k for k in missing if k.endswith(key) or key.endswith(k.removeprefix(_PREFIX))]
+            hint = f"; expected was {near[0]}" if near else ""
             what = f"is no key that PEFT reads for this base: it would be left out silently{hint}"
             self.add(WEIGHTS_FILE, key, what)
         self.check_dtypes()

@@ -169,14 +169,16 @@ class CheckpointCheck:
                 "has them: only the files were compared"
             )
             return
-        for key in sorted(known.keys() ^ {k for k in stored if k.startswith("model.")}):
-            where, other = (MANIFEST, name) if key in known else (name, MANIFEST)
-            self.add(where, key, f"is there, and not in {other}")
-        for key in known.keys() & stored.keys():
-            entry, expected = stored[key], (known[key]["shape"], known[key]["dtype"])
-            actual = (list(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        described = {
+            k: (list(e.size), str(e.properties.dtype).removeprefix("torch."))
+            for k, e in stored.items()
+        }
+        for key in sorted(known.keys() | {k for k in stored if k.startswith("model.")}):
+            expected = (known[key]["shape"], known[key]["dtype"]) if key in known else None
+            actual = described.get(key)
             if actual != expected:
-                self.add(name, key, f"is {actual}, in {MANIFEST} {expected}")
+                where = name if key in stored else MANIFEST
+                self.add(where, key, f"is {actual} in {name}, {expected} in {MANIFEST}")
                 self.hit.add(key)
         whole = {k: stored[k] for k in known.keys() & stored.keys() - self.hit}
         self._digests(metadata, whole, known)

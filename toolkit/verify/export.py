@@ -174,30 +174,27 @@ class ExportCheck:
 
     def _compare_headers(self, tensors: dict[str, Any]) -> None:
         for name in sorted(tensors.keys() | self.entries.keys()):
-            known, entry = tensors.get(name), self.entries.get(name)
-            if entry is None:
-                self.add(tensors[name]["file"], name, "is in the manifest and not in the headers")
-            elif known is None:
-                self.add(entry.file.name, name, "is in the headers and not in the manifest")
-            else:
-                actual = [entry.file.name, DTYPE_NAMES[entry.dtype], list(entry.shape), entry.begin]
-                expected = [known[key] for key in ("file", "dtype", "shape", "begin")]
-                if actual != expected:
-                    self.add(entry.file.name, name, f"is {actual}, in the manifest {expected}")
+            entry, known = self.entries.get(name), tensors.get(name)
+            header, manifest = None, known and {k: known[k] for k in ("dtype", "shape", "begin")}
+            if entry is not None:
+                dtype, shape = DTYPE_NAMES[entry.dtype], list(entry.shape)
+                header = {"dtype": dtype, "shape": shape, "begin": entry.begin}
+            file = entry.file.name if entry is not None else tensors[name]["file"]
+            if header != manifest or (known and known["file"] != file):
+                self.add(file, name, f"is {header} by its header, {manifest} by the manifest")
 
     def _check_config(self) -> None:
         try:
             config = read_config(self.folder)
             architectures = config.get("architectures")
             architectures = architectures if isinstance(architectures, list) else []
-            for name in architectures:
-                if _WRAPPERS.search(str(name)):
-                    what = f"architectures names {name}, a wrapper of training"
-                    self.add("config.json", None, what)
+            for name in filter(_WRAPPERS.search, map(str, architectures)):
+                self.add("config.json", None, f"architectures names {name}, a wrapper of training")
             for reference in _modules(config.get("auto_map")):
                 if not (self.folder / f"{reference}.py").is_file():
-                    what = f"auto_map names {reference}.py, which is not here"
-                    self.add("config.json", None, what)
+                    self.add(
+                        "config.json", None, f"auto_map names {reference}.py, which is not here"
+                    )
             self.model = build_on_meta(ModelConfig(name_or_path=str(self.folder), init="random"))
         except (ToolkitError, OSError) as error:
             self.add("config.json", None, str(error))
@@ -227,9 +224,8 @@ class ExportCheck:
         state = model.state_dict()
         for name, entry in self.entries.items():
             if name in state and tuple(state[name].shape) != entry.shape:
-                described = list(state[name].shape)
-                what = f"has shape {list(entry.shape)}, config.json describes {described}"
-                self.add(entry.file.name, name, what)
+                shapes = f"{list(entry.shape)}, config.json describes {list(state[name].shape)}"
+                self.add(entry.file.name, name, f"has shape {shapes}")
         for kind, names in misfits(model, self.entries).items():
             for name in names:
                 plain = name.partition(" (")[0]
@@ -272,8 +268,9 @@ class ExportCheck:
         self.compare_files(source)
         try:
             theirs, ours = read_config(source.hf), read_config(self.folder)
-        except ModelError:
-            return  # a finding where it is the export's; `find_source` has read the checkpoint's
+        except ModelError as error:
+            self.add("config.json", None, f"cannot be compared: {error}")
+            return
         base = [str(a) for a in theirs.get("architectures") or []]
         for key in sorted({**theirs, **ours}.keys() - set(_DTYPE_KEYS)):
             before, now = _without_dtype(theirs.get(key)), _without_dtype(ours.get(key))
@@ -349,8 +346,7 @@ def _entry(file: Path, known: dict[str, Any]) -> TensorEntry:
 
 def _modules(auto_map: Any) -> Iterator[str]:
     """Yield the modules of this folder that auto_map names."""
-    values = list(auto_map.values()) if isinstance(auto_map, dict) else []
-    for value in values:
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
         for reference in value if isinstance(value, list) else [value]:
             if isinstance(reference, str) and "--" not in reference:
                 yield reference.partition(".")[0]

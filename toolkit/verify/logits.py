@@ -14,7 +14,7 @@ from toolkit.adapters.peft_folder import attach_adapters, read_config
 from toolkit.checkpoint.sources import Source
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import blocks, whole
+from toolkit.formats import whole
 from toolkit.loading.pretrained import materialise
 from toolkit.models.causal_lm import build_on_meta, tied_names, vocabulary_size
 from toolkit.verify.proof import expected_of
@@ -67,15 +67,10 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     first_name = tied_names(model)
     found = expected_of(source, model.state_dict())
     stored = {first_name.get(name, name): expected.stored for name, expected in found.items()}
-    persistent = model.state_dict().keys()
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    tensors |= {n: b for n, b in model.named_buffers() if n in persistent}
-    for name, tensor in tensors.items():
+    for name, tensor in model.state_dict().items():
         if first_name.get(name, name) not in stored:
             raise CheckpointError(f"{source.folder} lacks {name}")
-        rows = tensor.detach() if tensor.ndim > 1 else tensor.detach().reshape(1, -1)
-        for first, block in blocks(stored[first_name.get(name, name)]):
-            rows[first : first + block.shape[0]].copy_(block)
+        tensor.copy_(whole(stored[first_name.get(name, name)]))
     return model
 
 
