@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint import commit
-from toolkit.training.metrics import read_metrics
+from toolkit.formats.metrics_file import read_metrics
 
 ROOT = Path(__file__).parent.parent
 CPU = ROOT / "accelerate_configs/cpu.yaml"

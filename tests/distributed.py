@@ -56,7 +56,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
 
 
 def run_recipe_ranks(
-    recipe: str, world: int, *flags: str, cwd: Path
+    recipe: str | Path, world: int, *flags: str, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
     """Run a recipe on `world` gloo ranks, in forks of warm processes, as torchrun would.
 
@@ -68,7 +68,8 @@ def run_recipe_ranks(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    script = str(Path(__file__).parent.parent / "recipes" / f"{recipe}.py")
+    known = Path(__file__).parent.parent / "recipes" / f"{recipe}.py"
+    script = str(known if isinstance(recipe, str) else recipe)
     with tempfile.TemporaryDirectory() as folder:
         started = [
             _warm[r].start(_recipe_entry, r, world, port, script, flags, str(cwd), folder)

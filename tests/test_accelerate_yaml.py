@@ -31,8 +31,8 @@ from toolkit.config import accelerate_yaml
 from toolkit.config.parse import _flat
 from toolkit.config.settings import PretrainConfig
 from toolkit.errors import ConfigError, LaunchError
+from toolkit.formats.metrics_file import read_metrics
 from toolkit.training import launch
-from toolkit.training.metrics import read_metrics
 
 DOCS = ROOT / "docs" / "accelerate.md"
 MODEL = ["--model.name_or_path", "here"]

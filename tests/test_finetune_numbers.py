@@ -72,6 +72,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 
+SMOOTHED = functools.partial(loss_sum, label_smoothing=EPSILON)
+
 
 def samples(seed: int = 1) -> list[Sample]:
     """Return 16 samples of 1 to 14 tokens: (ids, labels), some with hardly a supervised token."""
@@ -225,7 +227,7 @@ def test_label_smoothing_is_that_of_transformers(kind, elements, folders, monkey
     for way in WAYS:
         optimizer = Keep(model)
         micro = micro_batches(samples(), way, 2)
-        stats = train_step(model, optimizer, micro, max_grad_norm=0, label_smoothing=EPSILON)
+        stats = train_step(model, optimizer, micro, max_grad_norm=0, loss=SMOOTHED)
         assert float(stats.loss) == pytest.approx(mean, rel=CLOSE)
         assert off(optimizer.given, gradients) < CLOSE, way
     assert loss._known[model] == (kind == "llama")
@@ -356,7 +358,7 @@ def smoothed(rank: int, world: int, folder: str) -> Any:
     model = build(folder, world)
     optimizer = Keep(model)
     micro = micro_batches(dealt(rank, world), "packed", 2)
-    stats = train_step(model, optimizer, micro, max_grad_norm=0, label_smoothing=EPSILON)
+    stats = train_step(model, optimizer, micro, max_grad_norm=0, loss=SMOOTHED)
     return float(stats.loss), optimizer.given
 
 
@@ -627,9 +629,7 @@ def stopper(patience: int = 2, threshold: float = 0.0, **saving: Any) -> EarlySt
     train = FinetuneTrainConfig(
         early_stopping_patience=patience, early_stopping_threshold=threshold, eval_steps=1
     )
-    made = early_stopping(train, CheckpointConfig(**saving))
-    assert made is not None
-    return made
+    return early_stopping(train, CheckpointConfig(**saving), {})
 
 
 def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
@@ -637,7 +637,11 @@ def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
     losses = [3.0, 2.0, 2.5, 1.9, 1.9, math.nan]  # an equal one is not better, nor is none at all
     assert [one.update({"eval_loss": x}) for x in losses] == [False] * 5 + [True]
     assert one.best == 1.9
-    assert early_stopping(FinetuneTrainConfig(), CheckpointConfig()) is None
+    none = early_stopping(FinetuneTrainConfig(), CheckpointConfig(), {KEY: one.state_dict()})
+    assert not any(none.update({}) or none.stop for _ in range(9))
+    assert none.state_dict() == {}
+    assert none.line(9) == ""
+    assert "step 9: eval_loss was not better than 1.9 in 3" in one.line(9)
 
 
 def test_small_gains_count_together():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import cli
 from toolkit.checkpoint.commit import find_checkpoint
-from toolkit.training.metrics import read_metrics
+from toolkit.formats.metrics_file import read_metrics
 
 TEMPLATE = ROOT / "recipes/configs/chat_template.jinja"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]

@@ -31,8 +31,8 @@ from toolkit.checkpoint.commit import find_checkpoint
 from toolkit.data.order.position import SampleOrder
 from toolkit.export import consolidate
 from toolkit.formats import export_manifest
+from toolkit.formats.metrics_file import read_metrics
 from toolkit.hub import publishing
-from toolkit.training.metrics import read_metrics
 
 STEPS, GLOBAL_BATCH, LENGTH = 20, 8, 32
 

@@ -1,8 +1,8 @@
 """Adapters (LoRA and its kin) on a model: targets, first values, PEFT's folder, coverage."""
 
 from toolkit.adapters.base import base_digest
-from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
-from toolkit.adapters.lora import add_adapters
+from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapter_lines
+from toolkit.adapters.lora import add_adapters, prepare_adapters
 
 __all__ = [
     "add_adapters",
@@ -10,5 +10,6 @@ __all__ = [
     "coverage",
     "coverage_lines",
     "covered_share",
-    "idle_adapters",
+    "idle_adapter_lines",
+    "prepare_adapters",
 ]

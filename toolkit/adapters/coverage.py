@@ -186,3 +186,14 @@ def _table(rows: list[CoverageRow]) -> list[str]:
             trained = f"{first.trained * count:,}" if first.covered else ""
             lines.append([f"  {name}", str(count), shape, first.how, trained])
     return table(lines, right={1, 4})
+
+
+def idle_adapter_lines(model: nn.Module) -> list[str]:
+    """Return a warning where adapters of `model` get no gradient; see `idle_adapters`."""
+    idle = idle_adapters(model) if has_adapters(model) else []
+    if not idle:
+        return []
+    return [
+        f"WARNING: {len(idle)} adapters get no gradient, such as {idle[0]}: the model reads their "
+        "weights without a forward; name them in lora.exclude_modules"
+    ]

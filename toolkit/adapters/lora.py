@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from toolkit import ranks
 from toolkit.adapters.targets import Targets, check_adapted, check_saved, refusal, targets_of
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, ModelError
@@ -33,6 +34,7 @@ from toolkit.models.peft_model import (
     has_adapters,
     saved_modules,
 )
+from toolkit.models.quantise import quantise_on_meta
 
 __all__ = ["adapter_config", "add_adapters", "base_of", "has_adapters"]
 
@@ -128,3 +130,13 @@ def _store(adapted: PeftModel, dtype: torch.dtype, kept: set[int]) -> None:
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in own:
             parameter.data = torch.empty_like(parameter, dtype=dtype)
+
+
+@ranks.collective
+def prepare_adapters(
+    model: PreTrainedModel, cfg: LoraConfig, param_dtype: str
+) -> PreTrainedModel | PeftModel:
+    """Put on `model` what `cfg` asks for: 4-bit weights, adapters, or nothing. Collective."""
+    if cfg.load_in_4bit:
+        quantise_on_meta(model, cfg, param_dtype)
+    return add_adapters(model, cfg) if cfg.r else model

@@ -5,14 +5,16 @@ saving     save, at once or behind the loop       resuming   find, restore, resu
 shards     torch's DCP files, hashed              rng_state  random numbers of one rank
 commit     the crash-safe folder protocol         durable    fsync
 retention  what is pruned                         store      a disk or an object store
-run_dir    which run a folder holds               disk       whether what is written will fit
+run_folder the output_dir of a start      run_dir    which run a folder holds
+disk       whether what is written will fit
 fetch      a copy from a store                    sources    weights in anybody's checkpoint
 adapter    the adapter of a checkpoint            facts      what export and card tell of a run
 summary    `toolkit inspect`
 """
 
 from toolkit.checkpoint.resuming import find, newest, restore, resume
+from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.checkpoint.saving import save, wait
 from toolkit.checkpoint.state import TrainState
 
-__all__ = ["TrainState", "find", "newest", "restore", "resume", "save", "wait"]
+__all__ = ["RunFolder", "TrainState", "find", "newest", "restore", "resume", "save", "wait"]

@@ -18,7 +18,7 @@ from toolkit.checkpoint.run_dir import CONFIG
 from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, where
 from toolkit.errors import CheckpointError
 from toolkit.parsing import parse_yaml
-from toolkit.training.metrics import METRICS
+from toolkit.formats.metrics_file import METRICS
 
 _AT_ONCE = 4
 

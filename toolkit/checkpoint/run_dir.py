@@ -16,7 +16,7 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.durable import replace_synced
 from toolkit.checkpoint.store import Folder, Place, probe, where
 from toolkit.errors import ConfigError
-from toolkit.training.metrics import METRICS
+from toolkit.formats.metrics_file import METRICS
 
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
@@ -62,6 +62,12 @@ def claim(cfg: Any) -> Path:
     if cfg.checkpoint.root is not None:
         _claim_root(cfg)
     return folder
+
+
+def recorded(cfg: Any) -> Any:
+    """Return the settings that an earlier start of this run recorded, None where there is none."""
+    folder = Path(cfg.output_dir)
+    return _read(folder / CONFIG, type(cfg)) if holds_work(folder) else None
 
 
 def root_of(cfg: Any) -> Folder:

@@ -26,6 +26,7 @@ from toolkit.adapters.peft_folder import read_as_peft, without_storage
 from toolkit.checkpoint import saving
 from toolkit.checkpoint.fetch import local_copy
 from toolkit.config import ModelConfig
+from toolkit.checkpoint.resuming import quarantine
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
 from toolkit.formats import local_slices, reshard, same_values
@@ -33,6 +34,22 @@ from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.peft_model import has_adapters, trained_tensors
 
 _ADVICE = "do not go on from it, or publish it: a reader would get another model"
+
+
+def prove_adapter(model: nn.Module, checkpoint: str) -> str:
+    """Prove the adapter of a checkpoint that was just saved; return the line for the log, empty
+    for a model without adapters. One that does not come back is set aside. Collective.
+
+    Raises:
+        CheckpointError, ExportError: as `prove`.
+    """
+    if not has_adapters(model):
+        return ""
+    try:
+        return prove(model, checkpoint)
+    except CheckpointError as error:
+        quarantine(checkpoint, str(error))
+        raise
 
 
 def prove(model: nn.Module, checkpoint: str | Path) -> str:

@@ -117,6 +117,12 @@ def prepare(cfg: ModelConfig, sequence_length: int) -> PreTrainedModel:
         ModelError, LoadingError: as `check_usable` and `build_on_meta`; or the model sees future
             tokens, or drops layers at random.
     """
+    if cfg.trust_remote_code and ranks.rank() == 0:
+        print(
+            "WARNING: model.trust_remote_code is on: Python code that comes with "
+            f"{cfg.name_or_path} runs with your rights",
+            flush=True,
+        )
     check_usable(cfg, sequence_length)
     model = build_on_meta(cfg)
     check_causal(model)

@@ -24,8 +24,8 @@ class EarlyStopping:
 
     metric: str
     greater_is_better: bool
-    patience: int
-    """Evaluations in a row without an improvement that end the run."""
+    patience: int | None
+    """Evaluations in a row without an improvement that end the run; None: it never ends so."""
     threshold: float = 0.0
     """By how much a value must be better than the best to count. The best moves only with those
     that count, so that many small steps together do count."""
@@ -36,7 +36,7 @@ class EarlyStopping:
     @property
     def stop(self) -> bool:
         """Whether the run should end; also after a resume of a run that had ended so."""
-        return self.waited >= self.patience
+        return self.patience is not None and self.waited >= self.patience
 
     def update(self, metrics: Mapping[str, float]) -> bool:
         """Take in one evaluation; return `stop`. A value that is not finite is no improvement.
@@ -44,6 +44,8 @@ class EarlyStopping:
         Raises:
             TrainingError: the evaluation has no such metric; lists those that it has.
         """
+        if self.patience is None:
+            return False
         if self.metric not in metrics:
             raise TrainingError(
                 f"train.early_stopping_patience compares {self.metric} "
@@ -63,10 +65,21 @@ class EarlyStopping:
         gain = value - self.best if self.greater_is_better else self.best - value
         return gain > self.threshold
 
+    def line(self, step: int) -> str:
+        """Return what a run prints when it ends here, else nothing."""
+        if not self.stop:
+            return ""
+        return (
+            f"stopping early at step {step}: {self.metric} was not better than {self.best} in "
+            f"{self.waited} evaluation(s)"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, in JSON's types; put it under `KEY` of
         `TrainState.extra`.
         """
+        if self.patience is None:
+            return {}
         return {"metric": self.metric, "best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,6 +88,8 @@ class EarlyStopping:
         Raises:
             TrainingError: the checkpoint compared another metric.
         """
+        if self.patience is None or not state:
+            return
         if state["metric"] != self.metric:
             raise TrainingError(
                 f"this run stops early by {state['metric']} so far (best {state['best']}), and now "
@@ -85,14 +100,20 @@ class EarlyStopping:
         self.best, self.waited = None if best is None else float(best), int(state["waited"])
 
 
-def early_stopping(train: FinetuneTrainConfig, saving: CheckpointConfig) -> EarlyStopping | None:
-    """Return the state to begin with, None where `train.early_stopping_patience` is empty."""
-    if train.early_stopping_patience is None:
-        return None
+def early_stopping(
+    train: FinetuneTrainConfig, saving: CheckpointConfig, kept: Mapping[str, Any]
+) -> EarlyStopping:
+    """Return the count as the settings ask for it, continued from a checkpoint's `extra`.
+
+    Raises:
+        TrainingError: the checkpoint compared another metric.
+    """
     policy = retention(saving)
-    return EarlyStopping(
+    stopping = EarlyStopping(
         policy.metric,
         policy.greater_is_better,
         train.early_stopping_patience,
         train.early_stopping_threshold,
     )
+    stopping.load_state_dict(kept.get(KEY, {}))
+    return stopping

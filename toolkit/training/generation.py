@@ -11,7 +11,9 @@ gathered. There each call is led through the outermost module, which calls the i
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.config.settings import FinetuneTrainConfig
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.models.peft_model import base_of
@@ -73,6 +76,51 @@ def generate(
     for part in ranks.gather(texts):
         found |= part
     return [found[number] for number in range(len(prompts))]
+
+
+def answer_prompts(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cfg: FinetuneTrainConfig,
+    file: Path,
+    step: int,
+) -> None:
+    """Let the model answer `train.eval_prompts`; rank 0 prints the answers and appends them to
+    `file`, a JSON line each. Collective; see `generate`.
+    """
+    if not cfg.eval_prompts or tokenizer is None:
+        return
+    chat = tokenizer.chat_template is not None
+    answers = generate(
+        model, tokenizer, cfg.eval_prompts, max_new_tokens=cfg.eval_max_new_tokens, chat=chat
+    )
+
+    def keep() -> None:
+        with open(file, "a", encoding="utf-8") as f:
+            for prompt, answer in zip(cfg.eval_prompts, answers, strict=True):
+                print(f"step {step}  {prompt!r}\n    {answer!r}", flush=True)
+                f.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}) + "\n")
+
+    ranks.on_main(keep)
+
+
+@ranks.collective
+def check_prompts(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, cfg: FinetuneTrainConfig
+) -> None:
+    """Refuse `train.eval_prompts` that could not be answered. The model may be on meta. Collective.
+
+    Raises:
+        TrainingError: as `generate`.
+    """
+    if tokenizer is not None:
+        encoded_prompts(
+            model,
+            tokenizer,
+            cfg.eval_prompts,
+            max_new_tokens=cfg.eval_max_new_tokens,
+            chat=tokenizer.chat_template is not None,
+        )
 
 
 def encoded_prompts(

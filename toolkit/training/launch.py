@@ -5,6 +5,7 @@ only one that reads what the launcher says in the environment. Does not know the
 Accelerate never sees it: sharding is `toolkit.sharding`'s alone.
 """
 
+import argparse
 import atexit
 import datetime
 import hashlib
@@ -16,18 +17,21 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.commands.config import default_config_file
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from toolkit import ranks
-from toolkit.config import accelerate_yaml
+from toolkit import parsing, ranks
+from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
 from toolkit.training import background as in_flight
 
@@ -64,10 +68,11 @@ class Run:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def say(self, text: str) -> None:
-        """Print a line once, from the main process."""
+    def say(self, *lines: str) -> None:
+        """Print lines once, from the main process; empty ones are left out."""
         if self.is_main:
-            print(text, flush=True)
+            for line in filter(None, lines):
+                print(line, flush=True)
 
     def loader(
         self,
@@ -155,8 +160,8 @@ def start() -> Iterator[Run]:
             flush=True,
         )
     _hide_from_accelerate()
-    cpu = not torch.accelerator.is_available() or _flag("ACCELERATE_USE_CPU")
     rank, world, local = _asked()
+    cpu = _uses_cpu(rank, world)
     device_type = "cpu" if cpu else torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
     if device_type != "cpu":
         count = torch.accelerator.device_count()
@@ -196,6 +201,25 @@ def _let_finish() -> None:
         ranks.end(_LET_FINISH.total_seconds())
     except Exception as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path) -> None:
+    """Parse the command line, bring up the processes, run `recipe` on each; the end of a program.
+
+    Args:
+        settings_class: `PretrainConfig` or `FinetuneConfig`.
+        demo: config that runs where neither --config nor a model is given.
+    """
+
+    def run_recipe() -> None:
+        own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
+        cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
+        with start() as run:
+            if not own:
+                run.say(f"no --config and no model given: running the demo's config, {demo}")
+            recipe(cfg, run)
+
+    guarded(run_recipe)
 
 
 def guarded(main: Callable[[], None]) -> None:
@@ -293,6 +317,47 @@ def _asked() -> tuple[int, int, int]:
             "accelerate_configs/cpu.yaml --num_processes N, or torchrun --nproc_per_node N"
         )
     return 0, 1, 0
+
+
+def _uses_cpu(rank: int, world: int) -> bool:
+    """Return whether the run computes on the CPU: it was asked for, or there is nothing else.
+
+    Raises:
+        LaunchError: Accelerate was asked for several processes on GPUs, and torch sees none.
+    """
+    if _flag("ACCELERATE_USE_CPU"):
+        return True
+    if torch.accelerator.is_available():
+        return False
+    built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and _accelerate_was_told_cpu():
+        return True
+    if by_accelerate and world > 1:
+        raise LaunchError(
+            f"accelerate launch was asked for {world} processes on GPUs, and torch sees no GPU "
+            f"({built}); mend the driver or the installation of torch, or say use_cpu: true as "
+            "accelerate_configs/cpu.yaml does"
+        )
+    if rank == 0:
+        print(f"WARNING: torch sees no GPU ({built}): training on the CPU", flush=True)
+    return True
+
+
+def _accelerate_was_told_cpu() -> bool:
+    """Return whether `accelerate launch`, the parent process, was given --cpu or `use_cpu: true`.
+
+    It tells its processes only where it starts one (Accelerate 1.15).
+    """
+    parent = psutil.Process(os.getppid())
+    arguments = parent.cmdline()
+    if {"--cpu", "--use_cpu"} & {*arguments}:
+        return True
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config_file", default=default_config_file)
+    file = Path(parent.cwd(), parser.parse_known_args(arguments)[0].config_file)
+    settings = parsing.read_yaml(file, LaunchError) if file.is_file() else None
+    return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
 def _connect(device_type: str, rank: int, world: int) -> None:

@@ -1,79 +1,27 @@
 """What a run shows of itself: a progress bar or lines, `metrics.jsonl`, the final summary.
 
-Owns tokens/s, MFU, memory and their files. Knows neither the loop nor trackers.
-
-[Note: MFU] Model FLOPs utilisation after PaLM (Chowdhery et al. 2022, appendix B): 6 N + 12 L H T
-operations a token for N parameters without the embedding lookup, L layers of width H and sequences
-of T tokens, divided by the device's dense bf16 peak. Recomputation does not count as work.
+Owns tokens/s, MFU, memory and their files. Does not know the loop.
 """
 
 import json
 import math
-import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
+from toolkit import ranks
 from toolkit.errors import TrainingError
-
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-"""Answers to `train.eval_prompts`, a line each."""
-
-# Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
-_PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
-    "MI250X": 191e12,
-}
-
-
-@dataclass(frozen=True)
-class Clock:
-    """What one step processes, for rates."""
-
-    tokens_per_step: int
-    """Non-padding tokens of the global batch."""
-    flops_per_token: float
-    """Operations of forward and backward; see [Note: MFU]."""
-    world_size: int
-
-
-def flops_per_token(
-    parameters: int,
-    embedding: int,
-    layers: int,
-    width: int,
-    sequence_length: int,
-    *,
-    frozen: int = 0,
-) -> float:
-    """Return the training FLOPs of one token; `embedding` are parameters that are only looked up.
-
-    A `frozen` parameter costs two a token less: it gets no gradient of its own.
-    """
-    trained = 6.0 * (parameters - embedding) - 2.0 * max(0, frozen - embedding)
-    return trained + 12.0 * layers * width * sequence_length
+from toolkit.formats.metrics_file import METRICS, keep_until
+from toolkit.training.model_flops import device_peak_flops
+from toolkit.training.step import evaluate_sources
 
 
 class Metrics:
@@ -81,23 +29,29 @@ class Metrics:
 
     The tensors of a step are read only when a line is due, so that the device never waits in
     between.
+
+    Args:
+        first_step: steps that an earlier start has done; what it logged after them is dropped.
+        tokens: supervised tokens of those steps.
+        tokens_per_step: non-padding tokens of the global batch, for rates.
+        flops_per_token: operations of forward and backward; see `model_flops`.
     """
 
     def __init__(
         self,
         run_dir: Path,
         *,
-        clock: Clock,
-        is_main: bool,
         device: torch.device,
         first_step: int,
         max_steps: int,
         tokens: int,
+        tokens_per_step: int,
+        flops_per_token: float,
         logging_steps: int,
         disable_tqdm: bool,
     ):
-        self._file = run_dir / METRICS
-        self._clock, self._main, self._device = clock, is_main, device
+        self._file, self._main, self._device = run_dir / METRICS, ranks.rank() == 0, device
+        self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._first, self._last, self._every = first_step, max_steps, logging_steps
         self._tokens, self._pending = tokens, []  # type: int, list[torch.Tensor]
         self._bad: torch.Tensor | None = None
@@ -105,7 +59,7 @@ class Metrics:
         self._since, self._steps = time.perf_counter(), 0
         self._began, self._first_loss, self._last_line = time.perf_counter(), None, {}  # type: ignore[var-annotated]
         self._bar = None
-        if is_main:
+        if self._main:
             keep_until(self._file, first_step)
             if not disable_tqdm and sys.stderr.isatty():
                 self._bar = tqdm(
@@ -145,11 +99,9 @@ class Metrics:
         """
         if self._bad is not None and bool(self._bad):
             raise TrainingError(
-                f"the loss or the gradient norm became NaN or infinite by step {step}; nothing was "
-                "saved since. "
-                "Lower optim.learning_rate, raise optim.warmup_steps, or look at the data of these "
-                "steps; "
-                "the last checkpoint is good"
+                f"the loss or the gradient norm became NaN or infinite by step {step}; nothing "
+                "was saved since. Lower optim.learning_rate, raise optim.warmup_steps, or look at "
+                "the data of these steps"
             )
 
     @property
@@ -171,12 +123,20 @@ class Metrics:
         finally:
             self._paused += time.perf_counter() - begun
 
-    def close(self) -> dict[str, Any]:
-        """End the progress bar; return first_loss, the last line's values and seconds."""
+    def close(self) -> str:
+        """End the progress bar; return the line that sums up the steps, empty without a step."""
         if self._bar is not None:
             self._bar.close()
-        seconds = time.perf_counter() - self._began
-        return {"first_loss": self._first_loss, "seconds": seconds, **self._last_line}
+        last, seconds = self._last_line, time.perf_counter() - self._began
+        if not last:
+            return ""
+        evaluated = ""
+        if "eval_loss" in last:
+            evaluated = f", eval perplexity {last['eval_perplexity']:.1f}"
+        return (
+            f"\ndone: step {self._first + 1} to {last['step']} in {seconds:.0f} s, "
+            f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{evaluated}"
+        )
 
     def _line(self, step: int, stats: Any, learning_rate: float) -> dict[str, Any]:
         loss, norm, tokens = (
@@ -187,7 +147,7 @@ class Metrics:
         now = time.perf_counter()
         step_time = max(1e-9, now - self._since - self._paused) / self._steps
         self._since, self._paused, self._steps = now, 0.0, 0
-        rate = self._clock.tokens_per_step / step_time
+        rate = self._tokens_per_step / step_time
         line = {
             "step": step,
             "loss": loss,
@@ -200,7 +160,7 @@ class Metrics:
         }
         peak = device_peak_flops(self._device)
         if peak is not None:
-            line["mfu"] = rate * self._clock.flops_per_token / (peak * self._clock.world_size)
+            line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
         return line
 
     def _show(self, line: dict[str, Any]) -> None:
@@ -222,6 +182,11 @@ class Metrics:
         )
 
 
+def due(step: int, every: int | None) -> bool:
+    """Whether something happens after `step` that happens every so many steps."""
+    return every is not None and step % every == 0
+
+
 def perplexity(loss: float) -> float:
     """Return exp(loss), infinite where it overflows."""
     try:
@@ -230,11 +195,14 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def evaluation_metrics(evaluation: Any) -> dict[str, float]:
-    """Return an `Evaluation` as a metrics line holds it: `eval_loss`, `eval_perplexity`, and where
-    there are several sources `eval_NAME_loss` and `eval_NAME_perplexity` of each. Waits for the
-    device.
+def evaluate_metrics(
+    model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
+) -> dict[str, float]:
+    """Return the losses of `evaluate_sources` as a metrics line holds them: `eval_loss`,
+    `eval_perplexity`, and where there are several sources `eval_NAME_loss` and
+    `eval_NAME_perplexity` of each. Collective; waits for the device.
     """
+    evaluation = evaluate_sources(model, sources)
     named = {"eval": evaluation.total}
     if len(evaluation.sources) > 1:
         named |= {f"eval_{name}": one for name, one in evaluation.sources.items()}
@@ -251,39 +219,6 @@ def memory_peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
-
-
-def device_peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of a known GPU in FLOP/s, None for others and for CPUs."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)
-
-
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
-    return _read_lines(Path(run_dir) / METRICS)
-
-
-def keep_until(file: Path, step: int) -> None:
-    """Drop the lines after `step` of a file of JSON lines: the resumed run writes them again."""
-    if not file.is_file():
-        return
-    kept = [line for line in _read_lines(file) if line["step"] <= step]
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
-    os.replace(temporary, file)
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in file.read_text("utf-8").splitlines() if file.is_file() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return lines
 
 
 def _duration(seconds: float) -> str:

@@ -19,6 +19,12 @@ from toolkit.errors import TrainingError
 from toolkit.models.peft_model import base_of
 
 
+def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
+    """Add the noise of `train.neftune_noise_alpha`, where it is set."""
+    if alpha is not None:
+        EmbeddingNoise(model, alpha)
+
+
 class EmbeddingNoise:
     """Noise on the input embeddings of a model in training mode, until `remove`.
 

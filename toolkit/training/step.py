@@ -10,7 +10,7 @@ sum is meant: each contribution is multiplied by the number of ranks. A rank wit
 tokens contributes zero, not the NaN of an empty mean.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.training.loss import loss_sum, supervised_tokens
+
+Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def train_step(
     *,
     max_grad_norm: float = 1.0,
     sync_each: bool = False,
-    label_smoothing: float = 0.0,
+    loss: Loss = loss_sum,
 ) -> StepStats:
     """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
 
@@ -59,8 +61,7 @@ def train_step(
         max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
         sync_each: reduce gradients after every micro-batch: more traffic, no unsharded gradient
             kept.
-        label_smoothing: share of each target that is spread over the vocabulary; the loss that is
-            reported is the smoothed one.
+        loss: (model, micro-batch) -> the sum over its supervised tokens of what is minimised, 0-d.
 
     Raises:
         TrainingError: no micro-batches.
@@ -81,7 +82,7 @@ def train_step(
         if sharded is not None:
             sharded.set_requires_gradient_sync(last or sync_each)
             sharded.set_is_last_backward(last)
-        contribution = loss_sum(model, batch, label_smoothing=label_smoothing) * scale
+        contribution = loss(model, batch) * scale
         contribution.backward()
         total += contribution.detach()
     if world > 1:

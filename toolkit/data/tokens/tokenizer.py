@@ -61,7 +61,7 @@ def prepare_tokenizer(
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
     byte-level BPE of the model's vocabulary size, trained on the training text into `folder` (or
     found there from an earlier start on the same text). Where there is none and the data is
-    tokenised already, `model` comes back as it is. Writes files: call it on one rank first.
+    tokenised already, `model` comes back as it is. Collective: rank 0 first, which writes files.
 
     Args:
         model: the model, and what is said about its tokenizer.
@@ -74,7 +74,11 @@ def prepare_tokenizer(
         ConfigError: the model's vocabulary is too small for a byte-level tokenizer.
         ModelError: the model's config cannot be read.
     """
-    model = own_tokenizer(model)
+    return ranks.main_first(lambda: _find_or_train(model, data, folder, keep))
+
+
+def _find_or_train(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
+    model = _own_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
         return model
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
@@ -114,13 +118,18 @@ def prepare_tokenizer(
     return replace(model, tokenizer_name_or_path=str(folder))
 
 
+@ranks.collective
 def own_tokenizer(model: ModelConfig) -> ModelConfig:
     """Return `model` with `tokenizer_name_or_path` set: the one that is named, or the model's own;
-    as it is where there is none.
+    as it is where there is none. Collective.
 
     Raises:
         ModelError: whether the model has one cannot be seen.
     """
+    return _own_tokenizer(model)
+
+
+def _own_tokenizer(model: ModelConfig) -> ModelConfig:
     if model.tokenizer_name_or_path is not None or not _has_tokenizer(model):
         return model
     return replace(model, tokenizer_name_or_path=model.name_or_path)

@@ -1,0 +1,84 @@
+"""The changes of a recipe that docs/recipes.md shows: applied, run on 2 ranks, seen to work."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from distributed import run_recipe_ranks
+from safetensors.torch import load_file
+from test_recipe import flags
+
+DOCUMENT = (ROOT / "docs" / "recipes.md").read_text("utf-8")
+TITLES = ("Another term in the loss", "Frozen layers", "One more metric")
+
+
+def apply(patch: str, text: str) -> str:
+    """Return `text` with a patch applied, whose hunks name no line numbers: each stands once."""
+    for hunk in patch.split("\n@@\n")[1:]:
+        lines = hunk.rstrip("\n").split("\n")
+        before = "\n".join(line[1:] for line in lines if line[:1] in (" ", "-", ""))
+        after = "\n".join(line[1:] for line in lines if line[:1] in (" ", "+", ""))
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
+def documented(title: str) -> str:
+    found = re.search(rf"## {title}\n.*?```diff\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert found, title
+    return found[1]
+
+
+def run(folder: Path, model: Path, text: Path, title: str | None) -> list[dict[str, float]]:
+    """Run pretraining with the change of `title`; return its metrics."""
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    recipe = folder / "recipes" / "pretrain.py"
+    if title is not None:
+        recipe.write_text(apply(documented(title), recipe.read_text("utf-8")), "utf-8")
+    few = ["--train.max_steps", "3", "--data.eval_split", "0.05", "--checkpoint.save_steps", "3"]
+    batch = ["--train.per_device_train_batch_size", "2", "--checkpoint.export_at_end", "true"]
+    output = folder / "run"
+    done = run_recipe_ranks(recipe, 2, *flags(model, text, output, *few, *batch), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tiny_llama, text_file) -> tuple[Path, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, run(folder, tiny_llama, text_file, None)
+
+
+def test_every_diff_of_the_document_is_tested() -> None:
+    assert DOCUMENT.count("```diff") == len(TITLES)
+    with pytest.raises(AssertionError):
+        apply(documented(TITLES[0]), "another recipe")
+
+
+def test_another_term_in_the_loss(plain, tmp_path, tiny_llama, text_file) -> None:
+    changed = run(tmp_path, tiny_llama, text_file, TITLES[0])
+    normaliser = (changed[0]["loss"] - plain[1][0]["loss"]) / 1e-4  # the mean square of log Z
+    assert 20 < normaliser < 60  # ln(300)^2 is 32.5, of logits near zero
+    assert changed[2]["loss"] != plain[1][2]["loss"]
+
+
+def test_frozen_layers(plain, tmp_path, tiny_llama, text_file) -> None:
+    run(tmp_path, tiny_llama, text_file, TITLES[1])
+    before = load_file(tiny_llama / "model.safetensors")
+    name = "run/exports/step-00000003/model.safetensors"
+    frozen, trained = load_file(tmp_path / name), load_file(plain[0] / name)
+    for key in before:
+        still = any(f"layers.{i}." in key for i in (0, 1))
+        assert torch.equal(before[key], frozen[key]) == still, key
+        assert not torch.equal(before[key], trained[key]), key
+
+
+def test_one_more_metric(plain, tmp_path, tiny_llama, text_file) -> None:
+    changed = run(tmp_path, tiny_llama, text_file, TITLES[2])
+    assert 0.0 < changed[-1]["eval_accuracy"] < 0.5
+    assert [line["loss"] for line in changed] == [line["loss"] for line in plain[1]]
+    assert "eval_accuracy" not in plain[1][-1]

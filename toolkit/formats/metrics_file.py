@@ -1,0 +1,49 @@
+"""The files of JSON lines that a run writes while it trains, and how they are read again."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit import parsing
+from toolkit.errors import CheckpointError
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+"""Answers to `train.eval_prompts`, a line each."""
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
+    return _read_lines(Path(run_dir) / METRICS)
+
+
+def keep_until(file: Path, step: int) -> None:
+    """Drop the lines after `step` of a file of JSON lines: the resumed run writes them again."""
+    if not file.is_file():
+        return
+    kept = [line for line in _read_lines(file) if line["step"] <= step]
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+    os.replace(temporary, file)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines.
+
+    Raises:
+        CheckpointError: a line that is not the last is no JSON object with a step.
+    """
+    texts = file.read_text("utf-8").splitlines() if file.is_file() else []
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = parsing.parse_json(text, f"{file} line {number}", CheckpointError)
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                raise CheckpointError(f"{file} line {number} is no JSON object with a step")
+        except CheckpointError:
+            if number < len(texts):
+                raise
+            continue  # cut off by a kill
+        lines.append(line)
+    return lines
