@@ -6,15 +6,15 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test check format bench architectures soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all check format bench architectures soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(VENV)/.installed: setup.cfg pyproject.toml
+$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 install: $(VENV)/.installed  ## Make .venv with the toolkit and what it needs
@@ -25,8 +25,13 @@ demo: install  ## Train a small model, export it, reload it, let it write (FRESH
 demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge, ask it before and after
 	@$(BIN)/python recipes/demo.py --finetune --run $(RUN) $(if $(FRESH),--fresh)
 
-test: install  ## Run the tests
-	$(BIN)/python -m pytest
+test: install  ## Run the tests that need no launcher and no heavy faults (minutes)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: install  ## Run the others: real launches, kills, faults, many repeats
+	$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow  ## Run all tests
 
 check: install  ## Lint, format, import layers and types
 	$(BIN)/ruff check .
@@ -39,7 +44,7 @@ format: install  ## Format the code
 	$(BIN)/ruff format .
 
 bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine, minutes)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python benchmarks/tokenise.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/load.py

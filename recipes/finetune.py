@@ -29,8 +29,10 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.lora.r else None)
+    models.check_usable(cfg.model, cfg.data.sequence_length)
     model_cfg = own_tokenizer(model_settings(cfg))
     base = models.prepare(model_cfg, cfg.data.sequence_length)  # on meta: shapes, no bytes
+    loading.check_source(base, cfg.model)
     data = finetune_data.prepare(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)

@@ -660,7 +660,7 @@ def test_a_run_whose_config_is_damaged(start, finished, tmp_path) -> None:
     before = hashes(run)
     done = start(*again(finished), "--output_dir", str(run))
     refused(
-        done, "holds a run whose config cannot be read", "config.yaml is not valid YAML", code=2
+        done, "holds a run whose config cannot be read", "config.yaml is not readable YAML", code=2
     )
     assert hashes(run) == before
 

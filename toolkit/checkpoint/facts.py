@@ -14,8 +14,8 @@ from toolkit import __version__
 from toolkit.checkpoint.commit import CHECKPOINTS, step_name
 from toolkit.checkpoint.run_dir import CONFIG
 from toolkit.errors import CheckpointError, ConfigError, is_secret_name, scrub
-from toolkit.parsing import parse_yaml, read_json, read_yaml
 from toolkit.formats.metrics_file import METRICS, read_metrics
+from toolkit.parsing import parse_yaml, read_json, read_yaml
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 _SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "seed")

@@ -129,6 +129,14 @@ def fill(
         )
 
 
+def check_source(model: nn.Module, cfg: ModelConfig) -> None:
+    """Refuse the checkpoint that `fill` will load where it is not one of `model` (`check_fits`).
+    Collective.
+    """
+    if cfg.init == "pretrained":
+        check_fits(model, local_folder(cfg.name_or_path, cfg.revision))
+
+
 @ranks.collective
 def check_fits(model: nn.Module, path: str | Path) -> None:
     """Refuse a checkpoint that is not one of `model`, before its bytes are read. Collective.
