@@ -47,6 +47,7 @@ def flags(model: Path, text: Path, output: Path, *more: str, dtype: str = "float
         "--optim.lr_scheduler_type", "cosine",
         "--optim.warmup_steps", "3",
         "--optim.weight_decay", "0.1",
+        "--optim.adam_beta2", "0.999",
         "--train.max_steps", str(STEPS),
         "--train.logging_steps", "1",
         "--output_dir", str(output),

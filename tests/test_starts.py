@@ -18,8 +18,7 @@ __all__ = ["stored"]
 
 def start(folder: Path, *flags: str, world: int = 1) -> str:
     """Go on with the stored run; return what it printed."""
-    same = ("--config", "base.yaml", "--train.per_device_train_batch_size", str(2 // world))
-    done = run_recipe_ranks("pretrain", world, *same, *flags, cwd=folder)
+    done = run_recipe_ranks("pretrain", world, "--config", "base.yaml", *flags, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,7 +39,7 @@ def test_the_same_settings_say_nothing(stored: Path) -> None:
     said = start(stored, world=2)
     assert "resuming   run after step 4" in said
     assert "no effect" not in said
-    assert "changed    " not in said.replace("train.per_device_train_batch_size", "", 1)
+    assert "changed    " not in said
 
 
 def test_a_start_with_nothing_to_do_leaves_the_settings(stored: Path) -> None:

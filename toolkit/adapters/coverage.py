@@ -11,6 +11,7 @@ from toolkit.formats import local_tensor
 from toolkit.models.peft_model import (
     adapted_parameters,
     adapter_config,
+    has_adapters,
     layer_parameters,
     saved_modules,
     unwrapped_base,

@@ -17,8 +17,8 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.run_dir import CONFIG
 from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, where
 from toolkit.errors import CheckpointError
-from toolkit.parsing import parse_yaml
 from toolkit.formats.metrics_file import METRICS
+from toolkit.parsing import parse_yaml
 
 _AT_ONCE = 4
 

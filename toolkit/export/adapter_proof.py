@@ -25,8 +25,8 @@ from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
 from toolkit.checkpoint import saving
 from toolkit.checkpoint.fetch import local_copy
-from toolkit.config import ModelConfig
 from toolkit.checkpoint.resuming import quarantine
+from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
 from toolkit.formats import local_slices, reshard, same_values
