@@ -8,7 +8,7 @@ import torch
 import yaml
 from conftest import ROOT, accelerate, free_port, run_recipe
 from distributed import run_recipe_ranks
-from test_stored_run import stored
+from test_stored_run import BASE, stored
 
 from toolkit.errors import LaunchError
 from toolkit.training import launch
@@ -18,7 +18,7 @@ __all__ = ["stored"]
 
 def start(folder: Path, *flags: str, world: int = 1) -> str:
     """Go on with the stored run; return what it printed."""
-    done = run_recipe_ranks("pretrain", world, "--config", "base.yaml", *flags, cwd=folder)
+    done = run_recipe_ranks("pretrain", world, *BASE, *flags, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
