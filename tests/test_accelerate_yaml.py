@@ -491,6 +491,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run)]
 
 
+@pytest.mark.slow
 def test_a_run_under_an_fsdp_yaml(tmp_path, text_file) -> None:
     model = tmp_path / "model"
     save_byte_tokenizer(model, extra=50)  # 307 tokens, where the model has 300
@@ -531,6 +532,7 @@ def test_a_run_under_an_fsdp_yaml(tmp_path, text_file) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_class_that_the_model_has_not(tmp_path, tiny_llama, text_file) -> None:
     """It is an error of this setting, before anything is loaded."""
     fsdp = {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "GPT2Block"}

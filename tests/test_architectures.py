@@ -23,6 +23,8 @@ from toolkit.errors import LoadingError, ModelError
 from toolkit.loading.recorded_init import Recorder
 from toolkit.models.causal_lm import build_on_meta
 
+pytestmark = pytest.mark.slow
+
 SOME = (
     *("gpt2", "bert", "opt", "qwen3_5", "gemma3_text", "mixtral", "deepseek_v3", "kimi_linear"),
     *("hrm_text", "zamba2", "falcon_h1", "rwkv", "reformer", "apertus", "openai-gpt"),

@@ -830,6 +830,7 @@ def test_what_every_process_sees_is_said_once(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == "error: seed must be an integer\n"
 
 
+@pytest.mark.slow
 def test_it_is_said_although_another_process_fails_first(tmp_path) -> None:
     """The launcher ends rank 0 as soon as rank 1 has left, and rank 1 has nothing to say."""
     (tmp_path / "late.py").write_text(
@@ -849,6 +850,7 @@ def test_it_is_said_although_another_process_fails_first(tmp_path) -> None:
     assert done.stderr.count("error: seed must be an integer") == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_accelerate_launch_that_starts_one_process_of_two(tmp_path, tiny_llama, text_file) -> None:
     """The trap itself: `--cpu --num_processes 2` starts one process without a word."""
     launcher = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "2"]
@@ -878,6 +880,7 @@ def real_flags(model: Path, text: Path, output: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_fewer_samples_than_ranks(tmp_path, tiny_llama) -> None:
     """A real launch of two: one message, a failure of the launcher, nothing left behind."""
     (tmp_path / "short.txt").write_text("forty characters, enough for one sample.")
@@ -890,6 +893,7 @@ def test_fewer_samples_than_ranks(tmp_path, tiny_llama) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
     """The second machine lacks a file of the model: both ranks end at once, one says why."""
     there = copied(sharded, tmp_path / "incomplete")
@@ -925,6 +929,7 @@ def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_second_run_on_one_output_dir_is_refused(tmp_path):
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another process would: a lock belongs to its file

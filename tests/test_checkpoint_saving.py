@@ -330,6 +330,7 @@ save()
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_waits_and_fails_where_the_save_did(tmp_path):
     """Without `wait`: at a good end, on a full disk, after a crash of the loop, and Ctrl-C."""
     program = tmp_path / "program.py"

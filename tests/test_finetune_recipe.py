@@ -12,6 +12,8 @@ from toolkit import cli
 from toolkit.checkpoint.commit import find_checkpoint
 from toolkit.formats.metrics_file import read_metrics
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = ROOT / "recipes/configs/chat_template.jinja"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 

@@ -435,6 +435,7 @@ def again(hub: Hub, before: Repo) -> Repo:
     return hub.repos[NAME]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["before", "after"])
 def test_the_connection_breaks_at_every_request_in_turn(hub, push, export, other, kind):
     """Once at request k: the repository ends complete. From k on: unchanged, or complete."""
@@ -605,6 +606,7 @@ def test_command_line(hub, push, export):
     assert push("command", "push", export)["result"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
     """Two processes; the Hub refuses at the end; the command that the error names completes it."""
     run, root = tmp_path / "run", tmp_path / "elsewhere"

@@ -34,6 +34,8 @@ from toolkit.formats import export_manifest
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.hub import publishing
 
+pytestmark = pytest.mark.slow
+
 STEPS, GLOBAL_BATCH, LENGTH = 20, 8, 32
 
 

@@ -983,6 +983,7 @@ def test_identical_layers_share_one_graph_and_names_stay(measured):
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tmp_path):
     """`toolkit inspect --plan` in a process of its own: Llama-70B's shapes, no weights."""
     from transformers import LlamaConfig

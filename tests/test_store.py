@@ -255,6 +255,7 @@ def _killed_at_each(tmp_path: Path, whole: bool = True) -> tuple[int, list[str]]
         number += 1
 
 
+@pytest.mark.slow
 def test_a_kill_at_each_put_and_delete_loses_nothing(tmp_path, capsys):
     number, found = _killed_at_each(tmp_path)
     assert number > 20
@@ -278,6 +279,7 @@ def _same_name_again(run, step):
     return run / "checkpoints" / f"{commit.step_name(step)}.try-0001-00000000"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [("commit", _commit_first), ("delete", _commit_deleted_last), ("begin", _same_name_again)],
@@ -365,6 +367,7 @@ def two_ranks(rank: int, world: int, model: str, url: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path, url):
     model = save_tiny_model(tmp_path / "model")
     first, second = run_ranks(two_ranks, 2, str(model), url)
@@ -450,6 +453,7 @@ def test_secrets_and_contradictions_are_refused(flags, said):
     assert "hunter2" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_root_belongs_to_one_run(tmp_path, url):
     cfg = _config(tmp_path, url)
     folder = run_dir.claim(cfg)
@@ -496,6 +500,7 @@ def test_the_disk_is_asked_for_the_exports_only(tiny_llama, tmp_path, url):
 # ---- The recipe and the command line -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_recipe_and_the_command_line(tiny_llama, text_file, tmp_path, url, monkeypatch, capsys):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text("import bucket\n")

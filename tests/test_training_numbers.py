@@ -269,6 +269,7 @@ def learn(rank: int, world: int, folders: dict[str, str]) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_bf16_compute_with_fp32_reduction_learns_as_fp32(folders):
     (found, _) = run_ranks(learn, 2, folders)
     for kind in ("llama", "experts"):

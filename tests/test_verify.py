@@ -438,6 +438,7 @@ def targets(root: Path) -> dict[str, damage.Target]:
     return damage.targets(llama / "run", (llama / "export-10", llama / "export-20"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "flips"), [("checkpoint", 50), ("export", 100)])
 def test_random_damage_is_reported(
     targets: dict[str, damage.Target], name: str, flips: int
