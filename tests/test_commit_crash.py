@@ -8,9 +8,12 @@ import file_trace
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.skipif(
-    file_trace.compiler() is None, reason="file operations are traced by a C library: needs cc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        file_trace.compiler() is None, reason="file operations are traced by a C library: needs cc"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
