@@ -129,7 +129,7 @@ class Stage:
         self.folder, self.tracer = folder, tracer
         self.checkpoint, self.commit, self.consolidate = checkpoint, commit, consolidate
         self.cfg = CheckpointConfig(
-            save_total_limit=LAST, save_permanent_steps=EVERY, keep_best=BEST
+            save_steps=1, save_total_limit=LAST, save_permanent_steps=EVERY, keep_best=BEST
         )
         write_model_config(folder / "model")
         self.model_cfg = ModelConfig(str(folder / "model"), init="random")
