@@ -574,7 +574,7 @@ def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
     checkpoint.save(state, tmp_path / "run", SAVING)
     path = checkpoint.newest(tmp_path / "run")
     assert path is not None
-    entry = state.read_state(path)["adapter"]
+    entry = json.loads((Path(path) / "state.json").read_text())["adapter"]
     assert (entry["digest"], entry["name_or_path"]) == (digest, other)
     assert entry["config"]["base_model_name_or_path"] == other
     assert digest != base_digest(Path(here))
