@@ -46,7 +46,7 @@ from toolkit import checkpoint, ranks
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
-from toolkit.loading.pretrained import init_weights, load_pretrained
+from toolkit.loading import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
 from toolkit.training.step import train_step

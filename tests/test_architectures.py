@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from conftest import ROOT
 from distributed import run_ranks
 from tiny_models import TYPES, UNEVEN, tiny_class, tiny_config, tiny_model
 
+from toolkit import models
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError, ModelError
-from toolkit.loading.recorded_init import Recorder
+from toolkit.formats.hf_folder import HFAssets
+from toolkit.loading.initialise import drawn, with_buffers
 from toolkit.models.causal_lm import build_on_meta
 
 pytestmark = pytest.mark.slow
@@ -99,6 +102,21 @@ def test_a_drafter_is_refused_by_name(tmp_path):
         build_on_meta(ModelConfig(str(tmp_path), dtype="float32", init="random"))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": 10**6}, {"layer_types": ["full_attention"] * 10**6}],
+    ids=["a million layers", "a million layer types"],
+)
+def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path, changes):
+    content = tiny_config("llama").to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    begun = time.perf_counter()
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
+        models.prepare(ModelConfig(str(tmp_path), init="random"), 16)
+    assert time.perf_counter() - begun < 5
+    assert "\n" not in str(caught.value)
+
+
 def test_a_type_that_dies_costs_only_itself(tmp_path):
     """A rank that is killed on the way is recorded; the types behind it are checked."""
     env = os.environ | {"ARCHITECTURES_KILL": "gpt2"}
@@ -117,82 +135,67 @@ def test_a_type_that_dies_costs_only_itself(tmp_path):
     assert "signal 9" in found["gpt2"]["died"]
 
 
-# ---- The recorded start --------------------------------------------------------------------------
+# ---- The random start ----------------------------------------------------------------------------
 
 
-def recorded(build):
-    with (recorder := Recorder()):
-        made = build()
-    recorder.name(made)
-    return made, recorder
+def on_meta(kind: str):
+    with torch.device("meta"):
+        model = tiny_class(kind)._from_config(tiny_config(kind), dtype=torch.float32)
+    model.hf_assets = HFAssets(config={}, model_class=type(model))
+    return model
 
 
-def whole(tensor: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(0, n) for n in tensor.shape)
+def first_values(model, seed: int) -> dict[str, torch.Tensor]:
+    names = [n for n, _ in model.named_parameters()]
+    return dict(drawn(model, with_buffers(model), names, seed))
 
 
-def test_a_recorded_start_is_the_same_in_pieces(monkeypatch):
-    monkeypatch.setattr("toolkit.loading.recorded_init._BLOCK_ELEMENTS", 8 * 5)
-
-    def build() -> dict[str, torch.Tensor]:
-        embedding = torch.nn.Embedding(50, 5, padding_idx=3)
-        torch.nn.init.trunc_normal_(embedding.weight, std=0.02)
-        with torch.no_grad():
-            embedding.weight[3].zero_()
-            embedding.weight[40:44].fill_(7.0)
-        return {"w": embedding.weight}
-
-    made, recorder = recorded(build)
-    everything = recorder.replay(made["w"], whole(made["w"]), torch.float32, 1)
-    parts = [
-        recorder.replay(made["w"], (slice(a, b), slice(0, 5)), torch.float32, 1)
-        for a, b in ((0, 7), (7, 42), (42, 50))
-    ]
-    assert torch.equal(torch.cat(parts), everything)
-    assert everything[3].abs().max() == 0
-    assert (everything[40:44] == 7).all()
-    drawn = torch.cat([everything[:3], everything[4:40], everything[44:]])
-    assert 0.015 < drawn.std() < 0.02
-    assert drawn.abs().max() < 2 * 0.02 * 100
-    other = recorder.replay(made["w"], whole(made["w"]), torch.float32, 2)
-    assert not torch.equal(other, everything)
+@pytest.mark.parametrize("kind", ["openai-gpt", "apertus", "mamba", "reformer", "zamba2"])
+def test_each_parameter_is_drawn_alone(kind):
+    """Of constructors alone (openai-gpt), of modules around it (mamba), in lists (reformer)."""
+    model = on_meta(kind)
+    values = first_values(model, 3)
+    assert values.keys() == dict(model.named_parameters()).keys()
+    assert all(v.isfinite().all() and not v.is_meta for v in values.values())
+    again, other = first_values(model, 3), first_values(model, 4)
+    assert all(torch.equal(values[n], again[n]) for n in values)
+    assert any(not torch.equal(values[n], other[n]) for n in values)
+    one = next(n for n in values if values[n].ndim > 1)
+    assert torch.equal(dict(drawn(model, with_buffers(model), [one], 3))[one], values[one])
 
 
-def test_a_recorded_start_computes_what_is_computed():
-    def build() -> dict[str, torch.Tensor]:
-        a = torch.nn.Parameter(torch.empty(6, 4))
-        b = torch.nn.Parameter(torch.empty(4, 6))
-        constant = torch.nn.Parameter(torch.log(torch.tensor([2.0, 3.0])))
-        with torch.no_grad():
-            a.normal_()
-            b.copy_(a.t() * 2)
-            torch.nn.init.orthogonal_(a.new_empty(3, 3))
-        return {"a": a, "b": b, "constant": constant}
-
-    made, recorder = recorded(build)
-    values = {n: recorder.replay(t, whole(t), torch.float32, 5) for n, t in made.items()}
-    assert torch.equal(values["b"], values["a"].t() * 2)
-    assert torch.equal(values["constant"], torch.tensor([2.0, 3.0]).log())
-    assert not recorder.guessed
+def test_drawing_needs_one_module_at_a_time():
+    model = on_meta("llama")
+    built = with_buffers(model)
+    for name, _ in drawn(model, built, [n for n, _ in model.named_parameters()], 0):
+        assert all(p.is_meta for p in built.parameters()), name
 
 
 def test_memory_that_nobody_fills_is_an_error():
-    def build() -> dict[str, torch.Tensor]:
-        tensor = torch.empty(4, 2)
-        tensor[:2] = 1.0
-        return {"x": tensor}
+    cls = tiny_class("llama")
 
-    made, recorder = recorded(build)
-    with pytest.raises(LoadingError, match="never given a value"):
-        recorder.replay(made["x"], whole(made["x"]), torch.float32, 0)
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.empty(8))
+
+    class Odd(cls):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = Norm()
+
+    with torch.device("meta"):
+        model = Odd._from_config(tiny_config("llama"), dtype=torch.float32)
+    model.hf_assets = HFAssets(config={}, model_class=Odd)
+    with pytest.raises(LoadingError, match=r"first values of extra\.scale of Odd cannot be drawn"):
+        first_values(model, 0)
 
 
-def test_a_decision_on_drawn_values_is_known():
-    def build() -> dict[str, torch.Tensor]:
-        x = torch.randn(3)
-        return {"x": x if x.sum() > 0 else -x}
-
-    assert recorded(build)[1].guessed
+def test_the_random_state_of_the_run_is_left_alone():
+    before = torch.get_rng_state()
+    first_values(on_meta("openai-gpt"), 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_tiny_models_hide_nothing():

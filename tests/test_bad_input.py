@@ -38,6 +38,7 @@ from toolkit.config.settings import ModelConfig
 from toolkit.data import training_data
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
+from toolkit.loading import materialisation
 from toolkit.loading import pretrained as loading
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.training import launch
@@ -95,7 +96,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
         (tokenizer, "train_tokenizer"),
         (training_data, "encode"),
         (loading, "_stream"),
-        (loading, "_draw"),
+        (materialisation, "_fill"),
         (checkpoint, "save"),
     ):
         plain = getattr(module, name)
@@ -451,7 +452,7 @@ def test_random_weights_need_no_weights(start, model, tmp_path) -> None:
     before = hashes(model)
     done = start("--model.name_or_path", str(model), "--model.init", "random")
     assert done.code == 0, done.err
-    assert done.did == ["encode", "_draw", "save"]
+    assert done.did == ["encode", "_fill", "save"]
     assert hashes(model) == before
 
 

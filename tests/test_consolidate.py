@@ -36,7 +36,7 @@ from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_size
 from toolkit.formats import HFAssets, export_manifest, stored_tensors
 from toolkit.loading.pretrained import materialise
-from toolkit.models.causal_lm import build_on_meta, decoder_layers, tied_names
+from toolkit.models import build_on_meta, decoder_layers, tied_names
 
 RANKS = 3
 SMALL = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}

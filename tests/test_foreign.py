@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate
-from toolkit.models.causal_lm import decoder_layers
+from toolkit.models import decoder_layers
 
 KINDS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "moe": {}}
 

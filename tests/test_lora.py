@@ -38,7 +38,7 @@ from toolkit.config import (
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError
 from toolkit.formats import HFAssets
 from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
-from toolkit.models.causal_lm import build_on_meta, decoder_layers
+from toolkit.models import build_on_meta, decoder_layers
 from toolkit.models.peft_model import (
     adapted_modules,
     base_of,

@@ -37,7 +37,7 @@ from toolkit.config.settings import (
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError, ShardingError
 from toolkit.export import export_live
 from toolkit.formats import read_weights, weight_files
-from toolkit.loading.pretrained import check_fits, load_pretrained
+from toolkit.loading import check_fits, load_pretrained
 from toolkit.models import quantise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packed_linear import (

@@ -14,7 +14,7 @@ from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from toolkit import checkpoint, loading, models
+from toolkit import checkpoint, loading, models, ranks
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import commit, saving
 from toolkit.config.settings import (
@@ -286,18 +286,19 @@ def test_fill_begins_as_the_run_asks(folders):
         assert adapted[1], "a checkpoint of adapters does not hold the base"
 
 
-def refused_on_one_rank(rank: int, world: int, folder: str) -> str:
+def refused_on_one_rank(rank: int, world: int, folder: str) -> tuple[str, bool]:
     cfg = ModelConfig(folder if rank == 0 else folder + "-gone", dtype="float32")
     try:
-        models.prepare(cfg, 16)
+        ranks.on_all(lambda: models.prepare(cfg, 16))  # one exchange inside of another
     except ToolkitError as error:
-        return str(error)
-    return "nothing"
+        return str(error), getattr(error, "already_reported", False)
+    return "nothing", False
 
 
-def test_what_one_rank_refuses_all_refuse(folders):
-    said = run_ranks(refused_on_one_rank, 2, folders["untied"])
-    assert all("-gone is neither a folder" in s for s in said), said
+def test_what_one_rank_refuses_all_refuse_and_it_alone_reports(folders):
+    said = run_ranks(refused_on_one_rank, 3, folders["untied"])
+    assert all("-gone is neither a folder" in text for text, _ in said), said
+    assert [reported for _, reported in said] == [True, False, True]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.errors import ModelError, ShardingError
 from toolkit.formats import reshard
-from toolkit.loading.pretrained import load_pretrained
+from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fake_world import fake_world
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early

@@ -227,6 +227,8 @@ def _raise_on_all(
     if error is None:
         kind, text = said[failed[0]]  # type: ignore[misc]
         error = kind(f"{text} (on rank {failed[0]})")
-    if rank() != failed[0]:
-        error.already_reported = True  # type: ignore[union-attr]  # the first that failed prints it
+    # The first that failed prints it, whichever exchange outside of this one sees it fail again.
+    if rank() != failed[0] and not getattr(error, "agreed", False):
+        error.already_reported = True  # type: ignore[union-attr]
+    error.agreed = True  # type: ignore[union-attr]
     raise error

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import ExportError
+from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.parsing import read_json
 
@@ -133,7 +134,8 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
     meta = all(p.is_meta for p in base.parameters())
     where = torch.device("meta") if meta else contextlib.nullcontext()
     try:
-        with _quiet(), _own_draws(), where:
+        # PEFT draws first values for every adapter.
+        with _quiet(), forked_rng(), where:
             peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**config))
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
@@ -244,7 +246,7 @@ def read_as_peft(
     from peft import PeftModel
 
     try:
-        with warnings.catch_warnings(record=True) as caught, _own_draws():
+        with warnings.catch_warnings(record=True) as caught, forked_rng():
             warnings.simplefilter("always")
             model = PeftModel.from_pretrained(
                 base,
@@ -314,11 +316,6 @@ def _holding(
             owner._parameters[leaf] = value
         module.merged_adapters.clear()
         getattr(module, "_caches", {}).clear()
-
-
-def _own_draws() -> contextlib.AbstractContextManager[None]:
-    """Keep the random state of a run from PEFT, which draws first values for every adapter."""
-    return torch.random.fork_rng(devices=[])
 
 
 @contextlib.contextmanager

@@ -41,8 +41,8 @@ from toolkit.formats import (
     weight_files,
     whole,
 )
-from toolkit.loading.pretrained import load_group, load_groups
-from toolkit.models.causal_lm import tied_names
+from toolkit.loading import load_group, load_groups
+from toolkit.models import tied_names
 
 
 def plan_merge(

@@ -32,7 +32,7 @@ from toolkit.formats import (
     export_groups,
     use_source_names,
 )
-from toolkit.models.causal_lm import build_on_meta, tied_names
+from toolkit.models import build_on_meta, tied_names
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -1,12 +1,26 @@
 """Bytes into shards: a checkpoint streamed in, or random weights drawn."""
 
+from toolkit.loading.convert import LoadGroup, load_group, load_groups
+from toolkit.loading.materialisation import init_weights, materialise
 from toolkit.loading.pretrained import (
+    LoadReport,
     check_fits,
     check_source,
     fill,
-    init_weights,
     load_pretrained,
-    materialise,
+    misfits,
 )
 
-__all__ = ["check_fits", "check_source", "fill", "init_weights", "load_pretrained", "materialise"]
+__all__ = [
+    "LoadGroup",
+    "LoadReport",
+    "check_fits",
+    "check_source",
+    "fill",
+    "init_weights",
+    "load_group",
+    "load_groups",
+    "load_pretrained",
+    "materialise",
+    "misfits",
+]

@@ -1,6 +1,26 @@
 """A Hugging Face causal LM without bytes: its shapes, layers, ties and head, on meta."""
 
-from toolkit.models.causal_lm import build_on_meta, check_usable, decoder_layers, prepare
+from toolkit.models.causal_lm import (
+    build_on_meta,
+    check_usable,
+    kept_in_fp32,
+    plain_name,
+    prepare,
+    vocabulary_size,
+)
+from toolkit.models.layers import decoder_layers
 from toolkit.models.quantise import check_quantisation
+from toolkit.models.ties import tied_families, tied_names
 
-__all__ = ["build_on_meta", "check_quantisation", "check_usable", "decoder_layers", "prepare"]
+__all__ = [
+    "build_on_meta",
+    "check_quantisation",
+    "check_usable",
+    "decoder_layers",
+    "kept_in_fp32",
+    "plain_name",
+    "prepare",
+    "tied_families",
+    "tied_names",
+    "vocabulary_size",
+]

@@ -22,6 +22,7 @@ from toolkit.formats import (
     HFAssets,
     asset_files,
     assets_of,
+    check_config,
     conversion_mapping,
     local_folder,
     read_config,
@@ -29,16 +30,15 @@ from toolkit.formats import (
     source_dtypes,
     weight_files,
 )
-from toolkit.models.patterns import matching_parameters, plain_class_name
-from toolkit.models.peft_model import base_of
+from toolkit.models.patterns import matching_parameters
+from toolkit.models.ties import tied_names
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
-    """Build the model of `cfg` on the meta device: every shape, no bytes, ties in place.
+    """Return the model of `cfg` on the meta device, tied; the folder needs no weights.
 
-    Parameters have the storage dtype `cfg.dtype`; those that transformers keeps in fp32 for half
-    precision stay fp32. `model.hf_assets` holds what an export needs. Costs milliseconds a layer
-    and no memory; the folder needs a config.json but no weights.
+    Parameters have the storage dtype `cfg.dtype`, or fp32 where transformers keeps them so.
+    `model.hf_assets` holds what an export needs. Costs milliseconds a layer and no memory.
 
     Raises:
         ModelError: no such folder, no usable config, or not a causal LM.
@@ -58,43 +58,24 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     except Exception as error:  # config.json comes from outside: it may ask for anything
         raise ModelError(
             f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
-            f"{_said(error)}"
+            f"{one_line(error)}"
         ) from error
     for section in (model.config, model.config.get_text_config()):
-        section.use_cache = (
-            False  # training has no use for it; the export keeps the pristine config
-        )
+        section.use_cache = False  # of no use in training; the export keeps the pristine config
     if dtype != torch.float32:
-        for name in kept_in_fp32(model):
-            parameter = model.get_parameter(name)
-            parameter.data = torch.empty_like(parameter, dtype=torch.float32)
-        for name in _matching_fp32(model, dict(model.named_buffers())):
-            path, _, leaf = name.rpartition(".")
-            buffers = model.get_submodule(path)._buffers
-            buffers[leaf] = torch.empty_like(model.get_buffer(name), dtype=torch.float32)
+        for tensor in _in_fp32(
+            model, {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        ).values():
+            tensor.data = torch.empty_like(tensor, dtype=torch.float32)
     tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg.tokenizer_name_or_path, cfg.revision)
-    resized = False
-    if cfg.resize_embeddings:
-        resized = _resize(model, pristine, tokenizer_folder, cfg)
+    resized = cfg.resize_embeddings and _resize(model, pristine, tokenizer_folder, cfg)
     model.tie_weights()
-    for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
-        model.get_parameter(name).requires_grad_(False)
-    if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(
-            f"model.frozen_parameters {cfg.frozen_parameters} names every parameter of "
-            f"{type(model).__name__}: nothing would be trained; leave some out"
-        )
-    files = asset_files(tokenizer_folder)
-    if tokenizer_folder != folder:
-        files.pop("generation_config.json", None)
-        own = asset_files(folder)
-        if "generation_config.json" in own:
-            files["generation_config.json"] = own["generation_config.json"]
+    _freeze(model, cfg.frozen_parameters)
     model.hf_assets = HFAssets(
         config=pristine,
-        files=files,
+        files=_files(folder, tokenizer_folder),
         source=source_dtypes(folder) if cfg.init == "pretrained" else None,
         tied=tied_names(model),
         conversions=conversion_mapping(model),
@@ -107,6 +88,26 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         folder=folder,
     )
     return model
+
+
+def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
+    for name in matching_parameters(model, patterns, "model.frozen_parameters"):
+        model.get_parameter(name).requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            f"model.frozen_parameters {patterns} names every parameter of "
+            f"{type(model).__name__}: nothing would be trained; leave some out"
+        )
+
+
+def _files(folder: Path, tokenizer_folder: Path) -> dict[str, bytes]:
+    """Return what an export carries: the tokenizer's files, and the model's generation config."""
+    files = asset_files(tokenizer_folder)
+    if tokenizer_folder != folder:
+        name = "generation_config.json"
+        files.pop(name, None)
+        files |= {n: content for n, content in asset_files(folder).items() if n == name}
+    return files
 
 
 @ranks.collective
@@ -139,6 +140,7 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     """
     folder = local_folder(cfg.name_or_path, cfg.revision)
     content = read_config(folder)
+    check_config(folder)
     _refuse_quantised(folder, content)
     kind = content.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
@@ -158,7 +160,8 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the file comes from outside: it may hold anything
         raise ModelError(
-            f"{folder / 'config.json'} cannot be used: {_said(error)}; correct it or get it again"
+            f"{folder / 'config.json'} cannot be used: {one_line(error)}; correct it or get "
+            "it again"
         ) from error
 
 
@@ -202,14 +205,14 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
     known: set[str] = set()
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         known.update([names] if isinstance(names, str) else names)
-    said = (getattr(config, "architectures", None) or [None])[0]
-    if said in known:
-        return getattr(transformers, said)
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if named in known:
+        return getattr(transformers, named)
     mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
-    if mapped is None or (said is not None and not said.endswith("Model")):
+    if mapped is None or (named is not None and not named.endswith("Model")):
         raise ModelError(
-            f"{cfg.name_or_path} is {said or config.model_type}, not a causal language model; "
+            f"{cfg.name_or_path} is {named or config.model_type}, not a causal language model; "
             f"expected an architecture such as {_example(mapped)} (config.json: model_type "
             f"{config.model_type}). Give another model.name_or_path"
         )
@@ -217,11 +220,7 @@ def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrain
 
 
 def _check_stands_alone(model_class: type[PreTrainedModel], cfg: ModelConfig) -> None:
-    """Refuse a drafter, which continues another model's keys and values and reads no text itself.
-
-    Raises:
-        ModelError: names the class.
-    """
+    """Refuse a drafter, which works on another model's keys and values, not on text."""
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
@@ -244,102 +243,20 @@ def _own_section(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -
 
 
 def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
-    """Return the dtype in which parameters are stored; `auto` is the checkpoint's, else
-    bfloat16.
-    """
+    """Return the dtype in which parameters are stored; `auto`: the checkpoint's, or bfloat16."""
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype or "float32")
-    said = getattr(config, "dtype", None)
-    if said is None:
+    stored = getattr(config, "dtype", None)
+    if stored is None:
         source = source_dtypes(folder) or {}
         return torch.float32 if set(source.values()) == {"F32"} else torch.bfloat16
-    dtype = getattr(torch, said) if isinstance(said, str) else said
+    dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     if dtype == torch.float16:
         raise ModelError(
             f"{cfg.name_or_path} is stored in float16, which cannot hold master weights (AdamW's "
             "second moment underflows to 0); set model.dtype: float32"
         )
     return dtype
-
-
-def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the decoder layers of `model`, name -> module, in the order of definition.
-
-    They are the elements of its stacks (every outermost `ModuleList` that holds more than a
-    fiftieth of the parameters) and the modules of the classes in `_no_split_modules`; of nested
-    ones the outermost, but the layers rather than a stage that stacks several. Never one that holds
-    an embedding or the head, or a parameter tied to something that is no layer. Layers may share
-    parameters with each other.
-    """
-    classes: set[str] = set()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            classes.update(getattr(module, "_no_split_modules", None) or [])
-    named = dict(model.named_modules())
-    by_class = {n for n, m in named.items() if n and plain_class_name(m) in classes}
-    found: set[str] = set()
-    for name in by_class | _stacked(model):
-        stages = [
-            f"{name}.{inner}"
-            for inner, child in named[name].named_modules()
-            if isinstance(child, nn.ModuleList)
-            and sum(f"{name}.{inner}.{i}" in by_class for i in range(len(child))) > 1
-        ]
-        if not stages:
-            found.add(name)
-    apart = _kept_apart(model, named, found)
-    own = [n for n in named if n in found and not apart.intersection(map(id, _own(named[n])))]
-    own = [n for n in own if next(named[n].parameters(), None) is not None]
-    chosen = set(own)
-    return {n: named[n] for n in own if not any(outer in chosen for outer in _outer(n))}
-
-
-def _outer(name: str) -> list[str]:
-    """Return the names of the modules around `name`, the root left out."""
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
-
-
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters())
-
-
-def _stacked(model: nn.Module) -> set[str]:
-    """Return the names of the elements of the stacks that matter, outermost lists only."""
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
-    total = sum(p.numel() for p in model.parameters())
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            total -= module.weight.numel()
-    found = set()
-    for name, stack in lists.items():
-        if any(outer in lists for outer in _outer(name)):
-            continue
-        if sum(p.numel() for p in stack.parameters()) * 50 < total:
-            continue
-        for i, child in enumerate(stack):
-            if not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Embedding):
-                found.add(f"{name}.{i}")
-    return found
-
-
-def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str]) -> set[int]:
-    """Return the parameters that no layer may hold: of embedding and head, and ties beyond
-    layers.
-    """
-    apart: set[int] = set()
-    base = base_of(model)
-    if isinstance(base, PreTrainedModel):
-        for module in (base.get_input_embeddings(), base.get_output_embeddings()):
-            apart.update(map(id, () if module is None else module.parameters()))
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for key, aliases in names.items():
-        inside = [any(outer in layers for outer in _outer(alias)) for alias in aliases]
-        if len(aliases) > 1 and not all(inside):
-            apart.add(key)
-    return apart
 
 
 def kept_in_fp32(model: nn.Module) -> list[str]:
@@ -350,38 +267,23 @@ def kept_in_fp32(model: nn.Module) -> list[str]:
     """
     if not isinstance(model, PreTrainedModel):
         return []
-    return _matching_fp32(model, dict(model.named_parameters()))
+    return list(_in_fp32(model, dict(model.named_parameters())))
 
 
-def _matching_fp32(model: PreTrainedModel, tensors: dict[str, Any]) -> list[str]:
-    """Return which of `tensors` transformers keeps in fp32."""
+def _in_fp32(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return those of `tensors` that transformers keeps in fp32."""
     if not hasattr(model, "_get_dtype_plan"):
         raise ModelError(
             f"transformers {transformers.__version__} has no PreTrainedModel._get_dtype_plan; "
             "install one from 5.17 to 5.23"
         )
     plan = model._get_dtype_plan(torch.bfloat16)
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in plan]
-    names = [n for n, t in tensors.items() if t.is_floating_point()]
-    return [n for n in names if any(p.search(n) for p in patterns)]
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return alias -> the first name of the same parameter, for every tied parameter."""
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(parameter), name)
-        if owner != name:
-            aliases[name] = owner
-    return aliases
+    kept = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
+    return {n: t for n, t in tensors.items() if t.is_floating_point() and kept.search(n)}
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Refuse a decoder that its config turns into an encoder, where each token sees the next one.
-
-    BERT and its kin build a causal LM from any config, and without `is_decoder` mask nothing: the
-    loss of next-token prediction then falls to nothing, and so does the use of the model.
+    """Refuse a model whose tokens see the next one: BERT and its kin without `is_decoder`.
 
     Raises:
         ModelError: names the setting.
@@ -443,8 +345,7 @@ def check_layerdrop(config: PreTrainedConfig) -> None:
         if isinstance(value, float | int) and value > 0:
             raise ModelError(
                 f"{name} is {value} in config.json: ranks would skip different layers, whose "
-                "shards "
-                "then mix. Set it to 0.0 there"
+                "shards then mix. Set it to 0.0 there"
             )
 
 
@@ -460,8 +361,8 @@ def plain_name(model: nn.Module) -> str:
     return (assets_of(model).model_class or type(model)).__name__
 
 
-def _said(error: BaseException) -> str:
-    """Return what a library said, on one line that ends where a sentence or the patience does."""
+def one_line(error: BaseException) -> str:
+    """Return the error of a library on one line of at most 400 characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 400 else text[:400].rsplit(" ", 1)[0] + " ..."
 
@@ -488,9 +389,7 @@ def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:
 def _resize(
     model: PreTrainedModel, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
 ) -> bool:
-    """Give embedding and head one row per token of the tokenizer, in `model` and its
-    config.json.
-    """
+    """Give embedding and head a row per token of the tokenizer; whether that changed them."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)

@@ -1,8 +1,7 @@
 """A linear layer whose matrix is kept in 4 bits, as one parameter that FSDP2 can shard.
 
-Owns the form in which such a matrix is kept, and the trial that a device computes with it; the only
-file that imports bitsandbytes, whose quantisation and product these are. Knows nothing of models:
-which layers are kept so is `quantise`'s.
+The only file that imports bitsandbytes, whose quantisation and product these are. Which layers are
+kept so is `quantise`'s.
 
 [Note: packed weights] bitsandbytes keeps a 4-bit matrix in two places: the nibbles as a parameter,
 and the scales of its blocks as an attribute of that parameter, which no sharding sees: every rank
@@ -37,9 +36,7 @@ _ALIGNED = 16  # bytes to which every part of a column is aligned
 
 
 def packed_weights(model: nn.Module) -> dict[str, "PackedLinear"]:
-    """Return the name of each parameter that is stored in 4 bits -> its layer; shared ones under
-    each name.
-    """
+    """Return every name of each parameter that is stored in 4 bits -> its layer."""
     named = model.named_modules(remove_duplicate=False)
     return {f"{name}.weight": m for name, m in named if isinstance(m, PackedLinear)}
 
@@ -54,8 +51,7 @@ def count_values(model: nn.Module) -> int:
 class PackedLinear(nn.Module):
     """A linear layer whose weight is a column of bytes; see [Note: packed weights].
 
-    Made by `quantise_on_meta` together with bitsandbytes' `Linear4bit`, as which PEFT knows it. A
-    forward dequantises and multiplies by bitsandbytes' kernels; only the input gets a gradient.
+    PEFT knows it as bitsandbytes' `Linear4bit`. Only the input gets a gradient.
     """
 
     weight: nn.Parameter
@@ -102,11 +98,7 @@ class PackedLinear(nn.Module):
         return _aligned(last.begin + last.nbytes)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the column of a whole matrix [out_features, in_features], where that is.
-
-        Bit for bit what bitsandbytes makes of it. Needs its memory in `source_dtype`, and the
-        column's.
-        """
+        """Return the column of a whole matrix [out_features, in_features], on its device."""
         state: Any
         nibbles, state = bitsandbytes().functional.quantize_4bit(
             weight.to(self.source_dtype).contiguous(),
@@ -176,9 +168,7 @@ class _Part:
 
 
 def _parts(elements: int, double_quant: bool) -> tuple[_Part, ...]:
-    """Return where the nibbles lie, the scales, and with double quantisation their scales and
-    offset.
-    """
+    """Return where the nibbles lie, the scales, and of double quantisation scales and offset."""
     blocks = elements // BLOCK
     kinds = [(elements // 2, torch.uint8), (blocks, torch.float32)]
     if double_quant:
@@ -220,14 +210,10 @@ def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
     return state
 
 
-# --------------------------------------------------------------------------------------------------
-# The library, and whether it computes here
-# --------------------------------------------------------------------------------------------------
-
-
 def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Quantise a small matrix on `device`, multiply by it, and see that its values come back: in
-    training, in its backward, and one row at a time, for which there are kernels of their own.
+    """Refuse a `device` on which a small matrix in 4 bits does not come back from products.
+
+    Tried are training, its backward, and one row at a time, each of which has kernels of its own.
 
     Raises:
         ConfigError: bitsandbytes is missing, does not run there, or computes something else.

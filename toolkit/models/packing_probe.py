@@ -1,8 +1,7 @@
 """Whether a model type keeps packed samples apart, found out by trying it on a tiny copy.
 
-Owns the forwards that decide. Keeps no list of types: of those that transformers knows, more than a
-third let samples see each other without a word (state spaces, linear attention, position biases,
-masks built elsewhere). Knows nothing of the data or of sharding.
+There is no list of types: of those that transformers knows, more than a third let samples see each
+other without a word (state spaces, linear attention, position biases, masks built elsewhere).
 """
 
 import copy
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from toolkit.models.causal_lm import one_line
+from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
 
 # Samples of the rows that are tried: other lengths a row, single tokens, and longer than a window.
@@ -43,18 +44,14 @@ def keeps_apart(
 ) -> Verdict:
     """Try on a tiny copy of the model whether packed samples stay apart. Not collective.
 
-    Takes a second; half a minute for the few types whose layers cannot be left out.
-
-    Runs packed rows as training does (`input_ids` and restarting `position_ids`, no attention mask,
-    no cache), without dropout: later samples must not move when the first one changes, and each
-    must come out as it does in a forward by itself. Whatever fails on the way, the model's own
-    refusal included, is a no with its reason. The random state is left as it was. See `tiny_copy`.
+    Takes a second; half a minute for the few types whose layers cannot be left out. Runs packed
+    rows as training does (restarting `position_ids`, no attention mask), without dropout: later
+    samples must not move when the first one changes, and each must come out as it does by itself.
+    Whatever fails on the way is a no with its reason. See `tiny_copy`.
 
     Args:
-        config: of the model that will be trained (`model.config`), with its attention
-            implementation.
-        model_class: its class before sharding (`model.hf_assets.model_class`); None: the causal LM
-            that transformers maps the config to.
+        config: of the model that will be trained, with its attention implementation.
+        model_class: its class before sharding; None: what transformers maps the config to.
         sequence_length: tokens of a packed row; windows and chunks that are as long are not cut.
             None: all are.
         rows: rows of a micro-batch; with flash attention transformers keeps the samples of one row
@@ -68,7 +65,7 @@ def keeps_apart(
         layers = Layers.of(full)
         kinds = layers.kinds(full)
     except Exception as error:  # an architecture may do anything on its way
-        return Verdict(False, f"its layers cannot be looked at: {_said(error)}")
+        return Verdict(False, f"its layers cannot be looked at: {one_line(error)}")
     verdict = Verdict(False, f"{type(full).__name__} has no decoder layers to look at")
     if not kinds:
         return verdict
@@ -99,10 +96,8 @@ def _try(
             return Verdict(
                 False, f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
             ), False
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.compiler.set_stance("force_eager"),  # flex attention: not worth a compilation
-        ):
+        # Flex attention is not worth a compilation.
+        with forked_rng(device), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             model = _build(model_class, config, device)
             verdict, by = _compare(model, rows)
@@ -110,12 +105,7 @@ def _try(
                 verdict = _without_rounding(model, rows) or verdict
             return verdict, True
     except Exception as error:  # an architecture may do anything on its way, and refuse in any way
-        return Verdict(False, f"a tiny copy does not run packed: {_said(error)}"), False
-
-
-# --------------------------------------------------------------------------------------------------
-# The trial
-# --------------------------------------------------------------------------------------------------
+        return Verdict(False, f"a tiny copy does not run packed: {one_line(error)}"), False
 
 
 def _build(
@@ -136,11 +126,7 @@ def _dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def _without_rounding(model: PreTrainedModel, rows: int) -> Verdict | None:
-    """Return what the trial shows in fp64; None where the model does not run in it.
-
-    Deep stacks of noise may make much of a difference in the last bit: what is gone in fp64 was
-    rounding.
-    """
+    """Return what the trial shows in fp64, where rounding is gone; None where it does not run."""
     try:
         model.set_experts_implementation("eager")  # the grouped product has no fp64
         return _compare(model.double(), rows)[0]
@@ -223,8 +209,3 @@ def _mapped(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found[0] if isinstance(found, tuple) else found
-
-
-def _said(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else text[:300].rsplit(" ", 1)[0] + " ..."

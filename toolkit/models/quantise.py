@@ -1,7 +1,6 @@
 """Which layers of a frozen base are kept in 4 bits (QLoRA), and what is refused.
 
-Owns the choice, the swap on meta, and what is said of it. The layer itself is `packed_linear`'s.
-Knows nothing of adapters, ranks, or where the weights come from.
+The layer itself is `packed_linear`'s.
 
 [Note: blocks] A scale belongs to 64 consecutive values of the flattened matrix. Where rows are no
 multiple of that, a block spans two rows, and bitsandbytes 0.50 on CPUs with AVX-512 then pairs
@@ -24,7 +23,9 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
-from toolkit.models.causal_lm import decoder_layers, kept_in_fp32, plain_name
+from toolkit.models.causal_lm import kept_in_fp32, plain_name
+from toolkit.models.layers import decoder_layers, outer_names
+from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import BLOCK, PackedLinear, check_device, packed_linear
 from toolkit.models.patterns import no_match, numbered
 
@@ -55,17 +56,11 @@ class Quantised:
     """Why -> names of the matrices of decoder layers that are not in 4 bits."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Before any work
-# --------------------------------------------------------------------------------------------------
-
-
 @ranks.collective
 def check_quantisation(
     lora: LoraConfig, sharding: ShardingConfig, model: ModelConfig, device: torch.device | str
 ) -> None:
-    """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Nothing without
-    `load_in_4bit`; seconds for the import of bitsandbytes.
+    """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Collective.
 
     Raises:
         ConfigError: settings contradict each other, bitsandbytes is missing, or it does not compute
@@ -92,25 +87,17 @@ def check_quantisation(
     check_device(torch.device(device), lora, getattr(torch, sharding.param_dtype))
 
 
-# --------------------------------------------------------------------------------------------------
-# The model on meta
-# --------------------------------------------------------------------------------------------------
-
-
 @ranks.collective
 def quantise_on_meta(
     model: PreTrainedModel, cfg: LoraConfig, param_dtype: torch.dtype | str
 ) -> None:
     """Replace the linear layers of the decoder layers by packed 4-bit ones, in place, on meta.
 
-    Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers,
-    `lora.modules_to_save`, `lora.bnb_4bit_skip_modules`, and what is no `nn.Linear` (fused experts,
-    convolutions) keep their dtype; `describe` says which. Costs milliseconds a layer and no memory.
-    The method is QLoRA's (https://arxiv.org/abs/2305.14314); see `packed_linear`'s
-    [Note: packed weights].
+    Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers and what is
+    no `nn.Linear` (fused experts, convolutions) keep their dtype; `describe` says which. The method
+    is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights].
 
     Args:
-        model: from `build_on_meta`.
         param_dtype: in which the units compute, `ShardingConfig.param_dtype`.
 
     Raises:
@@ -161,9 +148,9 @@ def _choose(
 ) -> tuple[dict[str, nn.Linear], dict[str, tuple[str, ...]]]:
     """Return the layers to quantise by all their names, and why -> names of what is left alone."""
     fp32, named = set(kept_in_fp32(model)), dict(model.named_modules(remove_duplicate=False))
-    for said in cfg.bnb_4bit_skip_modules:
-        if not any(_ends(name, said) for name in named):
-            raise ModelError(no_match(_SKIP, said, "module", set(map(numbered, named)) - {""}))
+    for skipped in cfg.bnb_4bit_skip_modules:
+        if not any(_ends(name, skipped) for name in named):
+            raise ModelError(no_match(_SKIP, skipped, "module", set(map(numbered, named)) - {""}))
     experts = _numbers_of_experts(model)
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, list[str]] = {}
@@ -195,9 +182,9 @@ def _left_alone(
     """Return why a linear layer keeps its dtype; empty where it does not."""
     outer, _, leaf = name.rpartition(".")
     kind: Any = type(named[outer])
-    if any(_ends(name, said) for said in cfg.modules_to_save):
+    if any(_ends(name, kept) for kept in cfg.modules_to_save):
         return "lora.modules_to_save"
-    if any(_ends(name, said) for said in cfg.bnb_4bit_skip_modules):
+    if any(_ends(name, kept) for kept in cfg.bnb_4bit_skip_modules):
         return _SKIP
     if f"{name}.weight" in fp32:
         return "kept in float32 by the model"
@@ -209,11 +196,8 @@ def _left_alone(
 
 
 def _routes(named: dict[str, nn.Module], name: str, linear: nn.Linear, experts: set[int]) -> bool:
-    """Whether the layer chooses among experts: one output for each, a single one, or part of a
-    router.
-    """
-    parts = name.split(".")
-    around = [named[".".join(parts[:i])] for i in range(1, len(parts))]
+    """Whether the layer chooses among experts: an output for each, one, or part of a router."""
+    around = [named[outer] for outer in outer_names(name)]
     one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
     return one_each or any("router" in type(m).__name__.lower() for m in around)
 
@@ -223,7 +207,7 @@ def _only_multiplies(kind: Any) -> bool:
     """Whether a kind of linear layer answers as `nn.Linear` does (Falcon's own); by a trial."""
     if kind is nn.Linear:
         return True
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         plain, own = nn.Linear(6, 4), kind.__new__(kind)
     own.__dict__.update(copy.deepcopy(plain).__dict__)
     x = torch.linspace(-1, 1, 18).reshape(3, 6)
@@ -236,9 +220,7 @@ def _only_multiplies(kind: Any) -> bool:
 
 @functools.cache
 def _read_directly(kind: Any) -> frozenset[str]:
-    """Return the children whose weight the code of a module reads, as fused kernels do (Mamba's
-    out_proj): they would get bytes for a matrix. Looks at the source.
-    """
+    """Return the children whose weight a module's source reads (Mamba's out_proj, by a kernel)."""
     found: set[str] = set()
     for cls in kind.__mro__:
         if cls is nn.Module:
@@ -256,19 +238,17 @@ def _numbers_of_experts(model: PreTrainedModel) -> set[int]:
     return {v for k, v in settings.items() if _EXPERTS.search(k) and isinstance(v, int)}
 
 
-def _ends(name: str, said: str) -> bool:
-    """Whether `said` names the module `name` or one around it: whole, or its end at a dot."""
-    parts = name.split(".")
-    outer = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(path == said or path.endswith(f".{said}") for path in outer)
+def _ends(name: str, pattern: str) -> bool:
+    """Whether `pattern` names the module `name` or one around it: whole, or its end at a dot."""
+    return any(f".{path}".endswith(f".{pattern}") for path in (*outer_names(name), name))
 
 
 def _refuse_targets(cfg: LoraConfig, chosen: dict[str, nn.Linear]) -> None:
-    for said in cfg.target_parameters:
-        hit = [name for name in chosen if f".{name}.weight".endswith(f".{said}")]
+    for target in cfg.target_parameters:
+        hit = [name for name in chosen if f".{name}.weight".endswith(f".{target}")]
         if hit:
             raise ModelError(
-                f"lora.target_parameters: {said!r} names the weight of {hit[0]}, which is in 4 "
+                f"lora.target_parameters: {target!r} names the weight of {hit[0]}, which is in 4 "
                 "bits and no matrix any more; name the layer in lora.target_modules instead"
             )
 
@@ -289,11 +269,7 @@ def report_of(model: nn.Module) -> Quantised | None:
 
 
 def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
-    """Return what decides the values of the base, as JSON; None where nothing is in 4 bits.
-
-    A checkpoint of adapters keeps it: adapters that were trained on one base in 4 bits are wrong on
-    another.
-    """
+    """Return what decides the values of the base, as JSON; None where nothing is in 4 bits."""
     report = report_of(model)
     if report is None:
         return None
@@ -306,9 +282,7 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
 
 
 def describe(model: nn.Module, shards: int) -> str | None:
-    """Return in two lines what is in 4 bits and what not, and the bytes on each of `shards` ranks
-    that share a copy; None where nothing is.
-    """
+    """Return in two lines what is in 4 bits and what not, on each of `shards` ranks; or None."""
     report = report_of(model)
     if report is None:
         return None

@@ -1,8 +1,5 @@
 """A copy of a model in the small: a config cut down until its model takes a second to try.
 
-Owns which settings are cut and how, and what tells that every kind of layer is in the copy. Refuses
-to know what the copy is tried for.
-
 [Note: tiny copy] A copy has the model's own class, attention implementation, head sizes, position
 settings and layer kinds. It has fewer layers: the first so many, up to where each kind of layer has
 appeared; whether that is so is looked up in the built copy. Widths, vocabulary and experts are cut
@@ -22,7 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from toolkit.models.causal_lm import decoder_layers
+from toolkit.models.layers import decoder_layers
+from toolkit.models.modes import forked_rng
 
 VOCABULARY = 128
 SPECIAL = 48
@@ -89,7 +87,7 @@ _WIDTHS = (
 
 def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model of a config without bytes; the config stays as it is."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with forked_rng(), torch.device("meta"):
         return model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
@@ -117,8 +115,7 @@ class Layers:
         )
 
     def kinds(self, model: PreTrainedModel) -> list[str]:
-        """Return what kind each decoder layer is: its modules, their switches, its entries in the
-        config.
+        """Return what kind each decoder layer is: its modules, their switches, its settings.
 
         Numbers count only by whether they are there: widths and a layer's own index are no kind.
         """
@@ -151,15 +148,13 @@ def _switches(layer: nn.Module) -> list[Any]:
         own = {
             key: _plain(value)
             for key, value in vars(module).items()
-            if not key.startswith("_") and key != "training" and _is_plain(value)
+            if not key.startswith("_")
+            and key != "training"
+            and (value is None or isinstance(value, bool | str | int | float))
         }
         place = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
         found.add(json.dumps([place, type(module).__name__, own], sort_keys=True))
     return sorted(found)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | str | int | float)
 
 
 def _plain(value: Any) -> Any:
@@ -188,9 +183,7 @@ def cuts(
 def _shrunk(
     config: PreTrainedConfig, depth: int, layers: int, narrow: bool, length: int | None
 ) -> PreTrainedConfig:
-    """Return a copy of `config` with `layers` of its `depth` layers; with `narrow`, cut in width
-    too.
-    """
+    """Return a copy of `config` with `layers` of its `depth` layers; `narrow`: less wide."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     for section in _sections(small):
@@ -234,9 +227,7 @@ def _cut_section(section: PreTrainedConfig, length: int | None) -> None:
 
 
 def _each(section: PreTrainedConfig, names: Iterable[str], cut: Callable[[int], int]) -> None:
-    """Change those of the settings `names` that `section` has as whole numbers, or lists of them,
-    one a layer.
-    """
+    """Change those of the settings `names` that are whole numbers, or lists of them."""
     for name in names:
         value = vars(section).get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -1,8 +1,7 @@
 """FSDP2 applied to a Hugging Face causal LM: the mesh, and the plan of its units carried out.
 
-Owns how parameters are laid out over devices; the only file that imports `torch.distributed.fsdp`.
-Does not know where the bytes come from: it shards a model on meta. Which modules are units is
-`units`' plan, what is computed twice `recompute`'s, what is gathered ahead `prefetch`'s.
+The only file that imports `torch.distributed.fsdp`. Which modules are units is `units`' plan, what
+is computed twice `recompute`'s, what is gathered ahead `prefetch`'s.
 
 [Note: casts] FSDP2 casts what goes into a unit and what comes out of it, in hooks. Up to torch 2.12
 it leaves two cases out: of a unit of several modules only the first to run gets its inputs cast and
@@ -48,10 +47,6 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceM
 
     Collective.
 
-    Args:
-        device_type: "cpu", "cuda", ... as `torch.device.type`.
-        world_size: number of processes; the default process group must have that many.
-
     Raises:
         ShardingError: dp_replicate x dp_shard is not the number of processes, or
             `reshard_after_forward` does not divide the ranks that share a copy.
@@ -79,10 +74,10 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
             f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
             f"{world_size} processes; -1 takes all that the other leaves"
         )
-    told: dict[str, bool | int | str] = {"reshard_after_forward": cfg.reshard_after_forward}
+    values: dict[str, bool | int | str] = {"reshard_after_forward": cfg.reshard_after_forward}
     for pattern, own in cfg.reshard_after_forward_overrides.items():
-        told[f"reshard_after_forward_overrides[{pattern}]"] = own
-    for name, value in told.items():
+        values[f"reshard_after_forward_overrides[{pattern}]"] = own
+    for name, value in values.items():
         if not isinstance(value, bool | str) and (value < 1 or shards % value):
             raise ShardingError(
                 f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy; give "
@@ -123,10 +118,10 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
     offload = offload_policy(cfg, mesh.device_type)
     parameters = dict(model.named_parameters())
     for unit in plan.units:
-        own = {parameters[name] for name in unit.parameters}
-        inside = {p for name in unit.modules for p in model.get_submodule(name).parameters()}
-        others = {p for p in inside if p not in own and not isinstance(p, DTensor)}
         modules = [model.get_submodule(name) for name in unit.modules]
+        own = {parameters[name] for name in unit.parameters}
+        inside = {p for module in modules for p in module.parameters()}
+        others = {p for p in inside if p not in own and not isinstance(p, DTensor)}
         fully_shard(
             modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
             mesh=mesh,
@@ -142,6 +137,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
         )
         if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
             _cast_each(modules, unit)
+        # What no rank ever uses (a tower's embedding) must get no gradient, for AdamW's decay.
         if not _around_layers(unit, plan):
             _reduce_unused(modules[0])
         parameters = dict(model.named_parameters())
@@ -187,17 +183,9 @@ def plan_of(model: nn.Module) -> UnitPlan:
 
 
 def unshard_early(model: nn.Module) -> None:
-    """Start gathering the root where `sharding.unshard_early` asks for it; does not wait.
-
-    Call it before a step's batches are fetched: the all-gather then overlaps with that.
-    """
+    """Start gathering the root where `sharding.unshard_early` asks for it; does not wait."""
     if isinstance(model, FSDPModule) and vars(model).get("unshard_early"):
         model.unshard(async_op=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Before sharding
-# --------------------------------------------------------------------------------------------------
 
 
 def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
@@ -267,14 +255,13 @@ def _inside(name: str, others: list[str]) -> bool:
 
 def _refuse_units_inside(plan: UnitPlan) -> None:
     """Refuse units inside a compiled layer: the compiled code would run without their hooks."""
-    for unit in plan.units:
-        for name in unit.modules:
-            if around := [layer for layer in plan.layers if name.startswith(layer + ".")]:
-                raise ShardingError(
-                    f"torch_compile: layer compiles {around[0]} as a whole, with the unit {name} "
-                    "inside it; set sharding.torch_compile: model, or leave out what makes that "
-                    "unit (sublayer_units, param_dtype_overrides)"
-                )
+    for name in (name for unit in plan.units for name in unit.modules):
+        if around := [layer for layer in plan.layers if name.startswith(layer + ".")]:
+            raise ShardingError(
+                f"torch_compile: layer compiles {around[0]} as a whole, with the unit {name} "
+                "inside it; set sharding.torch_compile: model, or leave out what makes that "
+                "unit (sublayer_units, param_dtype_overrides)"
+            )
 
 
 def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
@@ -285,11 +272,6 @@ def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
             f"{torch.__version__}: {', '.join(known)}"
         )
     return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
-
-
-# --------------------------------------------------------------------------------------------------
-# While sharding
-# --------------------------------------------------------------------------------------------------
 
 
 def _reshard(unit: Unit, shards: int) -> bool | int | None:
@@ -303,17 +285,13 @@ def _reshard(unit: Unit, shards: int) -> bool | int | None:
 
 def _around_layers(unit: Unit, plan: UnitPlan) -> bool:
     """Whether the unit is what is left around the layers: the root, or the base model."""
-    outer = [name + "." if name else "" for name in unit.modules]
-    return any(layer.startswith(name) for name in outer for layer in plan.layers)
+    outer = tuple(name + "." if name else "" for name in unit.modules)
+    return any(layer.startswith(outer) for layer in plan.layers)
 
 
 def _reduce_unused(module: nn.Module) -> None:
-    """Have the unit reduce zeros for what this rank did not use (torch 2.13).
-
-    A rank whose tokens went to no expert would otherwise reduce a smaller buffer than the others.
-    Not for what lies around the layers: parameters that no rank ever uses (a tower's embedding)
-    must get no gradient, or AdamW's decay would shrink them.
-    """
+    """Have the unit reduce zeros for what this rank did not use (torch 2.13)."""
+    # A rank whose tokens went to no expert would reduce a smaller buffer than the others.
     if isinstance(module, FSDPModule) and hasattr(module, _REDUCE_UNUSED):
         module.set_reduce_scatter_unused_params(True, recurse=False)
 

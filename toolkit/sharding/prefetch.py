@@ -1,7 +1,4 @@
-"""Gathering ahead: in which order units run, and which ones each gathers before its turn.
-
-Owns the record of the first forward and the wiring made from it. Knows FSDP2 by the two methods
-that take a list of modules; which modules are units is told.
+"""Gathering ahead: the order in which units run, recorded, and the prefetches made from it.
 
 [Note: order] Definition does not tell the order: layers may run several times, be skipped, or
 interleave two stacks, and a wrong order costs all-gathers and memory without a word. So the order
@@ -9,6 +6,7 @@ is the one of the first forward. A unit that runs more than once in a forward is
 one next.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,7 +19,7 @@ class Prefetch:
 
     Args:
         root: the sharded model; its forward ends the record.
-        units: name -> modules of the other units, those that are gathered together under one name.
+        units: name -> modules of the other units.
         forward: units to gather ahead in the forward; 0 leaves PyTorch's own behaviour.
         backward: the same in the backward.
         expected: the order that the user gave, wired at once and compared; empty: none.
@@ -56,20 +54,14 @@ class Prefetch:
             )
         if expected:
             self._wire(expected, expected)
-        handles = [
-            hook
-            for name, modules in units.items()
-            for hook in (
-                modules[0].register_forward_pre_hook(self._noting(name, self.begun)),
-                modules[-1].register_forward_hook(self._noting(name, self.ended)),
-            )
+        self._handles = [
+            root.register_forward_pre_hook(self._begin),
+            root.register_forward_hook(self._finish),
         ]
-        handles.append(root.register_forward_pre_hook(self._begin))
-        handles.append(root.register_forward_hook(self._finish))
-        self._handles = handles
-
-    def _noting(self, name: str, into: list[str]) -> Any:
-        return lambda *_: into.append(name)
+        for name, modules in units.items():
+            begin, end = partial(_note, self.begun, name), partial(_note, self.ended, name)
+            self._handles.append(modules[0].register_forward_pre_hook(begin))
+            self._handles.append(modules[-1].register_forward_hook(end))
 
     def _begin(self, *_: Any) -> None:
         self.begun.clear()  # an earlier forward may have ended in an error
@@ -95,19 +87,20 @@ class Prefetch:
         ahead[""], behind[""] = begun[:forward], back[:backward]
         for name in ahead:
             owners = self._units[name] if name else [self._root]
+            unit: Any = owners[0]
             if forward:
-                _call(owners[0], "set_modules_to_forward_prefetch", self._first(ahead[name]))
+                unit.set_modules_to_forward_prefetch(self._first(ahead[name]))
             if backward:
-                _call(owners[0], "set_modules_to_backward_prefetch", self._first(behind[name]))
+                unit.set_modules_to_backward_prefetch(self._first(behind[name]))
             self.wired[name] = ahead[name], behind.get(name, [])
 
     def _first(self, names: list[str]) -> list[nn.Module]:
         return [self._units[name][0] for name in names]
 
 
+def _note(order: list[str], name: str, *_: Any) -> None:
+    order.append(name)
+
+
 def _once(order: list[str]) -> list[str]:
     return [name for name in order if order.count(name) == 1]
-
-
-def _call(module: Any, method: str, modules: list[nn.Module]) -> None:
-    getattr(module, method)(modules)

@@ -1,8 +1,5 @@
 """Activation checkpointing: what a layer keeps for its backward, and where.
 
-Owns the three ways (everything recomputed, matrix products and attention kept, kept parts in host
-memory), applied to single modules. Knows neither which modules nor that they are sharded.
-
 The module's forward is replaced, not the module wrapped: names stay those of the plain model, and
 the recomputation runs inside the module's hooks, on parameters that are gathered and inputs that
 are cast already (from outside, torch 2.11 and 2.12 lose that cast).
@@ -10,6 +7,8 @@ are cast already (from outside, torch 2.11 and 2.12 lose that cast).
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +48,6 @@ def recompute_in_backward(
 ) -> None:
     """Recompute `module`'s forward in the backward pass, in place. Training only.
 
-    Costs one more forward of the module (`selective`: of all but its matrix products and
-    attention), and keeps its inputs (`selective`: also the results of those).
-
     Args:
         selective: keep the results of matrix products and attention.
         offload: move what is kept to host memory until the backward.
@@ -66,14 +62,11 @@ def recompute_in_backward(
             return forward(*args, **kwargs)
         options: dict[str, Any] = {"use_reentrant": False}
         if selective and offload:
-            options["context_fn"] = functools.partial(_offloading_contexts, pin)
+            options["context_fn"] = partial(_offloading_contexts, pin)
         elif selective:
-            options["context_fn"] = functools.partial(
-                create_selective_checkpoint_contexts, _keep_products
-            )
-        if not offload:
-            return checkpoint(forward, *args, **options, **kwargs)
-        with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        on_host = torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else nullcontext()
+        with on_host:
             return checkpoint(forward, *args, **options, **kwargs)
 
     module.forward = recomputed  # type: ignore[method-assign]
@@ -81,13 +74,8 @@ def recompute_in_backward(
 
 @functools.cache
 def _kept_operations() -> frozenset[Any]:
-    packets = [getattr(torch.ops.aten, name, None) for name in _KEPT]
-    return frozenset(
-        getattr(packet, overload)
-        for packet in packets
-        if packet is not None
-        for overload in packet.overloads()
-    )
+    packets = [getattr(torch.ops.aten, name) for name in _KEPT if hasattr(torch.ops.aten, name)]
+    return frozenset(getattr(p, overload) for p in packets for overload in p.overloads())
 
 
 def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -142,8 +130,7 @@ class _Reuse(TorchDispatchMode):
                 f"the recomputation runs {func} more often than the forward did; this layer's "
                 "forward is not repeatable: leave it out of activation_checkpointing"
             )
-        stored = results[index]
-        return _from_host(stored)
+        return _from_host(results[index])
 
 
 def _from_host(stored: Any) -> Any:

@@ -1,20 +1,15 @@
-"""The units of a sharded model as a table, and the dtype of each purpose as a line.
+"""What a run and `toolkit inspect --plan` print about sharding: units, and dtypes by purpose."""
 
-Owns what a run and `toolkit inspect --plan` print about sharding, and the making of that plan for
-a run that has not begun.
-"""
-
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.adapters.lora import add_adapters
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError
-from toolkit.formats import DTYPES, assets_of
+from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
@@ -26,13 +21,13 @@ from toolkit.tables import fold, table, without_numbers
 
 @dataclass(frozen=True)
 class UnitRow:
-    """What a line of the table says of one unit."""
+    """One unit of a sharded model; sizes of parameters."""
 
     name: str
     modules: int
     """Modules that are gathered together."""
     parameters: int
-    """Elements of its unsharded parameters, on all ranks together."""
+    """Values of its unsharded parameters, on all ranks together."""
     bytes_sharded: int
     """Bytes that this rank keeps, in the storage dtype."""
     bytes_unsharded: int
@@ -42,9 +37,6 @@ class UnitRow:
     reduced: str
     reshard: str
     """Whether the gathered parameters are freed after the forward, or how many ranks keep them."""
-    forward_prefetch: str
-    """Units that it gathers ahead in the forward: a number, names where few, or `auto`."""
-    backward_prefetch: str
 
 
 def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
@@ -57,67 +49,49 @@ def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
     parameters, packed = dict(model.named_parameters()), packed_weights(model)
     rows = []
     for unit in sorted(plan.units, key=lambda u: order[u.modules[0]]):
-        names = unit.parameters
-        own = [parameters[name] for name in names]
-        kept = unit.reshard_after_forward
+        own = {name: parameters[name] for name in unit.parameters}
+        freed = unit.reshard_after_forward
         rows.append(
             UnitRow(
                 unit.name,
                 len(unit.modules),
-                sum(packed[n].elements if n in packed else parameters[n].numel() for n in names),
-                sum(_local(p).numel() * p.element_size() for p in own),
-                sum(p.numel() for p in own) * unit.param_dtype.itemsize,
-                _stored({n: parameters[n] for n in names}, packed),
+                sum(packed[n].elements if n in packed else p.numel() for n, p in own.items()),
+                sum(local_tensor(p).numel() * p.element_size() for p in own.values()),
+                sum(p.numel() for p in own.values()) * unit.param_dtype.itemsize,
+                _stored(own, packed),
                 _short(unit.param_dtype),
                 _short(unit.reduce_dtype),
-                "no" if kept in (None, False) else "yes" if kept is True else f"to {kept} ranks",
-                str(cfg.forward_prefetch or "auto"),
-                str(cfg.backward_prefetch or "auto"),
+                "no" if freed in (None, False) else "yes" if freed is True else f"to {freed} ranks",
             )
         )
     if plan.replicated:
-        own = [parameters[name] for name in plan.replicated]
-        nbytes = sum(p.numel() * p.element_size() for p in own)
-        rows.append(
-            UnitRow(
-                "(replicated)",
-                len(own),
-                sum(p.numel() for p in own),
-                nbytes,
-                nbytes,
-                _dtypes(own),
-                _dtypes(own),
-                _dtypes(own),
-                "no",
-                "-",
-                "-",
-            )
-        )
+        own = {name: parameters[name] for name in plan.replicated}
+        values = sum(p.numel() for p in own.values())
+        nbytes = sum(p.numel() * p.element_size() for p in own.values())
+        kept = _stored(own, {})
+        name = "(replicated)"
+        rows.append(UnitRow(name, len(own), values, nbytes, nbytes, kept, kept, kept, "no"))
     return rows
 
 
 def unit_table(model: nn.Module, cfg: ShardingConfig) -> str:
     """Return the units as a table; neighbours that differ in their numbers only share a line."""
-    head = [
-        "unit",
-        "units",
-        "modules",
-        "parameters",
-        "MB a rank",
-        "MB gathered",
-        "stored",
-        "computed",
-        "reduced",
-        "freed",
-        "prefetches",
-    ]
-    groups: dict[tuple[Any, ...], list[UnitRow]] = {}
+    head = (
+        "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed,"
+        "prefetches"
+    )
+    ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
+    groups: dict[UnitRow, list[UnitRow]] = {}
     for row in unit_rows(model, cfg):
-        groups.setdefault(_alike(row), []).append(row)
-    lines = [head]
-    for rows in groups.values():
+        groups.setdefault(replace(row, name=without_numbers(row.name)), []).append(row)
+    lines = [head.split(",")]
+    for alike, rows in groups.items():
+        megabytes = [f"{n / 1e6:,.2f}" for n in (alike.bytes_sharded, alike.bytes_unsharded)]
+        dtypes = [alike.stored, alike.computed, alike.reduced]
         for name, indices in fold([row.name for row in rows]):
-            lines.append(_line(name, len(indices), rows[0]))
+            counts = [str(len(indices)), str(alike.modules), f"{alike.parameters:,}"]
+            prefetches = "- / -" if name == "(replicated)" else ahead
+            lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, prefetches])
     text = "\n".join(table(lines, right={1, 2, 3, 4, 5}))
     reason = plan_of(model).root_only
     return text if reason is None else f"{text}\nonly the root is a unit: {reason}"
@@ -127,13 +101,13 @@ def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
     """Return the dtype of each purpose: storage, compute, reduction, optimizer, export."""
     plan = plan_of(model)
     parameters = dict(model.named_parameters())
-    trained = [p for p in parameters.values() if p.requires_grad]
+    trained = {n: p for n, p in parameters.items() if p.requires_grad}
     replicated = [parameters[name] for name in plan.replicated]
     return {
         "storage": _stored(parameters, packed_weights(model)),
         "compute": _counted([u.param_dtype for u in plan.units], [p.dtype for p in replicated]),
         "reduction": _counted([u.reduce_dtype for u in plan.units], [p.dtype for p in replicated]),
-        "optimizer": _dtypes(trained),
+        "optimizer": _stored(trained, {}),
         "export": _exported(model),
     }
 
@@ -155,9 +129,7 @@ def plan_summary(
 ) -> dict[str, Any]:
     """Return how a run of `cfg` would be sharded, ready for JSON. One process, no weights, no GPU.
 
-    Keys: `model`, `parameters`, `world_size`, `mesh` (dp_replicate, dp_shard), `bytes_sharded` (of
-    parameters, on rank 0), `units` (a `UnitRow` each), `dtypes` (the ledger), `layers`, `table` and
-    `ledger` (as text). Llama-70B on 64 ranks takes under a second.
+    Llama-70B on 64 ranks takes under a second.
 
     Args:
         world_size: of the run; None: dp_replicate x dp_shard where the config has both.
@@ -214,37 +186,15 @@ def render_plan(plan: dict[str, Any]) -> str:
     )
 
 
-def _line(name: str, units: int, row: UnitRow) -> list[str]:
-    ahead = f"{row.forward_prefetch} / {row.backward_prefetch}"
-    return [
-        name,
-        str(units),
-        str(row.modules),
-        f"{row.parameters:,}",
-        f"{row.bytes_sharded / 1e6:,.2f}",
-        f"{row.bytes_unsharded / 1e6:,.2f}",
-        row.stored,
-        row.computed,
-        row.reduced,
-        row.reshard,
-        ahead,
-    ]
-
-
-def _alike(row: UnitRow) -> tuple[Any, ...]:
-    values = vars(row)
-    return (without_numbers(row.name), *(v for k, v in values.items() if k != "name"))
-
-
 def _counted(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:
     """Return the root's dtype, then others with the number of units or parameters that have it."""
     main = units[-1]
-    said = [_short(main)]
+    parts = [_short(main)]
     for kind in sorted(set(units) - {main}, key=str):
-        said.append(f"{_short(kind)} in {units.count(kind)} of {len(units)} units")
+        parts.append(f"{_short(kind)} in {units.count(kind)} of {len(units)} units")
     for kind in sorted(set(replicated) - {main}, key=str):
-        said.append(f"{_short(kind)} in {replicated.count(kind)} replicated parameters")
-    return " + ".join(said)
+        parts.append(f"{_short(kind)} in {replicated.count(kind)} replicated parameters")
+    return " + ".join(parts)
 
 
 def _exported(model: nn.Module) -> str:
@@ -253,8 +203,8 @@ def _exported(model: nn.Module) -> str:
     if assets.source is not None:
         kinds = {DTYPES[k] for k in assets.source.values() if DTYPES[k].is_floating_point}
         return "/".join(sorted(map(_short, kinds)))
-    said = assets.config.get("dtype", assets.config.get("torch_dtype"))
-    return str(said or "bfloat16").removeprefix("torch.")
+    stored = assets.config.get("dtype", assets.config.get("torch_dtype"))
+    return str(stored or "bfloat16").removeprefix("torch.")
 
 
 def _stored(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
@@ -265,13 +215,5 @@ def _stored(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
     return "/".join(sorted(kinds)) or "-"
 
 
-def _dtypes(tensors: list[Any]) -> str:
-    return "/".join(sorted({_short(t.dtype) for t in tensors})) or "-"
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,7 @@
 """Which modules are gathered together, in which dtype, and what stays on every rank.
 
-Owns the plan of FSDP2's units, made from a model without bytes and the config alone: every
-parameter belongs to exactly one unit or to the replicated ones. Knows nothing of ranks or of how
-FSDP2 is called; `sharding` carries the plan out.
+Every parameter belongs to exactly one unit or to the replicated ones. The plan is made from a model
+without bytes and the config alone; `fsdp` carries it out.
 
 [Note: shared parameters] A parameter with several names must belong to one unit, since FSDP2
 gathers it for one owner. Where one of its names lies in no unit but the root (or the base model),
@@ -26,10 +25,12 @@ from transformers import PreTrainedModel
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
-from toolkit.models.causal_lm import decoder_layers, kept_in_fp32, plain_name
+from toolkit.models.causal_lm import kept_in_fp32, plain_name
+from toolkit.models.layers import decoder_layers, outer_names
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.models.peft_model import base_of, copies, has_adapters, unwrapped_base
+from toolkit.models.ties import tied_families
 
 ROOT = ""
 Member = tuple[str, ...]  # the names of a unit's modules
@@ -76,10 +77,7 @@ class UnitPlan:
 
 
 def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
-    """Return the units that `cfg` asks of `model`. Milliseconds a layer; no bytes are needed.
-
-    Args:
-        model: a plain causal LM or one with adapters, on meta or not, tied.
+    """Return the units that `cfg` asks of `model`: with adapters or not, on meta or not, tied.
 
     Raises:
         ShardingError: there is nothing to shard but the root, or the settings cannot hold together.
@@ -88,14 +86,18 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     named = dict(model.named_modules())
     replicated = _replicated(model, cfg)
     layers, root_only = _layers(model, cfg)
-    head = _head(model, named)
+    base = base_of(model)
+    embedding = head = None
+    if isinstance(base, PreTrainedModel):
+        embedding = _name_of(base.get_input_embeddings(), named)
+        head = _name_of(base.get_output_embeddings(), named)
     members: list[Member] = []
     if root_only is None:
         members += _every(layers, cfg.layers_per_unit)
         if cfg.sublayer_units:
             members += [(n,) for layer in layers for n in _sublayers(named, layer)]
     if cfg.embedding_units:
-        members += [(n,) for n in (_embedding(model, named), head) if n is not None]
+        members += [(n,) for n in (embedding, head) if n is not None]
     if cfg.base_model_unit:
         members.append((_base_model(model, named),))
     dtypes = _overrides(model, cfg, members, head)
@@ -113,16 +115,12 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
         )
     order = {name: i for i, name in enumerate(named)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
-    filled.sort(key=lambda m: (-max(map(_depth, m)), order[m[0]]))
+    depth = {name: len(name.split(".")) if name else 0 for name in named}
+    filled.sort(key=lambda m: (-max(depth[name] for name in m), order[m[0]]))
     units = [_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
-    units = _reshard_as_told(model, cfg, units)
+    units = _reshard_as_dtype_for(model, cfg, units)
     names = [n for n, p in model.named_parameters() if id(p) in replicated]
     return UnitPlan(tuple(units), tuple(layers), tuple(names), root_only)
-
-
-# --------------------------------------------------------------------------------------------------
-# Candidates
-# --------------------------------------------------------------------------------------------------
 
 
 def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
@@ -152,7 +150,7 @@ def _every(layers: list[str], count: int) -> list[Member]:
 
 
 def _sublayers(named: dict[str, nn.Module], name: str) -> list[str]:
-    """Return the parts of a layer that hold matrices: its attention, its MLP, its mixer."""
+    """Return the parts of a layer that hold matrices: attention, MLP, mixer."""
     found = []
     for part, child in named[name].named_children():
         path = f"{name}.{part}"
@@ -163,21 +161,8 @@ def _sublayers(named: dict[str, nn.Module], name: str) -> list[str]:
     return found
 
 
-def _head(model: nn.Module, named: dict[str, nn.Module]) -> str | None:
-    base = base_of(model)
-    return _name_of(base.get_output_embeddings(), named) if _is_hf(base) else None
-
-
-def _embedding(model: nn.Module, named: dict[str, nn.Module]) -> str | None:
-    base = base_of(model)
-    return _name_of(base.get_input_embeddings(), named) if _is_hf(base) else None
-
-
-def _is_hf(model: nn.Module) -> bool:
-    return isinstance(model, PreTrainedModel)
-
-
 def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | None:
+    """Return the name of a module that is called itself; None for others."""
     if module is None or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return None
     return next((name for name, found in named.items() if found is module), None)
@@ -230,33 +215,33 @@ def _overrides(
     A unit inside a module that was named computes as that does.
     """
     wanted: dict[str, torch.dtype] = {}
-    for pattern, said in cfg.param_dtype_overrides.items():
+    for pattern, dtype_name in cfg.param_dtype_overrides.items():
         setting = "sharding.param_dtype_overrides"
         for name, module in matching_modules(model, [pattern], setting).items():
             for path in _called(name, module):
-                wanted[path] = _dtype(said)
+                wanted[path] = getattr(torch, dtype_name)
     units = {name: member for member in members for name in member}
-    default = _dtype(cfg.param_dtype)
+    default = getattr(torch, cfg.param_dtype)
     dtypes: dict[Member, torch.dtype] = {}
     groups: dict[tuple[Member, torch.dtype], list[str]] = {}
     for member in members:
-        told = {_told([*_outer(name), name], wanted, default) for name in member}
-        if len(told) > 1:
+        asked = {_dtype_for([*outer_names(name), name], wanted, default) for name in member}
+        if len(asked) > 1:
             raise ShardingError(
-                f"sharding.param_dtype_overrides asks for {' and '.join(sorted(map(str, told)))} "
+                f"sharding.param_dtype_overrides asks for {' and '.join(sorted(map(str, asked)))} "
                 f"in one unit ({', '.join(member)}), which computes in one dtype; name all of its "
                 "modules, or set sharding.layers_per_unit: 1"
             )
-        if told != {default}:
-            dtypes[member] = told.pop()
+        if asked != {default}:
+            dtypes[member] = asked.pop()
     for name, dtype in wanted.items():
         holds = any(True for _ in model.get_submodule(name).parameters())
-        if name in units or not holds or dtype == _told(_outer(name), wanted, default):
+        if name in units or not holds or dtype == _dtype_for(outer_names(name), wanted, default):
             continue
         if name == head:
             dtypes[(name,)] = dtype
         else:
-            inside = [outer for outer in _outer(name) if outer in units]
+            inside = [outer for outer in outer_names(name) if outer in units]
             home = units[inside[-1]] if inside else (ROOT,)
             groups.setdefault((home, dtype), []).append(name)
     return dtypes | {tuple(names): dtype for (_, dtype), names in groups.items()}
@@ -270,28 +255,26 @@ def _called(name: str, module: nn.Module) -> list[str]:
     return [path for part, child in children for path in _called(f"{name}.{part}", child)]
 
 
-def _told(path: list[str], wanted: dict[str, torch.dtype], default: torch.dtype) -> torch.dtype:
+def _dtype_for(
+    path: list[str], wanted: dict[str, torch.dtype], default: torch.dtype
+) -> torch.dtype:
     """Return the dtype of the innermost module of `path` that was named."""
     return next((wanted[name] for name in reversed(path) if name in wanted), default)
-
-
-# --------------------------------------------------------------------------------------------------
-# Owners
-# --------------------------------------------------------------------------------------------------
 
 
 def _joined(
     model: nn.Module, members: list[Member], replicated: set[int], own_dtype: Set[Member]
 ) -> list[Member]:
     """Return `members` with joint units for shared parameters; see [Note: shared parameters]."""
-    shared = {k: n for k, n in _families(model).items() if len(n) > 1 and k not in replicated}
+    families = {id(model.get_parameter(n[0])): n for n in tied_families(model).values()}
+    shared = {k: n for k, n in families.items() if len(n) > 1 and k not in replicated}
     apart: dict[frozenset[Member], list[list[str]]] = {}
     for aliases in shared.values():
         homes = frozenset(_home(name, members) for name in aliases)
         if len(homes) > 1 and (_outermost(homes) is None or homes & own_dtype):
             apart.setdefault(homes, []).append(aliases)
-    for homes, families in apart.items():
-        tops = [_shared_top(model, name, shared) for aliases in families for name in aliases]
+    for homes, tied in apart.items():
+        tops = [_shared_top(model, name, shared) for aliases in tied for name in aliases]
         if None in tops:
             if _outermost(homes) is not None:  # owned by the outer one
                 continue
@@ -306,7 +289,7 @@ def _joined(
 def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> str | None:
     """Return the highest module around a parameter that holds shared parameters only."""
     top = None
-    for outer in reversed(_outer(name)):
+    for outer in reversed(outer_names(name)):
         if any(id(p) not in shared for p in model.get_submodule(outer).parameters()):
             break
         if not isinstance(model.get_submodule(outer), nn.ModuleList | nn.ModuleDict):
@@ -319,33 +302,25 @@ def _owned(
 ) -> dict[Member, tuple[str, ...]]:
     """Return unit -> the parameters that it owns, by their first names."""
     owned: dict[Member, list[str]] = {member: [] for member in members}
-    for key, aliases in _families(model).items():
-        if key in replicated:
+    for first, aliases in tied_families(model).items():
+        if id(model.get_parameter(first)) in replicated:
             continue
         homes = frozenset(_home(name, members) for name in aliases)
         owner = next(iter(homes)) if len(homes) == 1 else _outermost(homes)
         if owner is None:
             raise ShardingError(
                 f"{' and '.join(aliases)} are one parameter, which the units "
-                f"{' and '.join(_shown(h) for h in sorted(homes))} would both hold; set "
+                f"{' and '.join(h[0] or '(root)' for h in sorted(homes))} would both hold; set "
                 "sharding.layer_classes to modules that hold all of its names"
             )
         owned[owner].append(aliases[0])
     return {member: tuple(names) for member, names in owned.items()}
 
 
-def _families(model: nn.Module) -> dict[int, list[str]]:
-    """Return every parameter's id -> all its names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
 def _home(name: str, members: list[Member]) -> Member:
     """Return the innermost unit around a parameter's name."""
     by_module = {module: member for member in members for module in member}
-    inside = [outer for outer in _outer(name) if outer in by_module]
+    inside = [outer for outer in outer_names(name) if outer in by_module]
     return by_module[inside[-1]] if inside else (ROOT,)
 
 
@@ -353,28 +328,10 @@ def _outermost(homes: Iterable[Member]) -> Member | None:
     """Return the unit that lies around all others, where one does."""
     for home in homes:
         others = [module for other in homes if other != home for module in other]
-        if all(any(_around(module, outer) for module in home) for outer in others):
+        around = tuple(module + "." if module else ROOT for module in home)
+        if all(module.startswith(around) for module in others):
             return home
     return None
-
-
-def _around(module: str, inner: str) -> bool:
-    return module == ROOT or inner.startswith(module + ".")
-
-
-def _outer(name: str) -> list[str]:
-    """Return the modules around a name, outermost first, the root left out."""
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
-
-
-def _depth(module: str) -> int:
-    return len(module.split(".")) if module else 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Policies
-# --------------------------------------------------------------------------------------------------
 
 
 def _unit(
@@ -386,31 +343,31 @@ def _unit(
     head: str | None,
 ) -> Unit:
     own = [dtypes[part] for part in dtypes if set(part) <= set(member)]
-    param_dtype = own[-1] if own else _dtype(cfg.param_dtype)
+    param_dtype = own[-1] if own else getattr(torch, cfg.param_dtype)
     output_dtype = None
     if member == (ROOT,):
-        output_dtype = None if cfg.output_dtype is None else _dtype(cfg.output_dtype)
+        output_dtype = None if cfg.output_dtype is None else getattr(torch, cfg.output_dtype)
     elif own and head not in member:  # as what lies around it computes
         around = _home(member[0], members)
-        output_dtype = dtypes.get(around, _dtype(cfg.param_dtype))
-    told = cfg.reshard_after_forward
-    reshard: bool | int | None = told if told != "auto" else True  # type: ignore[assignment]
-    if member == (ROOT,) and (told == "auto" or not isinstance(told, bool)):
+        output_dtype = dtypes.get(around, getattr(torch, cfg.param_dtype))
+    asked = cfg.reshard_after_forward
+    reshard: bool | int | None = asked if asked != "auto" else True  # type: ignore[assignment]
+    if member == (ROOT,) and (asked == "auto" or not isinstance(asked, bool)):
         reshard = None  # kept: the backward begins with it
-    elif member == (head,) and told == "auto":
+    elif member == (head,) and asked == "auto":
         reshard = False
     return Unit(
         member,
         parameters,
         param_dtype,
-        _dtype(cfg.reduce_dtype),
+        getattr(torch, cfg.reduce_dtype),
         output_dtype,
         cfg.cast_forward_inputs,
         reshard,
     )
 
 
-def _reshard_as_told(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
+def _reshard_as_dtype_for(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
     """Apply `reshard_after_forward_overrides`; each pattern must name a unit."""
     for pattern, value in cfg.reshard_after_forward_overrides.items():
         setting = "sharding.reshard_after_forward_overrides"
@@ -425,11 +382,3 @@ def _reshard_as_told(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -
             for u in units
         ]
     return units
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
-def _shown(member: Member) -> str:
-    return member[0] or "(root)"

@@ -25,6 +25,7 @@ from toolkit import ranks
 from toolkit.config.settings import FinetuneTrainConfig
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
+from toolkit.models.modes import on_the_side
 from toolkit.models.peft_model import base_of
 
 
@@ -222,24 +223,17 @@ def _answering(
     model: nn.Module, base: PreTrainedModel, settings: GenerationConfig
 ) -> Iterator[None]:
     """Put the model into the state to answer in, and back; see [Note: one forward each]."""
-    modes = {module: module.training for module in model.modules()}
-    own, device = base.generation_config, _device(base)
-    model.eval()
+    own = base.generation_config
     base.generation_config = settings
     if base is not model:
         vars(base)["forward"] = _through(model, base.forward)
     try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.compiler.set_stance("force_eager"),  # each length would be compiled anew
-        ):
+        with on_the_side(model, _device(base)):
             yield
     finally:
         if base is not model:
             del vars(base)["forward"]
         base.generation_config = own
-        for module, mode in modes.items():
-            module.training = mode
         reshard(model)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import base_of, trained_module
 
 IGNORE_INDEX = -100
@@ -85,10 +86,9 @@ def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Te
     """
     if model not in _known:
         one = {k: v[:1] for k, v in batch.items()}
-        device = one["labels"].device
         with (
             torch.no_grad(),
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            forked_rng(batch["labels"].device),
             torch.compiler.set_stance("force_eager"),  # not worth a compilation
         ):
             inside = _LossInHead(head, one.pop("labels"))

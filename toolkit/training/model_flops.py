@@ -8,8 +8,8 @@ of T tokens, divided by the device's dense bf16 peak. Recomputation does not cou
 import torch
 from torch import nn
 
+from toolkit import models
 from toolkit.formats import assets_of
-from toolkit.models import causal_lm as models
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 

@@ -32,8 +32,8 @@ from toolkit.formats import (
     read_weights,
     weight_files,
 )
-from toolkit.loading.pretrained import misfits
-from toolkit.models.causal_lm import build_on_meta, tied_names
+from toolkit.loading import misfits
+from toolkit.models import build_on_meta, tied_names
 from toolkit.parsing import read_json
 from toolkit.verify.findings import Findings, is_cached, is_regular
 from toolkit.verify.logits import load_checkpoint, load_export, logits_of, noise

@@ -15,8 +15,8 @@ from toolkit.checkpoint.sources import Source
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import whole
-from toolkit.loading.pretrained import materialise
-from toolkit.models.causal_lm import build_on_meta, tied_names, vocabulary_size
+from toolkit.loading import materialise
+from toolkit.models import build_on_meta, tied_names, vocabulary_size
 from toolkit.verify.proof import expected_of
 
 # How far logits of equal weights may be apart: kernels may add in another order.

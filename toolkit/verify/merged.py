@@ -24,7 +24,7 @@ from toolkit.adapters.switch import without_adapters
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import in_file, read_weights, weight_files, whole
-from toolkit.loading.pretrained import LoadGroup, load_groups
+from toolkit.loading import LoadGroup, load_groups
 from toolkit.verify.export import ExportCheck
 from toolkit.verify.logits import load_base, load_export, logits_of, model_of, noise, with_adapter
 from toolkit.verify.proof import Expected, Proof, different, expected_of, read_group, unlike

@@ -28,8 +28,8 @@ from toolkit.formats import (
     same_values,
     whole,
 )
-from toolkit.loading.pretrained import LoadGroup, load_group, load_groups
-from toolkit.models.causal_lm import tied_names
+from toolkit.loading import LoadGroup, load_group, load_groups
+from toolkit.models import tied_names
 from toolkit.verify.findings import Findings, on_threads
 
 

@@ -1,0 +1,164 @@
+"""How an architecture begins: buffers as its constructors compute them, parameters as drawn by
+transformers' `_init_weights`, one module at a time in host memory.
+
+[Note: drawn by module] A parameter's first value may come from the `_init_weights` of its own
+module or of any module around it (Mamba's mixer writes the bias of its `dt_proj`). So for each
+module with parameters of its own those alone get memory, all others stay on meta, and
+`_init_weights` runs for the module and for everything around it, from inside to outside, as
+transformers walks. The seed is made of the run's and the module's name: the values depend on
+neither the number of ranks nor the other modules. What no `_init_weights` writes is as the
+constructors leave it (openai-gpt's Conv1D): the model is built once more with memory for those.
+"""
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import LoadingError
+from toolkit.formats import assets_of
+from toolkit.models.modes import forked_rng
+
+
+def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the model's class as it was before sharding changed it."""
+    return assets_of(model).model_class or type(model)
+
+
+def with_buffers(
+    model: PreTrainedModel, seed: int = 0, kept: Iterable[tuple[type, str]] = ()
+) -> PreTrainedModel:
+    """Return `model` built anew, unsharded, in fp32: buffers in host memory, parameters on meta.
+
+    `from_pretrained` computes buffers in fp32, too, and rounds once.
+
+    Args:
+        seed: of what is drawn on the way; the same on every rank.
+        kept: (class of a module, name in it) of parameters that get values, too.
+
+    Raises:
+        LoadingError: its constructor fails.
+    """
+    with forked_rng(), _parameters_on_meta(set(kept)):
+        torch.default_generator.manual_seed(seed)
+        try:
+            return plain_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
+        except Exception as error:  # an architecture may do anything on its way
+            raise LoadingError(
+                f"{plain_class(model).__name__} cannot be built to compute its buffers "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+
+def drawn(
+    model: PreTrainedModel, built: PreTrainedModel, names: Iterable[str], seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, first value) of the parameters `names`: whole, in fp32, on the CPU.
+
+    Needs the memory of one module's own parameters. See [Note: drawn by module].
+
+    Args:
+        built: of `model` by `with_buffers`; as before when the iterator has ended.
+
+    Raises:
+        LoadingError: a parameter gets no value, or cannot be drawn alone; named.
+    """
+    modules: dict[str, dict[str, str]] = {}  # module -> leaf -> the name that was asked for
+    for name in names:
+        source = name
+        while source in built.all_tied_weights_keys:  # the first value is the tie's source's
+            source = built.all_tied_weights_keys[source]
+        path, _, leaf = source.rpartition(".")
+        modules.setdefault(path, {})[leaf] = name
+    unwritten = {}
+    for path, leaves in modules.items():
+        for leaf, value in _drawn_in(built, path, leaves, seed).items():
+            if value.is_floating_point() and value.sum().isnan():
+                unwritten[f"{path}.{leaf}" if path else leaf] = leaves[leaf]
+            else:
+                yield leaves[leaf], value
+    if unwritten:
+        parts = [source.rpartition(".") for source in unwritten]
+        kept = [(type(built.get_submodule(path)), leaf) for path, _, leaf in parts]
+        constructed = with_buffers(model, seed, kept)
+        for source, name in unwritten.items():
+            value = constructed.get_parameter(source).detach()
+            if value.is_meta or value.sum().isnan():
+                raise _not_drawn(built, name, "no code of the architecture writes all of it")
+            yield name, value
+
+
+def _drawn_in(
+    built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int
+) -> dict[str, torch.Tensor]:
+    """Return the first values of parameters of the module `path`; NaN where nothing was written."""
+    from transformers.initialization import guard_torch_init_functions
+
+    owner = built
+    module: nn.Module = built
+    around = [(owner, module)]
+    for part in path.split(".") if path else ():
+        module = module.get_submodule(part)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        around.append((owner, module))
+    own = module._parameters
+    before = dict(own)
+    digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
+    try:
+        with torch.no_grad(), forked_rng(), guard_torch_init_functions():
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            own.update({leaf: _unwritten(before[leaf]) for leaf in leaves})
+            for owner, module in reversed(around):
+                owner._init_weights(module)
+        return {leaf: own[leaf].detach() for leaf in leaves}  # type: ignore[union-attr]
+    except Exception as error:  # an architecture may do anything on its way
+        raise _not_drawn(built, path, f"{type(error).__name__}: {error}") from error
+    finally:
+        own.update(before)
+
+
+def _unwritten(parameter: nn.Parameter | None) -> nn.Parameter:
+    """Return a parameter in host memory that holds NaN, with the same marks."""
+    assert parameter is not None
+    fill = float("nan") if parameter.is_floating_point() else 0
+    made = nn.Parameter(
+        torch.full(parameter.shape, fill, dtype=parameter.dtype), parameter.requires_grad
+    )
+    vars(made).update(vars(parameter))  # by which `_init_weights` leaves some alone
+    return made
+
+
+def _not_drawn(model: nn.Module, name: str, why: str) -> LoadingError:
+    return LoadingError(
+        f"the first values of {name} of {type(model).__name__} cannot be drawn ({why}); save a "
+        "random start with transformers and load that"
+    )
+
+
+@contextlib.contextmanager
+def _parameters_on_meta(kept: set[tuple[type, str]]) -> Iterator[None]:
+    """Have modules that are built keep their parameters on meta, except `kept`: (class, name)."""
+    register, in_memory = nn.Module.register_parameter, set()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and (type(module), name) in kept:
+            in_memory.add(parameter)
+        if parameter is not None and not parameter.is_meta and parameter not in in_memory:
+            empty = torch.empty_like(parameter, device="meta")
+            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    if kept:  # fresh memory then holds NaN
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

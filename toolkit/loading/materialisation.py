@@ -1,0 +1,151 @@
+"""Memory for a model on meta: random weights, empty shards for a checkpoint, buffers, adapters.
+
+After it nothing is on meta, buffers hold what the architecture computes, tied parameters are one
+tensor.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from toolkit import ranks
+from toolkit.adapters.first_values import copied_buffers, first_values
+from toolkit.errors import LoadingError
+from toolkit.formats import assets_of, laid_out_as, local_tensor, part_of
+from toolkit.loading.initialise import drawn, with_buffers
+from toolkit.models.peft_model import has_adapters, unwrapped_base
+from toolkit.models.ties import tied_families
+
+
+def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> None:
+    """Materialise `model` on `device` with random weights, as its architecture draws. Collective.
+
+    The values depend on `seed` and the names of modules alone: not on the number of ranks or the
+    device. Every rank draws every module, one at a time on the host, and keeps its rows: DTensor's
+    own random operators repeat themselves on a CPU mesh. Adapters begin as in `load_pretrained`.
+
+    Raises:
+        LoadingError: the architecture computes a parameter in a way that cannot be drawn alone.
+    """
+    target = torch.device(device)
+    with unwrapped_base(model) as base:
+        _fill(base, target, seed)
+    assets_of(model).drawn_from = seed
+    begin_adapters(model, target, seed)
+
+
+def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Allocate `model`'s shards on `device` without values; buffers are computed. Collective.
+
+    Raises:
+        LoadingError: a tensor stayed on meta, or the model has adapters.
+    """
+    if has_adapters(model):
+        raise LoadingError(
+            "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
+            "init_weights, then resume"
+        )
+    _fill(model, torch.device(device), None)
+
+
+@ranks.collective
+def _fill(model: PreTrainedModel, device: torch.device, seed: int | None) -> None:
+    """Compute buffers, and draw parameters from `seed`; without one their memory is as it comes."""
+    fill_missing(model, device, tied_families(model), dict(model.named_buffers()), seed)
+    model.tie_weights()
+    settle_devices(model, device)
+    check_materialised(model)
+
+
+def fill_missing(
+    model: PreTrainedModel,
+    device: torch.device,
+    parameters: Iterable[str],
+    buffers: Iterable[str],
+    seed: int | None,
+) -> None:
+    """Compute the `buffers`, and draw the `parameters`; without a seed they get memory only."""
+    built = with_buffers(model)
+    for name in buffers:
+        value = built.get_buffer(name).detach()
+        replace(model, name, value.to(model.get_buffer(name).dtype, copy=True))
+    families, home = tied_families(model), parameter_device(model, device)
+    if seed is None:
+        for name in parameters:
+            reference = model.get_parameter(name)
+            empty = torch.empty_like(local_tensor(reference), device=home)
+            place(model, families[name], empty, reference)
+        return
+    for name, whole in drawn(model, built, parameters, seed):
+        reference = model.get_parameter(name)
+        part = part_of(whole, reference).to(home, reference.dtype, copy=True)
+        place(model, families[name], part, reference)
+
+
+def begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give the adapters of `model`, if it has any, their first values. Collective."""
+    if not has_adapters(model):
+        return
+    families, home = tied_families(model), parameter_device(model, device)
+    # Not `on_all`: it gathers weights on the way, and what it raises every rank sees alike.
+    for name, part in first_values(model, seed, device):
+        place(model, families[name], part.to(home), model.get_parameter(name))
+    for name, value in copied_buffers(model):
+        replace(model, name, value)
+    settle_devices(model, device)
+    ranks.on_all(lambda: check_materialised(model))
+
+
+def check_materialised(model: nn.Module) -> None:
+    """Raise `LoadingError` naming what is still on meta, or a tie that came apart."""
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    tensors = [*by_name.items(), *model.named_buffers()]
+    meta = [n for n, t in tensors if local_tensor(t).is_meta]
+    if meta:
+        raise LoadingError(f"{len(meta)} tensor(s) are still on meta: {', '.join(meta[:5])}")
+    assets = getattr(model, "hf_assets", None)
+    for alias, owner in (assets.tied if assets else {}).items():
+        if by_name.get(alias) is not by_name.get(owner):
+            raise LoadingError(f"{alias} is no longer tied to {owner}")
+
+
+def parameter_device(model: nn.Module, device: torch.device) -> torch.device:
+    """Return where parameters live: host memory under offload, else the device."""
+    return getattr(model, "parameter_device", None) or device
+
+
+def place(model: nn.Module, names: list[str], part: torch.Tensor, reference: torch.Tensor) -> None:
+    """Put this rank's `part` under all of `names`, laid out as `reference` is."""
+    value: torch.Tensor = part.to(reference.dtype)
+    if isinstance(reference, DTensor):
+        value = laid_out_as(reference, value)
+    if isinstance(reference, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=reference.requires_grad)
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+    for name in names:
+        replace(model, name, value)
+
+
+def replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put `value` in the place of a parameter or a buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = value  # type: ignore[assignment]
+    else:
+        module._buffers[leaf] = value
+
+
+def settle_devices(model: nn.Module, device: torch.device) -> None:
+    """Move to `device` what offload does not keep in host memory: buffers, unsharded parameters."""
+    for name, buffer in list(model.named_buffers()):
+        if not buffer.is_meta and buffer.device != device:
+            replace(model, name, buffer.to(device))
+    for names in tied_families(model).values():
+        parameter = model.get_parameter(names[0])
+        if isinstance(parameter, DTensor) or parameter.is_meta or parameter.device == device:
+            continue
+        place(model, names, parameter.detach().to(device), parameter)

@@ -1,0 +1,78 @@
+"""Where a model keeps its decoder layers: one stack or several, found from modules and classes."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.models.patterns import plain_class_name
+from toolkit.models.peft_model import base_of
+from toolkit.models.ties import tied_families
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the decoder layers of `model`, name -> module, in the order of definition.
+
+    They are the elements of its stacks (every outermost `ModuleList` that holds more than a
+    fiftieth of the parameters) and the modules of the classes in `_no_split_modules`; of nested
+    ones the outermost, but the layers rather than a stage that stacks several. Never one that holds
+    an embedding or the head, or a parameter tied to something that is no layer. Layers may share
+    parameters with each other.
+    """
+    classes: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            classes.update(getattr(module, "_no_split_modules", None) or [])
+    named = dict(model.named_modules())
+    by_class = {n for n, m in named.items() if n and plain_class_name(m) in classes}
+    found: set[str] = set()
+    for name in by_class | _stacked(model):
+        stages = [
+            f"{name}.{inner}"
+            for inner, child in named[name].named_modules()
+            if isinstance(child, nn.ModuleList)
+            and sum(f"{name}.{inner}.{i}" in by_class for i in range(len(child))) > 1
+        ]
+        if not stages:
+            found.add(name)
+    apart = _kept_apart(model, named, found)
+    held = {n: [id(p) for p in named[n].parameters()] for n in named if n in found}
+    layers = {n: named[n] for n, own in held.items() if own and not apart.intersection(own)}
+    return {n: m for n, m in layers.items() if not any(o in layers for o in outer_names(n))}
+
+
+def outer_names(name: str) -> list[str]:
+    """Return the modules around a name, outermost first, the root left out."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _stacked(model: nn.Module) -> set[str]:
+    """Return the names of the elements of the stacks that matter, outermost lists only."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
+    total = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            total -= module.weight.numel()
+    found = set()
+    for name, stack in lists.items():
+        if any(outer in lists for outer in outer_names(name)):
+            continue
+        if sum(p.numel() for p in stack.parameters()) * 50 < total:
+            continue
+        for i, child in enumerate(stack):
+            if not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Embedding):
+                found.add(f"{name}.{i}")
+    return found
+
+
+def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str]) -> set[int]:
+    """Return what no layer may hold: parameters of embedding and head, and ties beyond layers."""
+    apart: set[int] = set()
+    base = base_of(model)
+    if isinstance(base, PreTrainedModel):
+        for module in (base.get_input_embeddings(), base.get_output_embeddings()):
+            apart.update(map(id, () if module is None else module.parameters()))
+    for first, *others in tied_families(model).values():
+        inside = [any(o in layers for o in outer_names(name)) for name in (first, *others)]
+        if others and not all(inside):
+            apart.add(id(model.get_parameter(first)))
+    return apart

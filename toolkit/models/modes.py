@@ -1,0 +1,32 @@
+"""States that a forward on the side needs, and that leave no trace: random state, eval, eager."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContextManager[None]:
+    """Put the random state of the CPU and of `device`, any accelerator, back at the end."""
+    place = torch.device(device)
+    if place.type in ("cpu", "meta"):
+        return torch.random.fork_rng(devices=[])
+    index = torch.accelerator.current_device_index() if place.index is None else place.index
+    return torch.random.fork_rng(devices=[index], device_type=place.type)
+
+
+@contextlib.contextmanager
+def on_the_side(model: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Let `model` run without dropout and compilation; put modes and random state back.
+
+    Each new shape would be compiled anew. The caller frees gathered parameters (`layout.reshard`).
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with forked_rng(device), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
