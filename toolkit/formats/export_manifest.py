@@ -21,14 +21,14 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
-from toolkit.formats.plain_files import is_plain_name
+from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.formats.safetensors_header import DTYPE_NAMES, TensorEntry, read_header
+from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 
 FILE = "toolkit_manifest.json"
 CARD = "README.md"
 _BLOCK = 2**20  # bytes read at a time
 _SMALL = 2**16  # bytes below which handing them to a second thread costs more than it gains
-_LIMIT = 2**30  # of the manifest itself: a model of a million tensors needs a fifth of it
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -108,14 +108,15 @@ def read(folder: Path) -> dict[str, Any]:
             f"{folder} has no {FILE}: it was not written by `toolkit consolidate`, or not copied "
             "whole"
         )
-    if file.stat().st_size > _LIMIT:
-        raise ExportError(f"{file} is {file.stat().st_size} bytes long: no manifest")
-    raw = file.read_bytes()
+    raw = read_bounded(plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
+    content = parse_json(raw, f"{file} is damaged: it", ExportError)
+    if not isinstance(content, dict) or not isinstance(content.get("manifest"), dict):
+        raise ExportError(f"{file} is damaged: it holds no manifest")
+    manifest = content["manifest"]
     try:
-        manifest = json.loads(raw)["manifest"]
         whole = _render(manifest) == raw
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ExportError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    except ValueError:  # a number that JSON does not have
+        whole = False
     if not whole:
         raise ExportError(f"{file} is damaged: its content does not have its own sha256")
     _check(file, manifest)

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.checkpoint.facts import is_path
 from toolkit.errors import ExportError, holds_token
-from toolkit.formats import export_manifest
+from toolkit.formats import export_manifest, plain_file
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
 from toolkit.verify import verify_export
@@ -68,7 +68,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     own = folder / CARD
     own_card = own.is_file()
     if own_card:
-        card = own.read_text("utf-8")
+        card = plain_file(folder, CARD, ExportError).read_text("utf-8")
     else:
         card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest())
     for name, text in ((export_manifest.FILE, raw), (CARD, card.encode())):
