@@ -71,7 +71,6 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         scheduler.step()
         data.position.advance()
         last = step == data.max_steps
-
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():

@@ -62,7 +62,6 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
         scheduler.step()
         data.position.advance()
         last = step == data.max_steps
-
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
