@@ -9,7 +9,7 @@ import pytest
 from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
-from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig
+from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig, TrainConfig
 from toolkit.data.feed.stream import SourceStream
 from toolkit.data.sources import text_files
 from toolkit.data.sources.row_values import BadRow
@@ -101,7 +101,7 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
     tokens = {}
     for streaming in (False, True):
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
-        cfg = PretrainConfig(model=named, data=data)
+        cfg = PretrainConfig(model=named, data=data, train=TrainConfig(max_steps=9))
         feed = encode_sources(cfg, tokenizer, models.vocabulary_size(model), "none", 1).feed
         if streaming:
             (source,) = feed.sources

@@ -12,6 +12,7 @@ from toolkit.config.settings import (
     FinetuneConfig,
     FinetuneDataConfig,
     FinetuneModelConfig,
+    FinetuneTrainConfig,
     SourceConfig,
 )
 from toolkit.data import finetune as finetune_data
@@ -264,7 +265,8 @@ def test_inspecting_a_stream_makes_its_checks_and_splits_nothing_off(
             sources=sources, streaming=True, sequence_length=MAX, eval_split=0.5, **settings
         )
         model = FinetuneModelConfig(name_or_path=str(tiny_llama))
-        cfg = FinetuneConfig(output_dir=str(tmp_path / "run"), model=model, data=data)
+        train = FinetuneTrainConfig(max_steps=9)
+        cfg = FinetuneConfig(output_dir=str(tmp_path / "run"), model=model, data=data, train=train)
         return finetune_data.inspect_data(cfg)
 
     with pytest.raises(DataError, match="expected a weight for each source"):

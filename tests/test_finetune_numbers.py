@@ -641,7 +641,7 @@ def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
     assert not any(none.update({}) or none.stop for _ in range(9))
     assert none.state_dict() == {}
     assert none.line(9) == ""
-    assert "step 9: eval_loss was not better than 1.9 in 3" in one.line(9)
+    assert "step 9: eval_loss was not better than 1.9 in 2" in one.line(9)
 
 
 def test_small_gains_count_together():

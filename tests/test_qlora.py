@@ -550,7 +550,6 @@ def test_a_weight_of_another_shape_is_refused_before_it_is_read(folder, tmp_path
 @pytest.mark.parametrize(
     ("lora", "model", "said"),
     [
-        ({"r": 0}, {}, "cannot be trained in full"),
         ({}, {"init": "random"}, "nothing to quantise but noise"),
         ({"use_dora": True}, {}, "lora.use_dora"),
     ],
@@ -560,6 +559,11 @@ def test_settings_that_cannot_work(lora, model, said):
     with pytest.raises(ConfigError, match=said):
         quantise.check_quantisation(cfg, FP32, named, "cpu")
     quantise.check_quantisation(dataclasses.replace(cfg, load_in_4bit=False), FP32, named, "cpu")
+
+
+def test_weights_in_4_bits_are_not_trained_in_full():
+    with pytest.raises(ConfigError, match=r"load_in_4bit.* without lora\.r does nothing"):
+        dataclasses.replace(LORA, r=0)
 
 
 def test_settings_that_work(folder):

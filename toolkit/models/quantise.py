@@ -69,11 +69,6 @@ def check_quantisation(
     if not lora.load_in_4bit:
         return
     setting = "lora.load_in_4bit"
-    if lora.r == 0:
-        raise ConfigError(
-            f"{setting} with lora.r 0: weights in 4 bits cannot be trained in full. Set lora.r to "
-            f"train adapters on them, or {setting}: false"
-        )
     if model.init == "random":
         raise ConfigError(
             f"{setting} with model.init random: there is nothing to quantise but noise. Set "
