@@ -56,7 +56,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     model.train()
     first = state.step + 1
     loss = partial(training.loss_sum, label_smoothing=cfg.train.label_smoothing_factor)
-    run.say(stopping.line(state.step))
+    run.say(stopping.resumed_line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         unshard_early(model)
         stats = training.train_step(

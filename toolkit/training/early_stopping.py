@@ -74,6 +74,10 @@ class EarlyStopping:
             f"{self.waited} evaluation(s)"
         )
 
+    def resumed_line(self, step: int) -> str:
+        """Return what a start prints where an earlier one had ended so, else nothing."""
+        return f"nothing to do: {step} steps are done, it had stopped early" if self.stop else ""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, in JSON's types; put it under `KEY` of
         `TrainState.extra`.
