@@ -1,8 +1,8 @@
 """Which modules and parameters adapters are asked for, by their names in the base.
 
 Owns what a name of the `lora` section means and the errors for names that match nothing, for ties
-that an adapter would break and for modules that cannot be adapted. `lora` hands over what PEFT made
-of it.
+that an adapter would break and for modules that cannot be adapted. `lora.py` hands over what PEFT
+made of it.
 """
 
 import re

@@ -7,8 +7,8 @@
     transformers' distributed_checkpoint  tensor said by the header
 
 Owns these layouts, and the answer to a path that is none of them. What they say is read with
-suspicion: a pickle by `dcp_format`'s reader only, headers by `hf_format`. Does not know what is
-done with the weights.
+suspicion: a pickle by `formats.dcp_metadata` only, headers by `formats.safetensors_header`. Does
+not know what is done with the weights.
 """
 
 import hashlib
