@@ -56,7 +56,7 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
 	$(BIN)/python tests/architectures.py --write docs/architectures.md
 
-soak: install  ## Kills, power losses, full disks, damage; writes docs/soak.md, docs/damage.md (needs cc)
+soak: install  ## Kills, power losses, full disks, damage; writes docs/soak.md, docs/damage.md
 	$(BIN)/python -W ignore tests/soak.py --write docs/soak.md
 	$(BIN)/python -W ignore tests/damage.py --write docs/damage.md
 

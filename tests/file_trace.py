@@ -1,10 +1,11 @@
-"""File operations seen from below, and a disk that forgets what was not fsynced.
+"""File operations seen from Python, and a disk that forgets what was not fsynced.
 
-    compile_shim    file_trace.c -> a library to start a process with (LD_PRELOAD); needs `cc`
-    Tracer          arms it: count, record, kill before operation k, fail from operation k on
-    Disk            replays a record; says which trees may be there after a power loss
+    Tracer      counts operations below a folder; kills before one of them, or makes them fail
+    Disk        what was seen, in order; says which trees may be there after a power loss
 
-Knows nothing of checkpoints.
+Knows nothing of checkpoints. Operations are what audit hooks report (open for writing, mkdir,
+rename, remove, rmdir) and `os.fsync`. Bytes are not seen as they are written: the folder is read
+whole at each operation, so what code outside of Python writes or renames is seen too.
 
 [Note: what a power loss may leave] A file's bytes are certain from its own fsync on, a name from
 the fsync of the folder that it is in. Everything later may be there or not, in any combination;
@@ -12,42 +13,54 @@ only the two halves of a rename within one folder go together. That is weaker th
 promise.
 """
 
-import ctypes
+import contextlib
+import errno
 import os
+import pickle
 import random
-import shutil
-import struct
-import subprocess
+import resource
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 SPACE, SYNC, NAMES = 1, 2, 4
 """What an operation can be made to fail for: new bytes or names, fsync, renames and removals."""
-_HEADER = struct.Struct("=III4xQQ")
+_KINDS = {"open": SPACE, "mkdir": SPACE, "fsync": SYNC, "rename": NAMES, "remove": NAMES}
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_BLOCK = 512
+
+Tree = dict[str, bytes | None]
+"""Relative path -> content; None is a folder."""
+Snapshot = dict[str, tuple[int, bytes | None]]
+"""Relative path -> inode and content; "" is the folder itself."""
 
 
-def compiler() -> str | None:
-    """Return the C compiler of this machine, None where there is none."""
-    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+@dataclass
+class Record:
+    """What was seen at one operation: the folder as it is before it, or after an fsync."""
 
-
-def compile_shim(folder: Path) -> Path:
-    """Compile the library into `folder` and return it."""
-    library, source = folder / "file_trace.so", Path(__file__).with_suffix(".c")
-    command = [compiler() or "cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"]
-    subprocess.run([*map(str, command), "-lpthread"], check=True)
-    return library
+    name: str
+    snapshot: Snapshot
+    synced: int | None = None
+    """The inode of what was fsynced."""
+    note: bool = False
+    """A line of the caller's own, no operation."""
 
 
 class Tracer:
-    """The library in this process, which must have been started with it."""
+    """One of a process: audit hooks stay for good, and forks have it too."""
 
-    def __init__(self, library: Path) -> None:
-        if str(library) not in Path("/proc/self/maps").read_text():
-            raise RuntimeError(f"this process was not started with LD_PRELOAD={library}")
-        self._c = ctypes.CDLL(str(library))
-        self._c.trace_disarm.restype = self._c.trace_failed.restype = ctypes.c_long
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._root: str | None = None
+        self._own = threading.local()  # `busy` while this thread reads the folder itself
+        self._fsync = os.fsync
+        os.fsync = self._fsync_seen  # type: ignore[assignment]
+        sys.addaudithook(self._hook)
 
     def arm(
         self,
@@ -62,59 +75,134 @@ class Tracer:
     ) -> None:
         """Count operations below `root` from now on, the first is 1.
 
-        With `kill_at` the process is killed before that operation. With `fail_at` it and all later
-        ones (`once`: only the first) of the given kinds fail.
+        With `log` the folder is recorded at each. With `kill_at` the process is killed before that
+        operation. With `fail_at` it and all later ones (`once`: only the first) of the given kinds
+        fail; where the disk is full, ENOSPC, so do writes to files that are open, as EFBIG.
         """
-        target = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        whole = os.fsencode(root.resolve())
-        kill, fail = ctypes.c_long(kill_at), ctypes.c_long(fail_at)
-        self._c.trace_arm(whole, target, kill, fail, kinds, error, int(once))
+        self.count = self.failures = 0
+        self._records: list[Record] = []
+        self._log, self._kill_at, self._fail_at = log, kill_at, fail_at
+        self._kinds, self._error, self._once = kinds, error, once
+        self._contents: dict[bytes, bytes] = {}  # one object for equal contents
+        self._root = str(root.resolve())
 
     def disarm(self) -> int:
-        """Stop; return the number of operations."""
-        return self._c.trace_disarm()
-
-    def failed(self) -> int:
-        """Return how many operations were made to fail."""
-        return self._c.trace_failed()
+        """Stop, write the record; return the number of operations."""
+        if self._root is None:
+            return self.count
+        if self._log is not None:
+            self._record("the end", note=True)
+        self._root = None
+        _limit_writes(False)
+        if self._log is not None:
+            self._log.write_bytes(pickle.dumps(self._records))
+        return self.count
 
     def note(self, text: str) -> None:
         """Put a line of the caller's own between the recorded operations."""
-        self._c.trace_note(text.encode())
+        if self._root is not None and self._log is not None:
+            self._record(text, note=True)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._root is None or getattr(self._own, "busy", False):
+            return
+        if event == "open":
+            path, _, flags = args
+            if isinstance(path, int) or not flags & _WRITING:
+                return
+            self._operation("open", [self._absolute(path, -1)])
+        elif event == "os.mkdir":
+            self._operation("mkdir", [self._absolute(args[0], args[2])])
+        elif event in ("os.remove", "os.rmdir"):
+            self._operation("remove", [self._absolute(args[0], args[1])])
+        elif event == "os.rename":
+            self._operation("rename", [self._absolute(args[i], args[i + 2]) for i in (0, 1)])
+
+    def _fsync_seen(self, descriptor: Any) -> None:
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        if self._root is None:
+            return self._fsync(number)
+        path = os.readlink(f"/proc/self/fd/{number}")
+        if not self._below(path):
+            return self._fsync(number)
+        with self._lock:
+            self._operation("fsync", [path])
+            self._fsync(number)
+            if self._log is not None:
+                self._record(f"fsync {path}", synced=os.fstat(number).st_ino)
+        return None
+
+    def _operation(self, kind: str, paths: list[str]) -> None:
+        with self._lock:
+            if self._root is None or not any(map(self._below, paths)):
+                return
+            if kind in ("open", "mkdir") and os.path.lexists(paths[0]):
+                if kind == "mkdir":
+                    return  # refused by itself
+                kind = "reopen"  # takes no new name
+            self.count += 1
+            if self._log is not None and kind != "fsync":
+                names = (os.path.relpath(path, self._root) for path in paths)
+                self._record(" ".join([kind, *names]))
+            if self.count == self._kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if 0 < self._fail_at <= self.count and not (self._once and self.failures):
+                if self._error == errno.ENOSPC:
+                    _limit_writes(True)
+                    self.failures += not self.failures  # whatever is written from here on fails
+                if _KINDS.get(kind, 0) & self._kinds:
+                    self.failures += 1
+                    raise OSError(self._error, os.strerror(self._error), paths[0])
+
+    def _below(self, path: str) -> bool:
+        return self._root is not None and f"{path}/".startswith(f"{self._root}/")
+
+    def _absolute(self, path: Any, folder: int) -> str:
+        self._own.busy = True
+        try:
+            above = os.getcwd() if folder == -1 else os.readlink(f"/proc/self/fd/{folder}")
+            parent, name = os.path.split(os.path.join(above, os.fsdecode(path)))
+            return os.path.join(os.path.realpath(parent), name)
+        finally:
+            self._own.busy = False
+
+    def _record(self, name: str, synced: int | None = None, note: bool = False) -> None:
+        with self._lock:
+            self._own.busy = True
+            try:
+                assert self._root is not None
+                snapshot = _snapshot(Path(self._root), self._contents)
+            finally:
+                self._own.busy = False
+            self._records.append(Record(name, snapshot, synced, note))
 
 
-@dataclass(frozen=True)
-class Operation:
-    kind: str
-    """create truncate write fsync rename unlink mkdir rmdir note"""
-    path: str
-    other: str
-    offset: int
-    data: bytes
+def _limit_writes(limited: bool) -> None:
+    """Let no file grow in this process, or let all: the kernel refuses the write itself."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if limited else hard, hard))
 
 
-_KINDS = {"c": "create", "t": "truncate", "w": "write", "f": "fsync", "r": "rename"} | {
-    "u": "unlink",
-    "m": "mkdir",
-    "d": "rmdir",
-    "n": "note",
-}
+def read_log(log: Path) -> list[Record]:
+    """Return what was recorded, in its order."""
+    return pickle.loads(log.read_bytes())
 
 
-def read_log(log: Path) -> list[Operation]:
-    """Return the operations of a record, in their order."""
-    content, at, found = log.read_bytes(), 0, []
-    while at < len(content):
-        code, path, other, offset, size = _HEADER.unpack_from(content, at)
-        at += _HEADER.size
-        pieces = []
-        # The length of a `truncate` stands in `offset`; only writes carry bytes.
-        for length in (path, other, size):
-            pieces.append(content[at : at + length])
-            at += length
-        found.append(
-            Operation(_KINDS[chr(code)], pieces[0].decode(), pieces[1].decode(), offset, pieces[2])
-        )
+def _snapshot(root: Path, contents: dict[bytes, bytes]) -> Snapshot:
+    found: Snapshot = {"": (root.stat().st_ino, None)}
+    waiting = [root]
+    while waiting:
+        # Other threads of the process create and rename at the same time.
+        with contextlib.suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                with contextlib.suppress(FileNotFoundError):
+                    name, content = os.path.relpath(entry.path, root), None
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(Path(entry.path))
+                    else:
+                        content = Path(entry.path).read_bytes()
+                        content = contents.setdefault(content, content)
+                    found[name] = (entry.inode(), content)
     return found
 
 
@@ -122,17 +210,11 @@ def read_log(log: Path) -> list[Operation]:
 # The disk
 # --------------------------------------------------------------------------------------------------
 
-Tree = dict[str, bytes | None]
-"""Relative path -> content; None is a folder."""
-
 
 @dataclass(eq=False)
 class File:
-    content: bytearray = field(default_factory=bytearray)
+    content: bytes = b""
     synced: bytes = b""
-    pending: list[tuple[int, Operation]] = field(default_factory=list)
-    number: int = 0
-    """Its inode's, from `create` on."""
 
 
 @dataclass(eq=False)
@@ -146,114 +228,98 @@ Node = File | Folder
 
 
 class Disk:
-    """A replayed folder: what is there, and what of it a power loss would leave."""
+    """A recorded folder: what is there, and what of it a power loss would leave."""
 
     def __init__(self, root: Path) -> None:
         """Begin with what is below `root` now, taken as safe on the disk."""
-        self.base = str(root.resolve())
-        self.root = _load(root)
         self.time = 0
+        self._nodes: dict[int, Node] = {}
+        self._update(_snapshot(root, {}))
+        self.root = self._nodes[root.stat().st_ino]
+        for node in self._nodes.values():
+            _sync(node)
 
-    def apply(self, operation: Operation) -> None:
-        """Replay one operation."""
+    def apply(self, record: Record) -> None:
+        """Take in what was seen at one operation."""
         self.time += 1
-        kind, path = operation.kind, operation.path
-        if kind == "note" or path.endswith(" (deleted)"):
-            return
-        if kind in ("create", "mkdir"):
-            new = File(number=operation.offset) if kind == "create" else Folder()
-            self._change(path, new)
-        elif kind in ("unlink", "rmdir"):
-            self._change(path, None)
-        elif kind == "rename":
-            self._rename(path, operation.other)
-        elif kind == "fsync":
-            self._follow(operation)
-            node = self._find(path)
-            if isinstance(node, File):
-                node.synced = bytes(node.content)
-            else:
-                node.synced = dict(node.entries)
-            node.pending.clear()
-        else:
-            node = self._find(path)
-            if not isinstance(node, File):
-                raise ValueError(f"{kind} of {path}, which is a folder")
-            _write(node.content, operation)
-            node.pending.append((self.time, operation))
-
-    def now(self) -> Tree:
-        """Return the tree that processes see."""
-        return _tree(self.root, lambda d: d.entries, lambda f: bytes(f.content))
+        self._update(record.snapshot)
+        if record.synced in self._nodes:
+            _sync(self._nodes[record.synced])
 
     def after_power_loss(self, chance: random.Random, subsets: int) -> Iterator[tuple[str, Tree]]:
         """Yield (what survived, tree) for several outcomes; see [Note: what a power loss may
         leave].
         """
-        yield "only what was fsynced", _tree(self.root, lambda d: d.synced, lambda f: f.synced)
-        yield "names, no bytes", _tree(self.root, lambda d: d.entries, lambda f: f.synced)
-        yield "names, zeros", _tree(self.root, lambda d: d.entries, _zeroed)
+        names, safe = (lambda d: d.entries), (lambda f: f.synced)
+        yield "only what was fsynced", self._tree(lambda d: d.synced, safe)
+        yield "names, no bytes", self._tree(names, safe)
+        yield "names, zeros", self._tree(names, lambda f: f.synced.ljust(len(f.content), b"\0"))
         cut = self.time - int(chance.expovariate(0.1))
-        yield "names up to a moment", _tree(self.root, lambda d: _until(d, cut), lambda f: f.synced)
+        yield "names up to a moment", self._tree(lambda d: _until(d, cut), safe)
         for _ in range(subsets):
-            # The same choice wherever a folder is met: it may hang in the tree at two places.
+            # The same choice wherever a node is met: a folder may hang in the tree at two places.
             seed = chance.random()
-            yield (
-                "a random part",
-                _tree(
-                    self.root,
-                    lambda d, s=seed: _some_names(d, random.Random(f"{s}{id(d)}")),  # type: ignore[misc]
-                    lambda f, s=seed: _some_bytes(f, random.Random(f"{s}{id(f)}")),  # type: ignore[misc]
-                ),
+            tree = self._tree(
+                lambda d, s=seed: _some_names(d, random.Random(f"{s}{id(d)}")),  # type: ignore[misc]
+                lambda f, s=seed: _some_bytes(f, random.Random(f"{s}{id(f)}")),  # type: ignore[misc]
             )
+            yield "a random part", tree
 
-    def _follow(self, operation: Operation) -> None:
-        """Rename a file that is met under another name: safetensors' writer renames its temporary
-        file by a system call of its own, which the shim does not see.
-        """
-        name = os.path.basename(operation.path)
-        entries = self._parent(operation.path).entries if operation.offset else {name: None}
-        if name in entries:
-            return
-        for other, node in list(entries.items()):
-            if isinstance(node, File) and node.number == operation.offset:
-                self._rename(os.path.join(os.path.dirname(operation.path), other), operation.path)
-                return
+    def _update(self, snapshot: Snapshot) -> None:
+        """Turn the difference to what was there before into changes of the folders."""
+        known = self._nodes
+        # An inode that is gone may come back as another file: only those of now are kept.
+        self._nodes = {
+            inode: known.get(inode) or (Folder() if content is None else File())
+            for inode, content in snapshot.values()
+        }
+        now: dict[int, dict[str, Node]] = {}
+        for path, (inode, content) in snapshot.items():
+            node = self._nodes[inode]
+            if isinstance(node, File):
+                node.content = content or b""
+            else:
+                now.setdefault(inode, {})
+            above, name = os.path.split(path)
+            if path and above in snapshot:
+                now.setdefault(snapshot[above][0], {})[name] = node
+        for inode, entries in now.items():
+            folder = self._nodes[inode]
+            assert isinstance(folder, Folder)
+            self._enter(folder, entries)
 
-    def _parts(self, path: str) -> list[str]:
-        relative = os.path.relpath(path, self.base)
-        return [] if relative == "." else relative.split("/")
+    def _enter(self, folder: Folder, entries: dict[str, Node]) -> None:
+        """Note what changed in one folder; a node that left one name for another did so at once."""
+        before = folder.entries
+        changes: dict[int, dict[str, Node | None]] = {}
+        for name, node in before.items():
+            if entries.get(name) is not node:
+                changes.setdefault(id(node), {})[name] = None
+        for name, node in entries.items():
+            if before.get(name) is not node:
+                changes.setdefault(id(node), {})[name] = node
+        # A name that another node took over is not first removed.
+        for change in changes.values():
+            for name in [n for n, node in change.items() if node is None and n in entries]:
+                del change[name]
+        folder.pending += [(self.time, change) for change in changes.values() if change]
+        folder.entries = entries
 
-    def _find(self, path: str) -> Node:
-        node: Node = self.root
-        for name in self._parts(path):
-            if not isinstance(node, Folder):
-                raise ValueError(f"{path} lies in a file")
-            node = node.entries[name]
-        return node
+    def _tree(
+        self, entries: Callable[[Folder], dict[str, Node]], content: Callable[[File], bytes]
+    ) -> Tree:
+        def below(folder: Folder, prefix: str) -> Tree:
+            found: Tree = {}
+            for name, node in sorted(entries(folder).items()):
+                if isinstance(node, File):
+                    found[prefix + name] = content(node)
+                else:
+                    found[prefix + name] = None
+                    found |= below(node, f"{prefix}{name}/")
+            return found
 
-    def _parent(self, path: str) -> Folder:
-        parent = self._find(os.path.dirname(path))
-        if not isinstance(parent, Folder):
-            raise ValueError(f"{path} lies in a file")
-        return parent
-
-    def _change(self, path: str, node: "Node | None") -> None:
-        self._enter(self._parent(path), {os.path.basename(path): node})
-
-    def _rename(self, path: str, other: str) -> None:
-        source, target, node = self._parent(path), self._parent(other), self._find(path)
-        gone: dict[str, Node | None] = {os.path.basename(path): None}
-        come: dict[str, Node | None] = {os.path.basename(other): node}
-        if source is target:
-            self._enter(source, gone | come)
-        else:
-            self._enter(target, come)
-            self._enter(source, gone)
-
-    def _enter(self, folder: Folder, changes: "dict[str, Node | None]") -> None:
-        _update(folder.entries, changes)
-        folder.pending.append((self.time, changes))
+        assert isinstance(self.root, Folder)
+        return below(self.root, "")
 
 
 def write_tree(tree: Tree, root: Path) -> None:
@@ -268,77 +334,43 @@ def write_tree(tree: Tree, root: Path) -> None:
 
 def read_tree(root: Path) -> Tree:
     """Return what is below `root`."""
-    return _tree(_load(root), lambda d: d.entries, lambda f: bytes(f.content))
+    return {path: content for path, (_, content) in sorted(_snapshot(root, {}).items()) if path}
 
 
-def _load(path: Path) -> Folder:
-    entries: dict[str, Node] = {}
-    for entry in sorted(path.iterdir()):
-        if entry.is_dir():
-            entries[entry.name] = _load(entry)
-        else:
-            content = entry.read_bytes()
-            entries[entry.name] = File(bytearray(content), content)
-    return Folder(entries, dict(entries))
+def _sync(node: Node) -> None:
+    if isinstance(node, File):
+        node.synced = node.content
+    else:
+        node.synced, node.pending = dict(node.entries), []
 
 
-def _tree(
-    root: Folder,
-    entries: "Callable[[Folder], dict[str, Node]]",
-    content: Callable[[File], bytes],
-    prefix: str = "",
-) -> Tree:
-    found: Tree = {}
-    for name, node in sorted(entries(root).items()):
-        if isinstance(node, File):
-            found[prefix + name] = content(node)
-        else:
-            found[prefix + name] = None
-            found |= _tree(node, entries, content, f"{prefix}{name}/")
-    return found
-
-
-def _write(content: bytearray, operation: Operation) -> None:
-    at, data = operation.offset, operation.data
-    if operation.kind == "truncate":
-        del content[at:]
-        content.extend(bytes(at - len(content)))
-        return
-    content.extend(bytes(max(0, at + len(data) - len(content))))
-    content[at : at + len(data)] = data
-
-
-def _update(entries: "dict[str, Node]", changes: "dict[str, Node | None]") -> None:
-    for name, node in changes.items():
-        if node is None:
-            entries.pop(name, None)
-        else:
-            entries[name] = node
-
-
-def _until(folder: Folder, cut: int) -> "dict[str, Node]":
-    entries = dict(folder.synced)
+def _applied(folder: Folder, chosen: Callable[[int], bool]) -> dict[str, Node]:
+    """Return the entries that were synced, with the later changes whose moment is `chosen`."""
+    entries: dict[str, Node | None] = dict(folder.synced)
     for time, changes in folder.pending:
-        if time <= cut:
-            _update(entries, changes)
-    return entries
+        if chosen(time):
+            entries |= changes
+    return {name: node for name, node in entries.items() if node is not None}
 
 
-def _zeroed(file: File) -> bytes:
-    return file.synced + bytes(max(0, len(file.content) - len(file.synced)))
+def _until(folder: Folder, cut: int) -> dict[str, Node]:
+    return _applied(folder, lambda time: time <= cut)
 
 
-def _some_names(folder: Folder, chance: random.Random) -> "dict[str, Node]":
-    entries, share = dict(folder.synced), chance.choice((0.2, 0.5, 0.9))
-    for _, changes in folder.pending:
-        if chance.random() < share:
-            _update(entries, changes)
-    return entries
+def _some_names(folder: Folder, chance: random.Random) -> dict[str, Node]:
+    share = chance.choice((0.2, 0.5, 0.9))
+    return _applied(folder, lambda _: chance.random() < share)
 
 
 def _some_bytes(file: File, chance: random.Random) -> bytes:
-    content, share = bytearray(file.synced), chance.choice((0.0, 0.5, 0.9))
-    for _, operation in file.pending:
-        if chance.random() < share:
-            _write(content, operation)
-    return bytes(content)
+    """Return the synced bytes with some of the blocks that were written later."""
+    share = chance.choice((0.0, 0.5, 0.9))
+    length = chance.choice((len(file.synced), len(file.content)))
+    safe = file.synced.ljust(length, b"\0")
+    blocks = (
+        (file.content if chance.random() < share else safe)[at : at + _BLOCK].ljust(
+            min(_BLOCK, length - at), b"\0"
+        )[: length - at]
+        for at in range(0, length, _BLOCK)
+    )
+    return b"".join(blocks)

@@ -46,7 +46,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-LIBRARY = "SOAK_LIBRARY"  # the environment variable that says the shim is loaded
 
 import file_trace  # noqa: E402
 
@@ -72,24 +71,15 @@ def main() -> int:
         args.points, args.subsets, args.survivors = 25, 1, 25
     args.only = args.only or [*CHAPTERS]
     # Memory where there is some: a kill does not see the disk, and fsync is what takes the time.
-    memory = "/dev/shm" if LIBRARY in os.environ and os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=memory))
-    try:
-        if LIBRARY not in os.environ:
-            if file_trace.compiler() is None:
-                print("no C compiler (cc): file operations cannot be traced", file=sys.stderr)
-                return 2
-            library = str(file_trace.compile_shim(folder))
-            env = os.environ | {"LD_PRELOAD": library, LIBRARY: library}
-            return os.spawnve(os.P_WAIT, sys.executable, [sys.executable, *sys.argv], env)
-        return soak(args, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(
+        prefix="soak-", dir=memory, ignore_cleanup_errors=True
+    ) as made:
+        return soak(args, Path(made))
 
 
 def soak(args: argparse.Namespace, folder: Path) -> int:
-    tracer = file_trace.Tracer(Path(os.environ[LIBRARY]))
-    os.environ.pop("LD_PRELOAD", None)
+    tracer = file_trace.Tracer()
     stage = Stage(folder, tracer)
     if args.broken:
         BROKEN[args.broken]()
@@ -739,27 +729,26 @@ def _power_losses(
     stage: Stage, args: argparse.Namespace, sequence: Sequence, counts: Counter[str]
 ) -> list[str]:
     checker, scene, log = Checker(stage), sequence.scene(), stage.folder / "record"
-    log.unlink(missing_ok=True)
     disk = file_trace.Disk(scene)
     child = stage.fork(lambda say: sequence.run(scene, say, log=log))
     child.join()
-    operations = file_trace.read_log(log)
     faults = [f"the recorded sequence {f}" for f in child.failures()]
+    records = [] if faults else file_trace.read_log(log)
     chance, seen = random.Random(args.seed), set()
-    wanted = set(chance.sample(range(len(operations)), min(args.points or 10**9, len(operations))))
+    wanted = set(chance.sample(range(len(records)), min(args.points or 10**9, len(records))))
     # Where a report comes, more must be there from then on.
-    wanted |= {i for i, operation in enumerate(operations) if operation.kind == "note"}
+    wanted |= {i for i, record in enumerate(records) if record.note}
     notes: list[str] = []
-    for i, operation in enumerate(operations):
-        disk.apply(operation)
-        if operation.kind == "note":
-            notes.append(operation.path)
+    for i, record in enumerate(records):
+        disk.apply(record)
+        if record.note:
+            notes.append(record.name)
         else:
             counts["operations"] += 1
         if i not in wanted or (args.stop and faults):
             continue
         counts["points"] += 1
-        expectation = sequence.expectation([n for n in notes if not n.startswith("operations")])
+        expectation = sequence.expectation([n for n in notes if n != "the end"])
         for survived, tree in disk.after_power_loss(chance, args.subsets):
             counts["outcomes"] += 1
             key = hashlib.sha256(repr((notes, sorted(tree.items()))).encode()).digest()
@@ -775,26 +764,21 @@ def _power_losses(
                 child = stage.fork(lambda say: afterwards(stage, copy, found, say))  # noqa: B023
                 child.join()
                 wrong += [f"afterwards: {f}" for f in child.failures()]
-            name = f"{operation.kind} {os.path.relpath(operation.path, disk.base)}"
-            if operation.kind == "note":
-                name = f"'{operation.path}'"
-            faults += [f"power lost after operation {i} ({name}), {survived}: {f}" for f in wrong]
+            when = f"power lost at record {i} ({record.name})"
+            faults += [f"{when}, {survived}: {f}" for f in wrong]
             shutil.rmtree(copy)
-    # What the shim did not see, the replay does not know.
-    if disk.now() != file_trace.read_tree(scene):
-        faults.append("the record is not complete: replayed in full it is not the folder")
     shutil.rmtree(scene)
     return faults
 
 
 def full_disks(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
     space = file_trace.SPACE
-    return _failing(stage, args, space, errno.ENOSPC, "No space left", once=False, offset=0)
+    return _failing(stage, args, space, errno.ENOSPC, once=False, offset=0)
 
 
 def failing_disks(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
     kinds = file_trace.SYNC | file_trace.SPACE | file_trace.NAMES
-    return _failing(stage, args, kinds, errno.EIO, "Input/output error", once=True, offset=2)
+    return _failing(stage, args, kinds, errno.EIO, once=True, offset=2)
 
 
 def _failing(
@@ -802,7 +786,6 @@ def _failing(
     args: argparse.Namespace,
     kinds: int,
     code: int,
-    said: str,
     *,
     once: bool,
     offset: int,
@@ -820,7 +803,7 @@ def _failing(
         def live(say: Callable[[str], None]) -> None:
             stage.tracer.arm(scene, fail_at=k, kinds=kinds, error=code, once=once)  # noqa: B023
             for name, act in sequence.actions(scene):  # noqa: B023
-                _try(stage, scene, name, act, said, say)  # noqa: B023
+                _try(stage, scene, name, act, code, say)  # noqa: B023
 
         child = stage.fork(live)
         lines = child.join()
@@ -840,7 +823,7 @@ def _try(
     scene: Path,
     name: str,
     act: Callable[[Callable[[str], None]], None],
-    said: str,
+    code: int,
     say: Callable[[str], None],
 ) -> None:
     """Run one action that may meet a full disk; check what it says and leaves; then do it again."""
@@ -850,16 +833,18 @@ def _try(
     try:
         act(say)
     except (CheckpointError, ExportError) as error:
-        if not stage.tracer.failed():
+        if not stage.tracer.failures:
             raise
         stage.tracer.disarm()
-        if said not in str(error):
+        # A write that the kernel refuses here is told apart from a full disk by its number alone.
+        causes = {code, errno.EFBIG} if code == errno.ENOSPC else {code}
+        if not any(os.strerror(cause) in str(error) for cause in causes):
             raise RuntimeError(f"{name} does not name the cause: {error}") from error
         lost = set(known) - set(stage.commit.committed_steps(scene / "run"))
         if lost - {1}:  # retention may have begun
             raise RuntimeError(f"{name} lost {lost}") from error
         rest = [p.name for p in (scene / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
-        if rest and said.startswith("No space"):  # a disk that fails may refuse the removal too
+        if rest and code == errno.ENOSPC:  # a disk that fails may refuse the removal too
             raise RuntimeError(f"{name} left {rest}") from error
         say(f"refused {name} {str(error)[:120]!r}")
         if "is complete" in str(error) and "remove it" in str(error):

@@ -4,16 +4,10 @@ import json
 import subprocess
 import sys
 
-import file_trace
 import pytest
 from conftest import ROOT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        file_trace.compiler() is None, reason="file operations are traced by a C library: needs cc"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
