@@ -420,7 +420,7 @@ def with_momentum(state: checkpoint.TrainState) -> None:
         (None, lambda p: (p / "dcp/.metadata").unlink(), "has no .metadata"),
         (None, lambda p: (p / "dcp/__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__qualname__", str(value)),
 )
 def test_a_missing_piece_is_named(tmp_path, before, after, said):
     saved = small_state()
