@@ -19,8 +19,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
-from toolkit.data.chat.conversations import Chat, Rendered, learned_turns
+from toolkit.data.chat.conversations import Chat, learned_turns
 from toolkit.data.chat.habits import habits
+from toolkit.data.chat.masks import Rendered
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encoder import ACROSS, Encoder
@@ -161,7 +162,7 @@ def plain_render(template: ChatTemplate, tokenizer, tries: list):
 def test_the_search_finds_what_the_first_try_finds(name, vocabulary, monkeypatch):
     template, tries = TEMPLATES[name], []
     tokenizer = tokenizer_of(vocabulary, template)
-    specials = tokenizer.all_special_tokens
+    specials = tuple(tokenizer.all_special_tokens)
     render = plain_render(template, tokenizer, tries)
     known = habits(render, specials, template.bos, template.eos)
     counts = []
@@ -174,7 +175,7 @@ def test_the_search_finds_what_the_first_try_finds(name, vocabulary, monkeypatch
             tries.clear()
             turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             found = masks.mark(render, messages, turns, specials=specials, known=known)
-            texts = [found.text[b:e] for b, e in found.turns.values()]
+            texts = [found.text[b:e] for b, e in found.spans]
             assert texts == expected(name, messages), (kind, first_try)
             counts += [len(tries)] if kind == "plain" else []
     assert counts[0] < counts[1]
@@ -203,7 +204,7 @@ def awkward(name: str, rng: random.Random) -> list[dict]:
 def test_awkward_conversations_are_right_or_refused(name, vocabulary):
     template = TEMPLATES[name]
     tokenizer = tokenizer_of(vocabulary, template)
-    specials = tokenizer.all_special_tokens
+    specials = tuple(tokenizer.all_special_tokens)
     render = plain_render(template, tokenizer, [])
     known = habits(render, specials, template.bos, template.eos)
     rng, right = random.Random(name), 0
@@ -214,7 +215,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
             found = masks.mark(render, messages, turns, specials=specials, known=known)
         except BadRow:
             continue
-        texts = [found.text[b:e] for b, e in found.turns.values()]
+        texts = [found.text[b:e] for b, e in found.spans]
         assert texts == expected(name, messages), messages
         right += 1
     assert right > 50

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.config.settings import FinetuneConfig, ModelConfig, model_settings
-from toolkit.data.chat.conversations import chat_templates
+from toolkit.data.chat import chat_templates
 from toolkit.data.feed.sets import Processes
 from toolkit.data.tokens.tokenizer import check_vocabulary, load_tokenizer, own_tokenizer
 from toolkit.data.training_data import (

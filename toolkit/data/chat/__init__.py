@@ -1,1 +1,7 @@
 """Conversations in their chat template, and which characters of them are learned."""
+
+from toolkit.data.chat.conversations import Chat, chat_templates
+from toolkit.data.chat.masks import Rendered
+from toolkit.data.chat.template import TODAY
+
+__all__ = ["TODAY", "Chat", "Rendered", "chat_templates"]

@@ -1,17 +1,14 @@
-"""Conversations as text in the tokenizer's chat template, and which of its characters are learned.
-
-Owns which template is used, which turns are learned, and the check on the text for the tokenizer.
-Refuses to know how templates run (`template.py`), and how the turns are found (`masks.py`).
-"""
+"""Conversations to text: which chat template is used, and which turns are learned."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.chat.masks import Rendered
 from toolkit.data.chat.template import Template
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
@@ -20,21 +17,6 @@ from toolkit.errors import DataError
 logger = logging.getLogger(__name__)
 
 Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        text: with all special tokens; to be tokenised without adding any.
-        spans: characters (begin, end) that are learned, in order, disjoint.
-        notes: kind -> how often, of what deserves a warning.
-    """
-
-    text: str
-    spans: list[tuple[int, int]]
-    notes: dict[str, int] = field(default_factory=dict)
 
 
 class Chat:
@@ -58,10 +40,11 @@ class Chat:
     ) -> None:
         self.supervise = supervise
         self.bos = tokenizer.bos_token
-        specials = special_tokens(tokenizer)
+        added = tokenizer.added_tokens_decoder.values()
+        marks = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
         variables = dict(tokenizer.special_tokens_map)
         self.templates = {
-            name: Template(text, variables, specials)
+            name: Template(text, variables, tuple(sorted(marks)))
             for name, text in chat_templates(tokenizer, chat_template).items()
         }
 
@@ -85,7 +68,7 @@ class Chat:
                 "with data.chat_template"
             )
         try:
-            marked = self.templates[name].mark(
+            rendered = self.templates[name].mark(
                 conversation.messages,
                 conversation.tools,
                 conversation.template_kwargs,
@@ -96,14 +79,14 @@ class Chat:
         except KeyboardInterrupt:  # a template may run without end
             logger.error("interrupted at the conversation %.200r", conversation.messages)
             raise
-        text, bos = marked.text, self.bos
-        if bos and text.startswith(bos * 2):  # further on it may begin each turn, or be said
+        if self.bos and rendered.text.startswith(self.bos * 2):  # further on it may begin each turn
             return BadRow(
-                f"expected one {bos!r} where the text begins, got two from the chat template",
+                f"expected one {self.bos!r} where the text begins, got two from the chat template",
                 "several begin-of-sequence tokens",
             )
-        spans = [(0, len(text))] if self.supervise == "all" else list(marked.turns.values())
-        return Rendered(text, spans, dict(marked.notes))
+        if self.supervise == "all":
+            rendered = replace(rendered, spans=[(0, len(rendered.text))])
+        return rendered
 
 
 def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
@@ -113,10 +96,8 @@ def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]
     `all`: none in particular.
     """
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-    if supervise == "all":
-        return []
-    if supervise == "last_assistant":
-        return turns[-1:]
+    if supervise in ("all", "last_assistant"):
+        return turns[-1:] if supervise == "last_assistant" else []
     first = 0 if supervise == "assistant" else conversation.supervised_from
     return [i for i in turns if i >= first]
 
@@ -150,12 +131,6 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
             "or give prompts and completions as text"
         )
     return named or {"default": own}
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the special tokens as text, sorted."""
-    added = tokenizer.added_tokens_decoder.values()
-    return sorted({*tokenizer.all_special_tokens, *(t.content for t in added if t.special)})
 
 
 def _read(name: str, names: list[str]) -> str:

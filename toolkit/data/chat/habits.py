@@ -1,16 +1,10 @@
-"""What a chat template puts around an answer, whatever the conversation.
-
-Owns what ends a turn. Refuses to know conversations and what is learned of them.
-"""
+"""What a chat template puts around an answer, whatever the conversation."""
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from toolkit.data.chat.mask_text import common_start, pattern_of, uncut
-
-Render = Callable[..., str]
-"""render(messages, prompt=False) -> text; raises whatever the template raises."""
+from toolkit.data.chat.rendering import TEMPLATE_ERRORS, Render
 
 _USER, _ANSWER, _NEXT = "Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls"
 
@@ -35,22 +29,22 @@ class Habits:
     openers: tuple[str, ...] = ()
 
 
-def habits(render: Render, specials: Sequence[str], bos: str | None, eos: str | None) -> Habits:
+def habits(render: Render, specials: tuple[str, ...], bos: str | None, eos: str | None) -> Habits:
     """Return the habits of a template: none where it takes no such conversation."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
-    system = {"role": "system", "content": "Answer."}
-    for before in ([], [system]):
+    following = {"role": "user", "content": _NEXT}
+    for before in ([], [{"role": "system", "content": "Answer."}]):
         try:
             bare, asked = render([*before, user]), render([*before, user], prompt=True)
             last = render([*before, user, answer])
-            middle = render([*before, user, answer, {"role": "user", "content": _NEXT}])
-        except Exception:  # the template raises what it likes
+            middle = render([*before, user, answer, following])
+        except TEMPLATE_ERRORS:
             continue
         if all(word in middle for word in (_USER, _ANSWER, _NEXT)) and _ANSWER in last:
             break
     else:
         return Habits()
-    marks = [match.group() for match in _special(specials).finditer(bare.partition(_USER)[0])]
+    marks = [match.group() for match in pattern_of(specials).finditer(bare.partition(_USER)[0])]
     begins = [special for special in marks if special != bos][:1]
     openers = tuple({*marks[:1], *begins, *marks[-1:]} - {eos})
     ends = last.rpartition(_ANSWER)[2]
@@ -60,11 +54,10 @@ def habits(render: Render, specials: Sequence[str], bos: str | None, eos: str | 
     if prompt.strip():
         between = last.partition(_USER)[2].partition(_ANSWER)[0]
         shared = (k for k in range(len(prompt), 0, -1) if between.endswith(prompt[:k]))
-        header = prompt[: next(shared, 0)]
-        return Habits(prompt, header, False, closings, openers)
-    try:  # what follows a question that no answer follows
-        other = render([*before, user, {"role": "user", "content": _NEXT}])
-    except Exception:
+        return Habits(prompt, prompt[: next(shared, 0)], False, closings, openers)
+    try:
+        other = render([*before, user, following])  # a question that no answer follows
+    except TEMPLATE_ERRORS:
         other = ""
     for text, longer in ((ends, before_next), (bare, other)):
         rest = text[uncut(text, common_start(text, longer), specials) :] if longer else ""
@@ -77,25 +70,19 @@ def habits(render: Render, specials: Sequence[str], bos: str | None, eos: str | 
 
 
 def closings_of(
-    last: str,
-    middle: str,
-    specials: Sequence[str],
-    openers: Sequence[str],
-    *,
-    calls: bool = False,
+    last: str, middle: str, specials: tuple[str, ...], openers: tuple[str, ...], calls: bool = False
 ) -> tuple[str, ...]:
     """Return what may close a turn, stop token at its end; empty where nothing does.
 
     Args:
         last: what follows the turn where the conversation ends with it.
         middle: what follows it where another turn comes after it.
-        specials: special tokens, as text.
         openers: see `Habits`.
         calls: whether special tokens apart from each other may end the turn, as around tool calls.
     """
     both = last[: uncut(last, common_start(last, middle), specials)]
     end = None
-    for special in _special(specials).finditer(both):
+    for special in pattern_of(specials).finditer(both):
         apart = not calls and special.start() != end
         if end is not None and (special.group() in openers or apart):
             break
@@ -105,24 +92,14 @@ def closings_of(
             end = len(both.rstrip())
     if end is not None:
         return (both[:end],)
-    if both.strip() and len(both) >= len(last.rstrip()):
-        return (both.rstrip(),)
     if both.strip():
-        return ()
+        return (both.rstrip(),) if len(both) >= len(last.rstrip()) else ()
     firsts = []  # another stop token at the end than amid, or only there
     for text in (last, middle):
-        match = _special(specials).match(text, len(text) - len(text.lstrip()))
+        match = pattern_of(specials).match(text, len(text) - len(text.lstrip()))
         if match is not None and match.group() not in openers:
             firsts.append(text[: match.end()])
     return tuple(firsts) if last.strip() else ()
-
-
-def ends_in_special(text: str, specials: Sequence[str]) -> bool:
-    return any(text.endswith(special) for special in specials if special)
-
-
-def _special(specials: Sequence[str]) -> re.Pattern[str]:
-    return pattern_of(tuple(specials))
 
 
 def _shape(header: str) -> str:

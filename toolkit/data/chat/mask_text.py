@@ -1,24 +1,14 @@
-"""Small operations on text and turns for the search of turns in a rendering.
-
-Owns common beginnings, edges that cut no tag, and turns with a word put in. Refuses to know
-templates and what is searched for.
-"""
+"""Operations on text and turns for the search of turns in a rendering."""
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
 from functools import lru_cache
 from typing import Any
 
 Message = dict[str, Any]
-
+Span = tuple[int, int]  # characters (begin, end)
 _TAG = r"<[^<>\s]+>|\[/?[A-Z_]+\]"
-
-
-def absent(word: str, text: str) -> str:
-    while word in text:
-        word = f"{word[0]}{word}"
-    return word
 
 
 def with_content(message: Message, content: str) -> Message:
@@ -32,32 +22,20 @@ def only_content(message: Message, content: str) -> Message:
 def with_call(
     message: Message, at: int, where: str, word: str, number: int
 ) -> tuple[Message, str] | None:
-    """Return the message with a word or number in a tool call, and the text to look for.
+    """Return the message with a word or number in its tool call `at`, and the text to look for.
 
-    Args:
-        message: with tool calls.
-        at: which of them.
-        where: `name`, or `argument`: the last value in the arguments, however deep.
-        word: takes the place of text.
-        number: takes the place of an integer; other values are not replaced (None).
+    `where`: `name`, or `argument`: the last value in the arguments, however deep. `word` takes the
+    place of text, `number` of an integer; other values are not replaced (None).
     """
     message = copy.deepcopy(message)
-    function = message["tool_calls"][at]["function"]
-    if where == "name":
-        function["name"] = word
-        return message, word
-    inner: Any = function
-    key: Any = "arguments"
+    inner: Any = message["tool_calls"][at]["function"]
+    key: Any = "name" if where == "name" else "arguments"
     while isinstance(inner[key], dict | list) and inner[key]:
         inner, key = inner[key], (list(inner[key])[-1] if isinstance(inner[key], dict) else -1)
-    value = inner[key]
-    if isinstance(value, str):
-        inner[key] = word
-        return message, word
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(inner[key], bool) or not isinstance(inner[key], str | int):
         return None
-    inner[key] = number
-    return message, str(number)
+    inner[key] = word if isinstance(inner[key], str) else number
+    return message, str(inner[key])
 
 
 def text_of(message: Message) -> str:
@@ -69,23 +47,14 @@ def text_of(message: Message) -> str:
 
 def common_start(first: str, *others: str) -> int:
     """Return how many characters all texts begin with."""
-    length = len(first)
-    for other in others:
-        length = min(length, len(other))
-        if first[:length] == other[:length]:
-            continue
-        low, high = 0, length  # the texts agree up to low, and differ within high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if first[low:middle] == other[low:middle]:
-                low = middle
-            else:
-                high = middle
-        length = low
-    return length
+
+    def differ(length: int) -> bool:
+        return not all(other.startswith(first[:length]) for other in others)
+
+    return bisect_right(range(1, len(first) + 1), False, key=differ)
 
 
-def loose_start(prompt: str, text: str) -> tuple[int, int]:
+def loose_start(prompt: str, text: str) -> Span:
     """Return how far both agree but for white space: characters of `prompt`, and of `text`."""
     a = b = 0
     while a < len(prompt):
@@ -108,21 +77,16 @@ def pattern_of(words: tuple[str, ...], tags: bool = False) -> re.Pattern[str]:
     return re.compile("|".join(either) or "(?!)")
 
 
-def uncut(text: str, at: int, specials: Sequence[str]) -> int:
+def uncut(text: str, at: int, specials: tuple[str, ...]) -> int:
     """Return `at`, or where the tag or special token begins that it lies within."""
-    for match in pattern_of(tuple(specials), tags=True).finditer(text):
+    for match in pattern_of(specials, tags=True).finditer(text):
         if match.start() < at < match.end():
             return match.start()
     return at
 
 
-def spellings(content: str) -> Iterator[str]:
-    """Yield the content as a template may print it: as it is, or stripped."""
-    yield from dict.fromkeys((content, content.strip(), content.rstrip(), content.lstrip()))
-
-
 def said_of(content: str) -> list[str]:
-    """Return the content, and what of it a template prints that leaves out what a tag ends, such as
+    """Return the content, and what is left of it where a template drops what a tag ends, such as
     reasoning; stripped.
     """
     tags = pattern_of((), tags=True).finditer(content)

@@ -1,19 +1,15 @@
 """Which characters of a rendered conversation are the assistant's, found by rendering it.
 
-Owns the search for the turns' edges. Refuses to know templates, tokenizers and processes: it gets a
-function that renders.
-
 [Note: masks from the template]
 What is learned of a turn is what a model would have to write after the prompt for it
-(`add_generation_prompt`), stop token included. A chat template says nothing about which characters
-these are, unless it has generation markers. But it can be asked, by rendering changed
-conversations:
+(`add_generation_prompt`), stop token included. A template without generation markers does not say
+which characters these are, but it can be asked, by rendering changed conversations:
 
 end     the content of a turn is replaced by a word that occurs nowhere else. What then follows the
-        word must end the true rendering: so the place where that begins is where the content ends.
-        Two unlike words must agree, and the content must stand before that place. A turn with tool
-        calls is replaced as a whole by such a content or, where the template does not take that,
-        the word is put into the last argument.
+        word must end the true rendering: where that begins, the content ends. Two unlike words must
+        agree, and the content must stand before that place. A turn with tool calls is replaced as a
+        whole by such a content or, where the template does not take that, the word is put into the
+        last argument.
 stop    what follows both where the conversation ends with the turn and where another turn comes
         after it, up to its special tokens.
 start   where the prompt for this turn ends, if the rendering begins with it. If it does not (it
@@ -22,74 +18,65 @@ start   where the prompt for this turn ends, if the rendering begins with it. If
 
 A first try replaces the contents of all turns at once: where the true rendering is exactly what
 stands around the words with the true contents between, the ends are known. The search takes some
-four renderings for each turn.
-
-The words are plain letters and digits, so that a template that escapes or trims does not change
-them. What cannot be found is refused: a mask that is wrong by one turn trains without an error.
+four renderings for each turn. What cannot be found is refused: a mask that is wrong by one turn
+trains without an error.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.data.chat.habits import Habits, closings_of, ends_in_special
+from toolkit.data.chat.habits import Habits, closings_of
 from toolkit.data.chat.mask_text import (
     Message,
+    Span,
     common_start,
     loose_start,
     only_content,
     pattern_of,
     said_of,
-    spellings,
     text_of,
     uncut,
     with_call,
     with_content,
 )
-from toolkit.data.chat.printed import check_printed
-from toolkit.data.chat.rendering import Render, Rendering
+from toolkit.data.chat.rendering import NUMBERS, SURELY, Render, Rendering, check_printed
 from toolkit.data.sources.row_values import BadRow
 
-Span = tuple[int, int]
 NO_STOP = "assistant turns without a stop token"
-UNCHECKED = "conversations whose generation markers could not be checked"
-
-_NUMBERS = (4017293651, 9382650747)
-_SURELY = 12
-"""Others' contents of so many characters are looked for in a span."""
 
 
 class NotFound(BadRow):
     """The edges of a turn cannot be found; generation markers may still tell them."""
 
-    def __init__(self, said: str, reason: str = "no edges") -> None:
-        super().__init__(said, reason)
+    def __init__(self, said: str) -> None:
+        super().__init__(said, "no edges")
 
 
-@dataclass
-class Marked:
-    """A rendered conversation.
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
 
     Attributes:
-        text: the whole rendering.
-        turns: index of each supervised turn -> its characters (begin, end), in order, disjoint.
+        text: with all special tokens; to be tokenised without adding any.
+        spans: characters (begin, end) that are learned, in order, disjoint: of each turn asked for.
         notes: kind -> how often, of what deserves a warning.
     """
 
     text: str
-    turns: dict[int, Span] = field(default_factory=dict)
-    notes: Counter = field(default_factory=Counter)
+    spans: list[Span]
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 def mark(
     render: Render,
     messages: list[Message],
-    wanted: Iterable[int],
+    wanted: list[int],
     *,
-    specials: Sequence[str],
+    specials: tuple[str, ...],
     known: Habits,
     has_tools: bool = False,
-) -> Marked:
+) -> Rendered:
     """Return the rendering of `messages` with the characters of the turns `wanted`.
 
     See [Note: masks from the template].
@@ -108,32 +95,31 @@ def mark(
     """
     view = Rendering(render, messages)
     check_printed(view, has_tools)
-    return _Search(view, list(wanted), specials, known).found()
+    return _Search(view, wanted, specials, known).found()
 
 
 class _Search:
     def __init__(
-        self, view: Rendering, wanted: list[int], specials: Sequence[str], known: Habits
+        self, view: Rendering, wanted: list[int], specials: tuple[str, ...], known: Habits
     ) -> None:
         self.view, self.wanted, self.specials, self.known = view, wanted, specials, known
         self.text, self.messages, self.words = view.text, view.messages, view.words
-        self.notes: Counter = Counter()
+        self.notes: Counter[str] = Counter()
         self.headers: set[tuple[str, str]] = set()
         """The headers of turns, and what prompts have after them that the turns do not have."""
 
-    def found(self) -> Marked:
+    def found(self) -> Rendered:
         """Return the turns with their edges, after the checks on them."""
         contents = self._all_at_once()
-        marked = Marked(self.text, notes=self.notes)
-        before = 0
+        spans, before = [], 0
         for i in self.wanted:
             low, end, call = (*contents[i], None) if i in contents else self._content(i)
             stop = self._stop(i, end, call)
             begin, exactly = self._start(i, low, end, before, whole=i in contents)
             self._check(i, begin, stop, before, exactly)
-            marked.turns[i] = (begin, stop)
+            spans.append((begin, stop))
             before = stop
-        return marked
+        return Rendered(self.text, spans, self.notes)
 
     # ---- Contents
 
@@ -155,29 +141,27 @@ class _Search:
         return {}
 
     def _filled(self, text: str, turns: list[int], calls: set[int]) -> dict[int, Span]:
-        parts, found = [], {}
-        for i in turns:
-            around, word, text = text.partition(self.view.word(i))
-            if not word:
-                return {}
-            parts.append(around)
-        parts.append(text)
-        if any(self.words[0] in part for part in parts) or not self.text.startswith(parts[0]):
+        """Return the contents that stand between what is around the words, which is all of it."""
+        start, *rest = re.split(rf"{self.words[0]}n(\d+)n", text)
+        around = rest[1::2]
+        once = [int(n) for n in rest[::2]] == turns
+        if not once or any(self.words[0] in part for part in (start, *around)):
             return {}
-        at = len(parts[0])
-        for i, following in zip(turns, parts[1:], strict=True):
+        at, found = len(start), {}
+        for i, following in zip(turns, around, strict=True):
             end = self._end_of(i, at, following, i in calls)
             if end is None:
                 return {}
             found[i] = (at, end)
             at = end + len(following)
-        return found if at == len(self.text) else {}
+        return found if at == len(self.text) and self.text.startswith(start) else {}
 
     def _end_of(self, i: int, at: int, following: str, calls: bool) -> int | None:
         if calls:
             end = self.text.find(following, at) if following else -1
             return end if end >= 0 and self.text.find(following, end + 1) < 0 else None
-        for said in spellings(self.messages[i].get("content") or ""):
+        content = self.messages[i].get("content") or ""
+        for said in (content, content.strip(), content.rstrip(), content.lstrip()):
             if self.text.startswith(said + following, at):
                 return at + len(said)
         return None
@@ -206,7 +190,7 @@ class _Search:
         tried = [self.view.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
         low = common_start(self.text, *(text for text in tried if text is not None))
         for where in ("argument", "name"):
-            pairs = zip(self.words, _NUMBERS, strict=True)
+            pairs = zip(self.words, NUMBERS, strict=True)
             tries = (with_call(message, -1, where, word, number) for word, number in pairs)
             changes = [change for change in tries if change is not None]
             if not changes:
@@ -274,20 +258,16 @@ class _Search:
         closings = [c for c in self.known.closings if rest.startswith(c)]
         if call is not None or not closings:
             last, middle = self._tails(i, rest, call)
-            closings = [
-                closing
-                for closing in closings_of(
-                    last, middle, self.specials, self.known.openers, calls=call is not None
-                )
-                if rest.startswith(closing)
-            ]
-            if not closings and pattern_of(tuple(self.specials)).sub("", last).strip():
+            openers, calls = self.known.openers, call is not None
+            found = closings_of(last, middle, self.specials, openers, calls)
+            closings = [c for c in found if rest.startswith(c)]
+            if not closings and pattern_of(self.specials).sub("", last).strip():
                 raise NotFound(
                     f"cannot tell where {self.view.named(i)} ends: {last[:60]!r} follows it at the "
                     f"end of a conversation, {middle[:60]!r} amid it"
                 )
         closing = max(closings, key=len, default="")
-        if not ends_in_special(closing, self.specials):
+        if not any(special and closing.endswith(special) for special in self.specials):
             self.notes[NO_STOP] += 1
         return end + len(closing)
 
@@ -401,7 +381,7 @@ class _Search:
             or not prompt[header:shared].strip()
             or held < shared
             or (constant and not constant.strip())
-            or pattern_of(tuple(self.specials), tags=True).search(prompt[shared:held])
+            or pattern_of(self.specials, tags=True).search(prompt[shared:held])
         ):
             raise NotFound(
                 f"the chat template's prompt for {self.view.named(i)} goes on with "
@@ -419,11 +399,9 @@ class _Search:
         own, inside = text_of(self.messages[i]), self.text[begin:end]
         prompt = self.known.prompt.strip()
         others = [
-            (m.get("content") or "").strip()
-            for _, m in self.view.turns()
-            if m["role"] != "assistant"
+            (m.get("content") or "").strip() for m in self.messages if m["role"] != "assistant"
         ]
-        others = [said for said in others if len(said) > _SURELY and said not in own]
+        others = [said for said in others if len(said) > SURELY and said not in own]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
         contents = said_of(self.messages[i].get("content") or "") if calls else []

@@ -1,17 +1,25 @@
-"""A conversation rendered, and ways to render it changed.
+"""A conversation rendered, rendered again with changed turns, and whether all of it is printed."""
 
-Owns the words that are put in, and whom a refusal names. Refuses to know what is searched for.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
-from toolkit.data.chat.habits import Render
-from toolkit.data.chat.mask_text import Message, absent
+from jinja2 import TemplateError
+
+from toolkit.data.chat.mask_text import Message, with_call, with_content
 from toolkit.data.sources.row_values import BadRow
 
+Render = Callable[..., str]
+"""render(messages, prompt=False) -> text; raises `TEMPLATE_ERRORS`."""
+TEMPLATE_ERRORS = (
+    *(TemplateError, ArithmeticError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What the expressions of a template raise. Others (memory, files) are not the template's."""
 REFUSED = "refused by template"
-
+SURELY = 12
+"""A text of more characters that stands in the rendering was printed there."""
+NUMBERS = (4017293651, 9382650747)
+"""Unlike integers to put into the arguments of tool calls."""
 _WORDS = ("Qz4vKx7Wb", "h9MtUe3Ry")
 
 
@@ -20,7 +28,8 @@ class Rendering:
 
     Attributes:
         text: the true rendering.
-        words: two unlike words that are not in it.
+        words: two unlike words that are not in it, plain, so that no template escapes or trims
+            them.
 
     Raises:
         BadRow: the template refuses the conversation.
@@ -28,8 +37,11 @@ class Rendering:
 
     def __init__(self, render: Render, messages: list[Message]) -> None:
         self.render, self.messages = render, messages
-        self.text = self._whole()
-        self.words = [absent(word, self.text) for word in _WORDS]
+        try:
+            self.text = render(messages)
+        except TEMPLATE_ERRORS as error:
+            raise self._refusal(error) from error
+        self.words = [_absent(word, self.text) for word in _WORDS]
 
     def word(self, i: int) -> str:
         """Return a word for turn `i`, when several turns are changed."""
@@ -44,35 +56,100 @@ class Rendering:
         """Return a turn for a message."""
         return f"turn {i} ({self.messages[i].get('role')})"
 
-    def turns(self) -> Iterable[tuple[int, Message]]:
-        """Return the turns with their indices."""
-        return enumerate(self.messages)
-
     def changed(self, changes: dict[int, Message]) -> str | None:
         """Return the rendering with some turns replaced; None where the template raises."""
-        return self.tried([changes.get(i, message) for i, message in self.turns()])
+        return self.tried([changes.get(i, message) for i, message in enumerate(self.messages)])
 
     def tried(self, messages: list[Message], **options: Any) -> str | None:
         """Return the rendering, None where the template raises: it may judge what it is given."""
         try:
             return self.render(messages, **options)
-        except Exception:
+        except TEMPLATE_ERRORS:
             return None
 
-    def _whole(self) -> str:
-        try:
-            return self.render(self.messages)
-        except Exception as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: Exception) -> BadRow:
+    def _refusal(self, error: Exception) -> BadRow:
         """Name the turn that the template does not take: the first that makes it raise."""
         said = " ".join(str(error).split())[:200] or type(error).__name__
-        for i in range(len(self.messages) - 1):
+        for turn in range(len(self.messages)):
             try:
-                self.render(self.messages[: i + 1])
-            except Exception as earlier:
+                self.render(self.messages[: turn + 1])
+            except TEMPLATE_ERRORS as earlier:
                 if str(earlier) == str(error):
-                    return BadRow(f"the chat template refuses {self.named(i)}: {said}", REFUSED)
-        last = len(self.messages) - 1
-        return BadRow(f"the chat template refuses {self.named(last)}: {said}", REFUSED)
+                    break
+        return BadRow(f"the chat template refuses {self.named(turn)}: {said}", REFUSED)
+
+
+def check_printed(view: Rendering, has_tools: bool) -> None:
+    """Refuse a template that leaves out a content, a tool call, or the tools.
+
+    Costs a rendering for the contents that are too short to be looked for, one for the tool calls,
+    and one for the tools.
+
+    Raises:
+        BadRow: it names the turn.
+    """
+    _check_contents(view)
+    _check_calls(view)
+    if has_tools and view.tried(view.messages, tools=False) == view.text:
+        raise BadRow(
+            "the chat template prints nothing of the tools; use one that knows tools "
+            "(data.chat_template), or leave out the column",
+            "tools not printed",
+        )
+
+
+def _check_contents(view: Rendering) -> None:
+    contents = {i: (m.get("content") or "").strip() for i, m in enumerate(view.messages)}
+    unsure = {i: s for i, s in contents.items() if s and (len(s) < SURELY or s not in view.text)}
+    changes = {i: with_content(view.messages[i], view.word(i)) for i in unsure}
+    together = view.changed(changes) if changes else ""
+    for i, content in unsure.items():
+        # Where the template judges contents, it is asked turn by turn.
+        text = view.changed({i: changes[i]}) if together is None else together
+        printed = content in view.text if text is None else view.word(i) in text
+        if not printed:
+            beside = " beside its tool calls" if view.messages[i].get("tool_calls") else ""
+            raise _not_printed(f"content of {view.named(i)}{beside}", "content")
+
+
+def _check_calls(view: Rendering) -> None:
+    calls = [(i, k) for i, m in enumerate(view.messages) for k in range(len(_calls(m)))]
+    changes: dict[int, Message] = {}
+    marks = []
+    for number, (i, at) in enumerate(calls, NUMBERS[0]):
+        message, word = changes.get(i, view.messages[i]), f"{view.word(i)}c{at}c"
+        change = with_call(message, at, "argument", word, number)
+        changes[i], mark = change or with_call(message, at, "name", word, 0) or (message, "")
+        marks.append(mark)
+    together = view.changed(changes) if calls else ""
+    if together is not None and all(mark in together for mark in marks):
+        return
+    for i, at in calls:
+        name = _calls(view.messages[i])[at]["function"]["name"]
+        text, mark = view.text, name
+        for where in ("argument", "name"):
+            change = with_call(view.messages[i], at, where, view.words[0], NUMBERS[0])
+            changed = change and view.changed({i: change[0]})
+            if change and changed is not None:
+                text, mark = changed, change[1]
+                break
+        if mark not in text:
+            raise _not_printed(f"tool call {name!r} of {view.named(i)}", "tool call")
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    return message.get("tool_calls") or []
+
+
+def _not_printed(what: str, kind: str) -> BadRow:
+    return BadRow(
+        f"the chat template prints nothing of the {what}; use another template "
+        "(data.chat_template), or leave out such rows (data.on_bad_row: skip)",
+        f"{kind} not printed",
+    )
+
+
+def _absent(word: str, text: str) -> str:
+    while word in text:
+        word = word[0] + word
+    return word

@@ -1,12 +1,8 @@
-"""A chat template rendered by transformers, in its sandbox and in this process.
+"""A chat template rendered by transformers in its sandbox, and its generation markers.
 
-Owns the spellings of a conversation that templates are tried with, and the day they are told.
-Refuses to know how turns are found (`masks.py`).
-
-[Note: the same text on every day]
-A conversation always renders the same: `strftime_now`, with which templates print today's date,
-tells a fixed day, and `random` is seeded. Else the tokens of a run would depend on the day on which
-it was started, or resumed.
+[Note: the same text on every day] `strftime_now`, with which templates print today's date, tells a
+fixed day, and `random` is seeded. Else the tokens of a run would depend on the day on which it was
+started, or resumed.
 """
 
 import copy
@@ -14,17 +10,18 @@ import datetime
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.habits import Habits, habits
-from toolkit.data.chat.markers import with_markers
-from toolkit.data.chat.mask_text import Message
-from toolkit.data.chat.masks import UNCHECKED, Marked, NotFound, mark
+from toolkit.data.chat.mask_text import Message, Span, pattern_of
+from toolkit.data.chat.masks import NotFound, Rendered, mark
 from toolkit.data.chat.rendering import REFUSED
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
@@ -32,25 +29,20 @@ from toolkit.errors import DataError
 TODAY = datetime.datetime(2024, 7, 26, 12)
 """What `strftime_now` tells templates: the day that Llama's templates print where they have no
 date."""
-
+UNCHECKED = "conversations whose generation markers could not be checked"
+_MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
 _transformers_render: Callable[..., tuple[list[str], list]]
 _transformers_render = chat_template_utils.render_jinja_template  # type: ignore[assignment]
-_MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
 
 
 class Template:
-    """A chat template with the special tokens of its tokenizer.
-
-    Args:
-        text: the Jinja text.
-        variables: the tokenizer's special tokens by name.
-        specials: special tokens, as text.
+    """A chat template (Jinja text) with its tokenizer's special tokens, by name and as texts.
 
     Raises:
         DataError: it is no Jinja template, or transformers has another clock than expected.
     """
 
-    def __init__(self, text: str, variables: dict[str, Any], specials: Sequence[str]) -> None:
+    def __init__(self, text: str, variables: dict[str, Any], specials: tuple[str, ...]) -> None:
         self.text, self.variables, self.specials = text, variables, specials
         self.has_markers = bool(_MARKERS.search(text))
         self._habits: dict[str, Habits] = {}
@@ -63,12 +55,8 @@ class Template:
             ) from error
 
     def mark(
-        self,
-        messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
-        kwargs: dict[str, Any],
-        wanted: list[int],
-    ) -> Marked:
+        self, messages: Sequence[Message], tools: Any, kwargs: dict[str, Any], wanted: list[int]
+    ) -> Rendered:
         """Return the rendering, with the characters of the turns `wanted`.
 
         Raises:
@@ -85,7 +73,7 @@ class Template:
 
     def _marked(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], wanted: list[int]
-    ) -> Marked:
+    ) -> Rendered:
         def render(turns: list[Message], prompt: bool = False, tools: Any = tools) -> str:
             return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
 
@@ -94,18 +82,19 @@ class Template:
         if not (self.has_markers and wanted):
             return mark(render, messages, wanted, **options)
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        found = None
         try:
-            marked, checked = mark(render, messages, every, **options), True
+            rendered = found = mark(render, messages, every, **options)
         except NotFound:
             if every != wanted:
                 raise
-            marked, checked = mark(render, messages, [], **options), False
+            rendered = mark(render, messages, [], **options)
         markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
-        if not checked:
-            marked.turns = dict(enumerate(markers))
-            marked.notes[UNCHECKED] += 1
-            return marked
-        return with_markers(marked, markers, wanted, specials=self.specials, known=known)
+        if found is None:
+            return Rendered(rendered.text, markers, rendered.notes + Counter([UNCHECKED]))
+        turns = dict(zip(every, found.spans, strict=True))
+        spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
+        return Rendered(found.text, spans, found.notes)
 
     def _known(self, kwargs: dict[str, Any]) -> Habits:
         key = json.dumps(kwargs, sort_keys=True, default=repr)
@@ -116,14 +105,13 @@ class Template:
 
             if len(self._habits) > 100:
                 self._habits.clear()
-            self._habits[key] = habits(
-                render, self.specials, *map(self.variables.get, ("bos_token", "eos_token"))
-            )
+            bos, eos = map(self.variables.get, ("bos_token", "eos_token"))
+            self._habits[key] = habits(render, self.specials, bos, eos)
         return self._habits[key]
 
     def _render(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, list[Span]]:
         with _stopped_clock():
             texts, markers = _transformers_render(
                 conversations=[messages],
@@ -133,6 +121,56 @@ class Template:
                 **{**self.variables, **kwargs},
             )
         return texts[0], [tuple(span) for span in (markers or [[]])[0]]
+
+
+def _by_markers(
+    text: str,
+    turns: dict[int, Span],
+    markers: list[Span],
+    wanted: list[int],
+    specials: tuple[str, ...],
+) -> list[Span]:
+    """Return the turns `wanted` as the template's own generation markers have them.
+
+    `turns` are all of the assistant's, as the search found them. At the edges the two may differ in
+    special tokens, tags, white space and the prompt (whether the newline after the stop token is
+    learned is the author's choice); everything else is an error.
+    """
+
+    def only_marks(begin: int, end: int) -> bool:
+        rest = pattern_of(specials).sub("", text[begin:end])
+        return not re.sub(r"<[^<>\s]+>", "", rest).strip()
+
+    def disagreement(what: str) -> BadRow:
+        return BadRow(
+            f"the generation markers of the chat template {what}; repair or remove them",
+            "generation markers disagree",
+        )
+
+    marked: dict[int, list[Span]] = {i: [] for i in turns}
+    last = None
+    for begin, end in markers:
+        if not text[begin:end]:
+            continue
+        overlap = [i for i, (b, e) in turns.items() if begin < e and b < end]
+        if len(overlap) == 1:
+            last = overlap[0]
+        elif overlap or last is None or not only_marks(begin, end):
+            raise disagreement(
+                f"enclose {text[begin:end][:60]!r}, which is no single turn of the assistant"
+            )
+        marked[last].append((begin, end))
+    spans = []
+    for i in wanted:
+        if not marked[i]:
+            raise disagreement(f"leave out turn {i} (assistant)")
+        (b, e), (begin, end) = turns[i], (marked[i][0][0], marked[i][-1][1])
+        spans.append((begin, end))
+        gaps = [(x[1], y[0]) for x, y in pairwise(marked[i])]
+        for low, high in [(min(b, begin), max(b, begin)), (min(e, end), max(e, end)), *gaps]:
+            if not only_marks(low, high):
+                raise disagreement(f"and turn {i} (assistant) differ by {text[low:high][:60]!r}")
+    return spans
 
 
 def _spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:

@@ -25,8 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
-from toolkit.data.chat.conversations import chat_templates
-from toolkit.data.chat.template import TODAY
+from toolkit.data.chat import TODAY, chat_templates
 from toolkit.data.examples.recognise import Example
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import DataSource, RowPlace

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
-from toolkit.data.chat.conversations import Chat, Rendered
+from toolkit.data.chat import Chat, Rendered
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources.row_values import BadRow
