@@ -16,10 +16,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from transformers import AutoTokenizer
 
 from toolkit import formats
+from toolkit.config import ModelConfig
+from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.formats import export_manifest
+from toolkit.models import build_on_meta
+
+TINY = str(Path(__file__).parent.parent / "recipes/configs/tiny_llama")
 
 # Run in a process of its own: time and memory are what is tested.
 _MEASURE = """
@@ -168,6 +174,36 @@ def test_other_json_of_a_model_folder(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[" * 10**5)
     with pytest.raises(ModelError, match=r"generation_config\.json is nested too deeply"):
         formats.check_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("tokenizer_config.json", b"[" * 10**5, "nested too deeply"),
+        ("added_tokens.json", b"[" + b"0," * 2_000_000 + b"0]", "values"),
+        ("config.json", b'{"num_labels": 1000000000}', "num_labels"),
+        ("tokenizer.json", None, "bytes"),
+    ],
+)
+def test_a_tokenizer_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes | None, match: str
+) -> None:
+    """It is bounded before transformers reads it, by the model and by the data."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    if content is None:  # sparse: takes no space
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(2**30)
+    else:
+        (tmp_path / name).write_bytes(content)
+    cfg = ModelConfig(TINY, tokenizer_name_or_path=str(tmp_path), init="random")
+
+    def parse(*args: Any, **options: Any) -> None:
+        raise AssertionError("transformers was asked")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", parse)
+    for read in (build_on_meta, load_tokenizer):
+        with pytest.raises(ModelError, match=match):
+            read(cfg)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ _AGAIN = "copy or download the file again"
 
 # What transformers parses without bounds: kept far above what any model has.
 _CONFIG_BYTES = 4 * 2**20
+_VOCABULARY_BYTES = 256 * 2**20
 _COUNTS = (
     (
         re.compile(r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"),
@@ -208,18 +209,28 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _items(inner)
 
 
-def check_config(folder: Path) -> None:
+def check_config(folder: Path, *, required: bool = True) -> None:
     """Refuse a folder whose JSON files transformers and tokenizers could not parse in bounds.
 
     Call it before transformers reads anything of a folder; `read_config` checks config.json alone.
 
+    Args:
+        required: whether there must be a config.json; a tokenizer's folder may have none.
+
     Raises:
         ModelError: a file is too large, too deep, or no JSON.
     """
-    read_config(folder)
+    if required or (folder / "config.json").is_file():
+        read_config(folder)
     for name in _ASSET_FILES:
-        if name.endswith(".json") and name not in _BY_RUST and (folder / name).is_file():
-            read_json(folder / name, ModelError)
+        if name.endswith(".json") and (folder / name).is_file():
+            if name not in _BY_RUST:
+                read_json(folder / name, ModelError)
+            elif (size := (folder / name).stat().st_size) > _VOCABULARY_BYTES:
+                raise ModelError(
+                    f"{folder / name} has {size:,} bytes, more than the {_VOCABULARY_BYTES:,} "
+                    f"expected; {_AGAIN}"
+                )
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:

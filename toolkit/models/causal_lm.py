@@ -70,6 +70,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg.tokenizer_name_or_path, cfg.revision)
+        check_config(tokenizer_folder, required=False)
     resized = cfg.resize_embeddings and _resize(model, pristine, tokenizer_folder, cfg)
     model.tie_weights()
     _freeze(model, cfg.frozen_parameters)

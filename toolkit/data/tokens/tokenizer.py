@@ -28,6 +28,7 @@ from toolkit.data.sources.columns import as_data_error
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import ConfigError, DataError, ModelError
+from toolkit.formats import check_config
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer; its id is 0."""
@@ -140,6 +141,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
 
     Raises:
         DataError: it is not there or cannot be loaded.
+        ModelError: its JSON files are too large or nested too deeply to be parsed.
     """
     name = model.tokenizer_name_or_path
     if name is None:
@@ -150,6 +152,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
             f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
             "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
         )
+    if path.is_dir():
+        check_config(path, required=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path) if path.exists() else name,
