@@ -31,7 +31,7 @@ from torch.futures import Future
 from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
-from toolkit.formats import coverage_fault
+from toolkit.formats import check_blob, coverage_fault
 
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
@@ -207,6 +207,7 @@ class _ShardReader(FileSystemReader):
 
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
         super().__init__(Path() if isinstance(folder, Place) else folder)
+        self.on_disk = not isinstance(folder, Place)
         if isinstance(folder, Place):
             self.fs = _StoredFiles(folder)
         self.metadata, self.requested = metadata, 0
@@ -216,7 +217,10 @@ class _ShardReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         items = sorted(plan.items, key=lambda i: self.storage_data[i.storage_index].offset)
+        blobs = {i.storage_index: self.storage_data[i.storage_index] for i in items}
         self.requested = sum(self.storage_data[i.storage_index].length for i in items)
+        for blob in blobs.values() if self.on_disk else ():
+            check_blob(Path(self.path) / blob.relative_path, blob.offset, blob.length)
         read = super().read_data
         with ThreadPoolExecutor(_READERS, "shards") as pool:
             parts = [dataclasses.replace(plan, items=items[i::_READERS]) for i in range(_READERS)]

@@ -31,11 +31,13 @@ from toolkit.checkpoint.commit import (
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
 from toolkit.formats import (
     METADATA_FILE,
+    Box,
     Chunk,
     TensorEntry,
     boxes_fault,
     header_metadata,
     local_folder,
+    plain_file,
     read_header,
     read_metadata,
     tensor_chunks,
@@ -50,9 +52,6 @@ _SHARDING = "DCP_SHARDING_INFO"  # the header's entry in which torch says where 
 _CONSOLIDATED_BESIDE = "sharded"  # where torch puts the shards when it consolidates them itself
 # What compilation and wrappers put into names, and no state dict for export has.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of one chunk."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,7 @@ def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
 def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
     parts: dict[str, list[tuple[TensorEntry, tuple[int, ...]]]] = {}
     for file in files:
-        if file.is_symlink() and file.resolve().parent != folder.resolve():
-            raise CheckpointError(f"{file} is a link that leaves its folder; copy the file here")
+        plain_file(folder, file.name, CheckpointError)
         try:
             entries, said = read_header(file), header_metadata(file).get(_SHARDING)
         except LoadingError as error:
@@ -272,9 +270,7 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
         held = list({(at, e.shape): (e, at) for e, at in held}.values())
         tensors[name] = Stored(held[0][0].dtype, shape, tuple((at, e.shape) for e, at in held))
         chunks[name] = [
-            Chunk(e.file, (e.begin, e.nbytes), e.begin, e.nbytes, at, e.shape, e.dtype, shape)
-            for e, at in held
-            if e.nbytes > 0
+            Chunk(e.file, at, e.shape, e.dtype, e.begin) for e, at in held if e.nbytes > 0
         ]
     return Source(folder, hf, None, None, tensors, chunks.__getitem__)
 

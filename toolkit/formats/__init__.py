@@ -2,20 +2,16 @@
 # ruff: noqa: F401  (what other packages import)
 
 from toolkit.formats import export_manifest
-from toolkit.formats.damage import BlobPlace, damaged_blobs, damaged_pieces
-from toolkit.formats.dcp_blobs import BlobView
+from toolkit.formats.dcp_blobs import check_blob, damaged_blobs
 from toolkit.formats.dcp_chunks import (
+    Box,
     Chunk,
-    TrustedLoadPlanner,
-    TrustedReader,
     boxes_fault,
-    contiguous_runs,
     coverage_fault,
     read_chunk,
     tensor_chunks,
-    tensor_metadata,
 )
-from toolkit.formats.dcp_metadata import METADATA_FILE, StorageInfo, read_metadata
+from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
 from toolkit.formats.digests import (
     LANES,
     described,
@@ -40,11 +36,12 @@ from toolkit.formats.hf_folder import (
     weight_files,
 )
 from toolkit.formats.layout import laid_out_as, local_slices, local_tensor, part_of, reshard
-from toolkit.formats.plain_files import is_inner_path, is_plain_name, leaves_folder, plain_file
+from toolkit.formats.plain_files import is_inner_path, is_plain_name, plain_file
 from toolkit.formats.safetensors_header import (
     DTYPE_NAMES,
     DTYPES,
     TensorEntry,
+    damaged_pieces,
     header_metadata,
     read_header,
 )

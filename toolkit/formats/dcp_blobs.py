@@ -4,50 +4,131 @@ import io
 import os
 import sys
 import zipfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from toolkit.errors import CheckpointError
 
-MAX_RECORD = 2**20
-"""Bytes of a record that is not a tensor's, and of the directory."""
+_MAX_RECORD = 2**20  # bytes of a record that is not a tensor's, and of the directory
 
 
-def check_records(blob: "BlobView", most: int | None) -> tuple[int, int]:
+def check_blob(file: Path, offset: int, length: int) -> None:
+    """Refuse a blob that would become larger than it is, or that torch.save does not write.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    try:
+        with open(file, "rb", buffering=0) as f:
+            payload(BlobView(f.fileno(), offset, length))
+    except Exception as error:  # what a damaged zip file raises has no common class
+        raise CheckpointError(f"{file}: a blob cannot be read: {one_line(error)}") from error
+
+
+def payload(blob: "BlobView") -> tuple[int, int]:
     """Return place and length, in the blob, of the tensor's bytes, its record data/0 (0, 0: none).
 
     Nothing may be compressed, or a small blob could become a large tensor. The CRCs of the other
-    records are checked; with `most` they have at most so many bytes each.
+    records are checked.
 
     Raises:
         CheckpointError, zipfile.BadZipFile: it is not what torch.save writes.
     """
-    blob.most = MAX_RECORD  # while the directory is read
+    blob.most = _MAX_RECORD  # while the directory is read
     with zipfile.ZipFile(blob) as archive:
         blob.most = None
         place = (0, 0)
         for record in archive.infolist():
-            if (
-                record.compress_type != zipfile.ZIP_STORED
-                or record.file_size != record.compress_size
-            ):
-                raise CheckpointError("it is compressed, which torch.save never does")
+            _check_stored(record)
             if record.filename.endswith("/data/0"):
                 header = blob.at(record.header_offset, 30)
                 if header[:4] != b"PK\x03\x04" or place != (0, 0):
                     raise CheckpointError("its record of bytes has no header")
                 skipped = sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
                 place = (record.header_offset + 30 + skipped, record.file_size)
-            elif most is not None and record.file_size > most:
+                continue
+            if record.file_size > _MAX_RECORD:
                 raise CheckpointError(
                     f"its record {record.filename:.80} has {record.file_size} bytes"
                 )
-            elif most is not None:
-                content = archive.read(record)
-                if record.filename.endswith("/byteorder") and content.decode() != sys.byteorder:
-                    raise CheckpointError(f"it was written {content.decode()} endian")
+            content = archive.read(record)
+            if record.filename.endswith("/byteorder") and content.decode() != sys.byteorder:
+                raise CheckpointError(f"it was written {content.decode()} endian")
     if sum(place) > blob.length:
         raise CheckpointError("its record of bytes ends behind it")
     return place
+
+
+def damaged_blobs(file: Path, places: Iterable[tuple[str, int, int]]) -> list[tuple[str, str]]:
+    """Return (tensor, what is wrong) for the blobs of a shard that are not what was written.
+
+    CRCs guard the records of a blob; the rest (headers, padding, the directory) is compared with
+    what torch.save makes of the blob's own tensor. Where every blob is whole by itself the list is
+    empty: then the shard is of another checkpoint, or the damage lies between the blobs. Memory:
+    the largest blob.
+
+    Args:
+        places: (tensor, offset, length) of the blobs.
+    """
+    size, whole = file.stat().st_size, 0
+    found: dict[str, str] = {}
+    unlike: dict[str, str] = {}
+    with open(file, "rb", buffering=0) as f:
+        for name, begin, length in sorted(places, key=lambda place: place[1]):
+            if begin + length > size:
+                found[name] = f"is lost: {max(0, size - begin)} of its {length} bytes are there"
+                continue
+            blob = BlobView(f.fileno(), begin, length)
+            try:
+                with zipfile.ZipFile(blob) as archive:
+                    for record in archive.infolist():
+                        _check_stored(record)  # zipfile looks at the CRC only of such records
+                    if broken := archive.testzip():
+                        raise zipfile.BadZipFile(f"the CRC of {broken!a} is another")
+            except Exception as error:  # what a damaged zip file raises has no common class
+                found[name] = f"is damaged: {type(error).__name__}: {one_line(error)[:120]}"
+                continue
+            whole += 1
+            if (end := _as_saved(blob)) < length:
+                unlike.setdefault(name, f"is damaged: at byte {end} of its blob or soon after")
+    # Where no blob is as this torch would write it, another version of torch wrote them.
+    return list(({**unlike, **found} if len(unlike) < max(2, whole) else found).items())
+
+
+def _check_stored(record: zipfile.ZipInfo) -> None:
+    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+        raise CheckpointError(f"{record.filename!a:.80} is compressed, which torch.save never does")
+
+
+def _as_saved(blob: "BlobView") -> int:
+    """Return how many bytes of the blob are those that torch.save writes for what it holds."""
+    again = _Comparison(blob)
+    try:
+        blob.seek(0)
+        held = torch.load(io.BufferedReader(blob), map_location="cpu", weights_only=True)
+        torch.save(held, again)  # type: ignore[arg-type]
+    except Exception:  # the directory is damaged where the CRCs are not
+        return again.same
+    return again.same if again.written == blob.length else min(again.same, blob.length - 1)
+
+
+class _Comparison:
+    """A file to write to, which keeps nothing but how far a blob has the same bytes."""
+
+    def __init__(self, blob: "BlobView") -> None:
+        self.blob, self.written, self.same = blob, 0, 0
+
+    def write(self, content: Any) -> int:
+        if self.same == self.written and self.blob.at(self.written, len(content)) == content:
+            self.same += len(content)
+        self.written += len(content)
+        return len(content)
+
+    def flush(self) -> None:
+        pass
 
 
 class BlobView(io.RawIOBase):
@@ -86,3 +167,8 @@ class BlobView(io.RawIOBase):
         buffer[: len(data)] = data
         self.position += len(data)
         return len(data)
+
+
+def one_line(error: BaseException) -> str:
+    """Return what a library says of a damaged file on one line of at most 300 characters."""
+    return " ".join(f"{error}".split())[:300]

@@ -1,7 +1,4 @@
-"""The `.metadata` of a torch distributed checkpoint (DCP), a pickle, read without trusting it.
-
-Owns the restricted unpickler and the checks of names and sizes. Knows no tensor's bytes.
-"""
+"""The `.metadata` of a torch distributed checkpoint (DCP), a pickle, read without trusting it."""
 
 import dataclasses
 import io
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # part of every DCP folder
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,12 +21,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError
+from toolkit.formats.dcp_blobs import one_line
 from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.parsing import read_bounded
 
 METADATA_FILE = ".metadata"
-StorageInfo = _StorageInfo
-"""Where a blob is. Private to torch, yet part of every DCP folder: named here alone."""
 _MAX_METADATA = 512 * 2**20  # bytes: 200 for each chunk of 3,000 tensors on 800 ranks
 _LEAST_CHUNK = 30  # bytes of `.metadata` that a chunk takes, at the least
 _MAX_DIMS = 64
@@ -38,11 +34,10 @@ _MAX_DIMS = 64
 def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Metadata:
     """Return what a DCP folder holds, from its `.metadata`; nothing in that file can run code.
 
-    Only the names that torch 2.11 to 2.15 write are accepted, and they are read as inert records:
-    the `Metadata` is built afresh from them. Every file name must be that of a file in the folder
-    and every blob must lie inside its file and have room for its chunk; without `blobs` the files
-    are not looked at, to read what a damaged folder should hold. Costs time and memory that grow
-    with the size of `.metadata` alone (0.4 s a MB), and one stat a file.
+    Only the names that torch 2.11 to 2.15 write are accepted, and read as inert records of which
+    the `Metadata` is built afresh. Every blob must lie inside a file of the folder and have room
+    for its chunk; without `blobs` the files are not looked at, to read what a damaged folder should
+    hold. Costs 0.4 s a MB of `.metadata`, and one stat a file.
 
     Raises:
         CheckpointError: no metadata, a global that has no place there (named), a file name outside
@@ -57,7 +52,7 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     except Exception as error:  # what a damaged pickle raises has no common class
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        what = f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(f"{file} is damaged, or not as torch writes it: {what}") from error
     for name in {info.relative_path for info in metadata.storage_data.values()}:
         if not is_plain_name(name):
@@ -87,33 +82,26 @@ class _Record:
         self.state = state
 
 
-def _record(name: str) -> type[_Record]:
-    return type(name, (_Record,), {"__slots__": (), "kind": name})
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED: dict[tuple[str, str], type[_Record]] = {
-    (module, name): _record(name)
-    for module, name in [
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),  # Python 3.13
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        (_METADATA, "BytesStorageMetadata"),
-        (_METADATA, "ChunkStorageMetadata"),
-        (_METADATA, "Metadata"),
-        (_METADATA, "MetadataIndex"),
-        (_METADATA, "StorageMeta"),
-        (_METADATA, "TensorProperties"),
-        (_METADATA, "TensorStorageMetadata"),
-        (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ]
+_DCP = "torch.distributed.checkpoint"
+_NAMES = {
+    "pathlib": ["PosixPath"],
+    "pathlib._local": ["PosixPath"],  # Python 3.13
+    "torch": ["Size"],
+    "torch.serialization": ["_get_layout"],
+    f"{_DCP}.filesystem": ["_StorageInfo"],
+    f"{_DCP}.metadata": [
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ],
 }
+_ALLOWED: dict[tuple[str, str], type[_Record]] = {
+    (module, name): type(name, (_Record,), {"__slots__": (), "kind": name})
+    for module, names in _NAMES.items()
+    for name in names
+}
+_NUMBER = int | None
 _PROPERTIES = {field.name for field in dataclasses.fields(TensorProperties)}
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET),
     *(pickle.LONG_BINGET, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT),
@@ -165,9 +153,16 @@ class _Unpickler(_InPython):
 
 def _build_metadata(root: Any, most: int) -> Metadata:
     """Return torch's own metadata of at most `most` chunks: one list may stand in many places."""
-    fields = _state(root, "Metadata")
+    entries, stored, meta, paths, version = _fields(
+        *(root, "Metadata"),
+        state_dict_metadata=dict,
+        storage_data=dict,
+        storage_meta=_Record | None,
+        planner_data=dict | None,
+        version=object,
+    )
     tensors: dict[str, Any] = {}
-    for fqn, entry in fields["state_dict_metadata"].items():
+    for fqn, entry in entries.items():
         if not isinstance(fqn, str):
             raise TypeError("a tensor's name is no text")
         if isinstance(entry, _Record) and entry.kind == "BytesStorageMetadata":
@@ -176,44 +171,49 @@ def _build_metadata(root: Any, most: int) -> Metadata:
         tensors[fqn] = _tensor_metadata(fqn, entry, most)
         most -= len(tensors[fqn].chunks)
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for key, value in fields["storage_data"].items():
-        index, info = _index(key), _storage_info(value)
-        if index in storage and storage[index] != info:
+    for key, value in stored.items():
+        fqn, offset, number = _fields(key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER)
+        path, begin, length, transforms = _fields(
+            *(value, "_StorageInfo"),
+            relative_path=str,
+            offset=int,
+            length=int,
+            transform_descriptors=object,
+        )
+        index = MetadataIndex(fqn, None if offset is None else _size(offset), number)
+        info = _StorageInfo(path, begin, length, None if transforms is None else _path(transforms))
+        if storage.setdefault(index, info) != info:
             raise ValueError(f"{index.fqn} at {index.offset} is stored twice")
-        storage[index] = info
-    meta = fields.get("storage_meta")
-    save_id = None if meta is None else _state(meta, "StorageMeta").get("save_id")
-    paths = fields.get("planner_data")
+    (save_id,) = (None,) if meta is None else _fields(meta, "StorageMeta", save_id=object)
     return Metadata(
         state_dict_metadata=tensors,
         planner_data=None if paths is None else {k: _path(v) for k, v in paths.items()},
         storage_data=storage,
         storage_meta=StorageMeta(save_id=save_id if isinstance(save_id, str) else None),
-        version=fields["version"] if isinstance(fields.get("version"), str) else None,
+        version=version if isinstance(version, str) else None,
     )
 
 
 def _tensor_metadata(fqn: str, record: Any, most: int) -> TensorStorageMetadata:
-    fields = _state(record, "TensorStorageMetadata")
-    properties = fields["properties"]
-    if not isinstance(properties, _Record) or properties.kind != "TensorProperties":
+    properties, whole, parts = _fields(
+        record, "TensorStorageMetadata", properties=_Record, size=object, chunks=list
+    )
+    if properties.kind != "TensorProperties":
         raise TypeError(f"{fqn} has no tensor properties")
     dtype, layout, requires_grad = properties.state[:3]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{fqn}: dtype {dtype!r}")
     if not isinstance(layout, _Record) or layout.args != ("torch.strided",):
         raise ValueError(f"{fqn} is not a dense tensor")
-    size = _size(fields["size"])
-    if not isinstance(fields["chunks"], list) or len(fields["chunks"]) > most:
+    if len(parts) > most:
         raise ValueError(f"{fqn} has more chunks than the file has room for")
-    chunks = []
-    for chunk in fields["chunks"]:
-        part = _state(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _size(part["offsets"]), _size(part["sizes"])
-        inside = len(offsets) == len(sizes) == len(size) and all(
-            o + n <= total for o, n, total in zip(offsets, sizes, size, strict=True)
-        )
-        if not inside:
+    size, chunks = _size(whole), []
+    for part in parts:
+        at, extent = _fields(part, "ChunkStorageMetadata", offsets=object, sizes=object)
+        offsets, sizes = _size(at), _size(extent)
+        if not (len(offsets) == len(sizes) == len(size)) or any(
+            o + n > total for o, n, total in zip(offsets, sizes, size, strict=True)
+        ):
             raise ValueError(f"{fqn} {tuple(size)} has a chunk {tuple(sizes)} at {tuple(offsets)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     plain: dict[str, Any] = {"dtype": dtype, "requires_grad": bool(requires_grad)}
@@ -222,29 +222,15 @@ def _tensor_metadata(fqn: str, record: Any, most: int) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(**plain), size, chunks)
 
 
-def _index(record: Any) -> MetadataIndex:
-    fields = _state(record, "MetadataIndex")
-    fqn, offset, index = fields["fqn"], fields.get("offset"), fields.get("index")
-    if not isinstance(fqn, str) or not (index is None or isinstance(index, int)):
-        raise TypeError(f"storage index {fqn!r}, {index!r}")
-    return MetadataIndex(fqn, None if offset is None else _size(offset), index)
-
-
-def _storage_info(record: Any) -> _StorageInfo:
-    fields = _state(record, "_StorageInfo")
-    path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-    if not isinstance(path, str) or type(offset) is not int or type(length) is not int:
-        raise TypeError("a blob's place is no file name and two numbers")
-    transforms = fields.get("transform_descriptors")
-    return _StorageInfo(path, offset, length, None if transforms is None else _path(transforms))
-
-
-def _state(record: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(record, _Record) or record.kind != kind:
-        raise TypeError(f"expected {kind}, got {getattr(record, 'kind', type(record).__name__)}")
-    if not isinstance(record.state, dict):
-        raise TypeError(f"{kind} has no fields")
-    return record.state
+def _fields(record: Any, kind: str, **types: Any) -> list[Any]:
+    """Return the named fields of a stand-in for `kind`, None where missing, each of its type."""
+    if not isinstance(record, _Record) or record.kind != kind or type(record.state) is not dict:
+        found = getattr(record, "kind", type(record).__name__)
+        raise TypeError(f"expected a {kind} with its fields, got {found}")
+    for name, expected in types.items():
+        if not isinstance(record.state.get(name), expected):
+            raise TypeError(f"{name} of {kind} is {type(record.state.get(name)).__name__}")
+    return [record.state.get(name) for name in types]
 
 
 def _size(record: Any) -> torch.Size:
@@ -270,30 +256,24 @@ def _path(value: Any) -> Any:
 
 def _check_blobs(folder: Path, metadata: Metadata) -> None:
     """Check that every blob lies in its file and every chunk has a blob that has room for it."""
-    sizes: dict[str, int] = {}
+    names = {info.relative_path for info in metadata.storage_data.values()}
+    size = {name: plain_file(folder, name, CheckpointError).stat().st_size for name in names}
     for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name not in sizes:
-            sizes[name] = plain_file(folder, name, CheckpointError).stat().st_size
-        if info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[name]:
+        name, end = info.relative_path, info.offset + info.length
+        if info.offset < 0 or info.length < 0 or end > size[name]:
             raise CheckpointError(
-                f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at "
-                f"{info.offset} to {info.offset + info.length}: the file is truncated "
-                "or of another checkpoint"
+                f"{folder / name} is {size[name]} bytes long; {index.fqn} should be at "
+                f"{info.offset} to {end}: the file is truncated or of another checkpoint"
             )
     for fqn, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
         for part in entry.chunks:
-            info = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
-            nbytes, of = math.prod(part.sizes) * entry.properties.dtype.itemsize, tuple(entry.size)
-            if (
-                nbytes
-                and info is not None
-                and info.length < nbytes
-                and not info.transform_descriptors
-            ):
+            blob = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
+            nbytes = math.prod(part.sizes) * entry.properties.dtype.itemsize
+            if blob and blob.length < nbytes and not blob.transform_descriptors:
                 raise CheckpointError(
-                    f"{folder / METADATA_FILE}: {fqn} {of} has a chunk of {nbytes:,} "
-                    f"bytes, and a blob of {info.length:,} for it: they are not of one checkpoint"
+                    f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has a chunk of "
+                    f"{nbytes:,} bytes, and a blob of {blob.length:,} for it: they are not of one "
+                    "checkpoint"
                 )

@@ -1,8 +1,4 @@
-"""What a Hugging Face folder was when it was written: sizes and hashes of its files and tensors.
-
-Owns `toolkit_manifest.json`: what is in it, its one rendering, and its reading with suspicion.
-Knows safetensors headers, nothing of DCP, of models or of where the weights
-came from: `origin` is the caller's.
+"""`toolkit_manifest.json`: sizes and hashes of files and tensors of a Hugging Face folder.
 
 Not part of it: the model card (README.md), which is the user's to edit, and hidden names, which are
 those of other tools (`.gitattributes`, `.cache` of a download).
@@ -13,74 +9,79 @@ import json
 import math
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
-from toolkit.formats.plain_files import is_plain_name, plain_file
+from toolkit.formats.plain_files import is_plain_name, plain_file, sha256_of_part
 from toolkit.formats.safetensors_header import DTYPE_NAMES, TensorEntry, read_header
 from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 
 FILE = "toolkit_manifest.json"
 CARD = "README.md"
-_BLOCK = 2**20  # bytes read at a time
-_SMALL = 2**16  # bytes below which handing them to a second thread costs more than it gains
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
-def describe(
-    folder: Path,
-    advance: Callable[[int], Any] = lambda n: None,
-    only: Iterable[str] | None = None,
-) -> dict[str, Any]:
+def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
     """Return {"files": {name: {"size", "sha256"}}, "tensors": {key: {"file", "dtype", "shape",
     "begin", "sha256"}}} of a Hugging Face folder.
 
     A tensor's sha256 is over its bytes as they are stored, `begin` is where they begin in the file;
-    its dtype has safetensors' name. One
-    pass over every file, several files at a time, hashing on two threads a file; holds 1 MB a file.
-    `advance` is called with the number of bytes done; with `only`, the named files are described.
+    its dtype has safetensors' name. Hashes on four threads, with 1 MB each. With `only`, the named
+    files are described.
 
     Raises:
         ExportError: a link, a folder or a damaged weight file is in it, or two files hold one
             tensor.
     """
     names = listed(folder) if only is None else list(only)
+    ranges: list[tuple[Path, int, int]] = []
+    tensors: dict[str, TensorEntry] = {}
     for name in names:
-        if (folder / name).is_symlink() or not (folder / name).is_file():
-            raise ExportError(f"{folder / name} is not a plain file; an export holds nothing else")
-    lock = threading.Lock()
-
-    def locked(count: int) -> None:
-        with lock:  # a progress bar is no place for two threads
-            advance(count)
-
-    workers = min(4, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(workers) as second:
-        done = list(pool.map(lambda n: _describe(folder / n, second, locked), names))
-    files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
-    for name, (size, sha256, found) in zip(names, done, strict=True):
-        files[name] = {"size": size, "sha256": sha256}
-        for key, entry in found.items():
+        file = folder / name
+        if file.is_symlink() or not file.is_file():
+            raise ExportError(f"{file} is not a plain file; an export holds nothing else")
+        ranges.append((file, 0, file.stat().st_size))
+        for key, entry in _weights(file).items():
             if key in tensors:
                 raise ExportError(
-                    f"{folder}: tensor {key} is in both {tensors[key]['file']} and {name}"
+                    f"{folder}: tensor {key} is in both {tensors[key].file.name} and {name}"
                 )
             tensors[key] = entry
-    return {"files": files, "tensors": tensors}
+            # Right behind its file, whose bytes another thread is reading: they are in memory.
+            ranges.append((file, entry.begin, entry.nbytes))
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        hashes = dict(zip(ranges, pool.map(lambda r: sha256_of_part(*r), ranges), strict=True))
+    sizes = {file.name: size for file, begin, size in ranges if begin == 0}
+    return {
+        "files": {n: {"size": sizes[n], "sha256": hashes[folder / n, 0, sizes[n]]} for n in names},
+        "tensors": {
+            key: {
+                "file": e.file.name,
+                "dtype": DTYPE_NAMES[e.dtype],
+                "shape": list(e.shape),
+                "begin": e.begin,
+                "sha256": hashes[e.file, e.begin, e.nbytes],
+            }
+            for key, e in tensors.items()
+        },
+    }
+
+
+def _weights(file: Path) -> dict[str, TensorEntry]:
+    try:
+        return read_header(file) if file.suffix == ".safetensors" else {}
+    except LoadingError as error:
+        raise ExportError(str(error)) from error
 
 
 def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> None:
     """Write the manifest of what `describe` returned, fsynced.
 
-    Args:
-        origin: where the weights came from; plain JSON values. A number that JSON cannot hold (NaN)
-            is written as null.
+    `origin`: where the weights came from, as JSON values; NaN is written as null.
     """
     manifest = {
         "version": 1,
@@ -110,11 +111,9 @@ def read(folder: Path) -> dict[str, Any]:
         )
     raw = read_bounded(plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
     content = parse_json(raw, f"{file} is damaged: it", ExportError)
-    if not isinstance(content, dict) or not isinstance(content.get("manifest"), dict):
-        raise ExportError(f"{file} is damaged: it holds no manifest")
-    manifest = content["manifest"]
+    manifest: Any = content.get("manifest") if isinstance(content, dict) else None
     try:
-        whole = _render(manifest) == raw
+        whole = isinstance(manifest, dict) and _render(manifest) == raw
     except ValueError:  # a number that JSON does not have
         whole = False
     if not whole:
@@ -128,56 +127,6 @@ def listed(folder: Path) -> list[str]:
     return sorted(
         name for name in os.listdir(folder) if name not in (FILE, CARD) and not name.startswith(".")
     )
-
-
-def _describe(
-    file: Path, second: Executor, advance: Callable[[int], None]
-) -> tuple[int, str, dict[str, dict[str, Any]]]:
-    entries: dict[str, TensorEntry] = {}
-    if file.suffix == ".safetensors":
-        try:
-            entries = read_header(file)
-        except LoadingError as error:
-            raise ExportError(str(error)) from error
-    ordered = sorted(entries.items(), key=lambda item: item[1].begin)
-    whole, size = hashlib.sha256(), file.stat().st_size
-    found: dict[str, dict[str, Any]] = {}
-    position = 0
-    room = memoryview(bytearray(_BLOCK))
-    with open(file, "rb", buffering=0) as f:
-
-        def pass_over(end: int, also: Any = None) -> None:
-            """Hash the file up to `end`, and what is passed over into `also`."""
-            nonlocal position
-            while position < end:
-                count = f.readinto(room[: end - position])
-                block = room[:count]
-                if not count:
-                    raise ExportError(f"{file} became shorter while it was read")
-                if also is None or count < _SMALL:
-                    whole.update(block)
-                    if also is not None:
-                        also.update(block)
-                else:
-                    pending = second.submit(whole.update, block)
-                    also.update(block)
-                    pending.result()
-                position += count
-                advance(count)
-
-        for key, entry in ordered:
-            pass_over(entry.begin)
-            own = hashlib.sha256()
-            pass_over(entry.begin + entry.nbytes, own)
-            found[key] = {
-                "file": file.name,
-                "dtype": DTYPE_NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "begin": entry.begin,
-                "sha256": own.hexdigest(),
-            }
-        pass_over(size)
-    return size, whole.hexdigest(), found
 
 
 def _render(manifest: dict[str, Any]) -> bytes:

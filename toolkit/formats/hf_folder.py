@@ -1,7 +1,5 @@
-"""The Hugging Face folder: config, weight files and their index, and what travels beside them.
-
-Everything in it is read with suspicion: it comes from outside. Owns the assets that an export needs
-(config, generation config, tokenizer, the key names of the source). Knows nothing of DCP or ranks.
+"""The Hugging Face folder, read with suspicion: config, weight files and index, and what travels
+beside them.
 """
 
 import json
@@ -28,47 +26,23 @@ _AGAIN = "copy or download the file again"
 # What transformers parses without bounds: kept far above what any model has.
 _CONFIG_BYTES = 4 * 2**20
 _VOCABULARY_BYTES = 256 * 2**20
-_COUNTS = (
-    (
-        re.compile(r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"),
-        2_000,
-    ),
-    (re.compile(r"(^|_)experts$|^num_labels$"), 100_000),
-)
+_DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
+_COUNTS = ((re.compile(_DEPTHS), 2_000), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
 # What an export carries beside the weights, where the source has it.
 _ASSET_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "spm.model",
-    "sentencepiece.model",
-    "emoji.json",
-    "dict.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("tiktoken.model", "spm.model", "sentencepiece.model", "emoji.json", "dict.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 _BY_RUST = ("tokenizer.json", "vocab.json", "tekken.json", "emoji.json")  # large, and flat
 
 
 @dataclass
 class HFAssets:
-    """What a Hugging Face folder needs beside the trained weights.
-
-    `conversions` (transformers' own mapping from source keys to parameters, computed on the
-    unsharded model) and `model_class` (before sharding changes it) live in memory only: they follow
-    from the config.
-    """
+    """What a Hugging Face folder needs beside the trained weights."""
 
     config: dict[str, Any]
     """config.json as the source has it."""
@@ -80,17 +54,20 @@ class HFAssets:
     """Parameter name -> name of the parameter that it is tied to and stored under."""
     resized: bool = False
     """Whether embedding and head have another number of rows than the source."""
+    # From here on in memory only.
     conversions: list[Any] = field(default_factory=list)
+    """Transformers' mapping from source keys to parameters, computed on the unsharded model."""
     model_class: type[PreTrainedModel] | None = None
+    """Before sharding changes it."""
     name_or_path: str | None = None
-    """The source as the run names it: a Hub id, or a folder's whole path; in memory only."""
+    """The source as the run names it: a Hub id, or a folder's whole path."""
     revision: str | None = None
     folder: Path | None = None
-    """Where the source's files are; in memory only."""
+    """Where the source's files are."""
     drawn_from: int | None = None
-    """Seed of a random start, once it is drawn; in memory only."""
+    """Seed of a random start, once it is drawn."""
     digest: str | None = None
-    """What identifies the source's weights, once it was asked for; in memory only."""
+    """What identifies the source's weights, once it was asked for."""
 
     def save(self, folder: Path) -> None:
         """Write the assets into an existing `folder`; the next reader is `HFAssets.load`."""
@@ -117,16 +94,19 @@ class HFAssets:
 
 def _read_source(file: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
     content = read_json(file, ModelError, strict=True)
-    about: dict[str, Any] = content if isinstance(content, dict) else {}
-    keys: Any = about.get("keys")
-    tied: Any = about.get("tied")
-    for table in ({} if keys is None else keys, tied):
-        if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
-            raise ModelError(
-                f"{file} does not hold the key names of a source checkpoint, which map to texts; "
-                f"{_AGAIN}"
-            )
+    content = content if isinstance(content, dict) else {}
+    keys: Any = content.get("keys")
+    tied: Any = content.get("tied")
+    if not (keys is None or _are_texts(keys)) or not _are_texts(tied):
+        raise ModelError(
+            f"{file} does not hold the key names of a source checkpoint, which map to texts; "
+            f"{_AGAIN}"
+        )
     return keys, tied
+
+
+def _are_texts(table: Any) -> bool:
+    return isinstance(table, dict) and all(isinstance(v, str) for v in table.values())
 
 
 def assets_of(model: torch.nn.Module) -> HFAssets:
@@ -141,11 +121,6 @@ def assets_of(model: torch.nn.Module) -> HFAssets:
             f"{type(model).__name__} carries no Hugging Face assets; build it with build_on_meta"
         )
     return assets
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading a folder
-# --------------------------------------------------------------------------------------------------
 
 
 def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = True) -> Path:
@@ -165,7 +140,7 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
             f"model.name_or_path {name_or_path} is a file; give the folder that holds it"
         )
     try:
-        found = cached_file(
+        config = cached_file(
             name_or_path, "config.json", revision=revision, local_files_only=not ask
         )
     except OSError as error:
@@ -173,7 +148,7 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
             f"that the Hub gives: {str(error).strip().splitlines()[0]}"
         ) from error
-    return Path(str(found)).parent
+    return Path(str(config)).parent
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -255,12 +230,12 @@ def weight_files(
 
     Raises:
         LoadingError: no weights, a format other than safetensors, or an index that names a file
-            which is missing or outside the folder.
+            which is missing, outside the folder, or a link that leads out of it.
     """
     remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
     if _obtain(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
-        return [folder / SINGLE_FILE]
-    if _obtain(folder, INDEX_FILE, remote, revision):
+        names = [SINGLE_FILE]
+    elif _obtain(folder, INDEX_FILE, remote, revision):
         names = sorted(set(read_index(folder / INDEX_FILE).values()))
         missing = [n for n in names if not _obtain(folder, n, remote, revision)]
         if missing:
@@ -268,16 +243,15 @@ def weight_files(
                 f"{folder / INDEX_FILE} names {len(missing)} file(s) that are not there: "
                 f"{', '.join(missing[:5])}; complete the download or the copy of {folder}"
             )
-        return [folder / n for n in names]
-    others = sorted(
-        p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf")
-    )
-    hint = (
-        f"it has {', '.join(others[:3])}: load it once with transformers and save_pretrained it"
-        if others
-        else "complete the folder, or set model.init: random to start from random weights"
-    )
-    raise LoadingError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
+    else:
+        kinds = (".bin", ".pt", ".pth", ".gguf")
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in kinds)
+        hint = "complete the folder, or set model.init: random to start from random weights"
+        if others:
+            hint = f"it has {', '.join(others[:3])}: load it once with transformers and "
+            hint += "save_pretrained it"
+        raise LoadingError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
+    return [plain_file(folder, name, LoadingError) for name in names]
 
 
 def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
@@ -336,11 +310,7 @@ def read_index(file: Path) -> dict[str, str]:
     """
     content = read_json(file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
-    if (
-        not isinstance(index, dict)
-        or not index
-        or not all(isinstance(v, str) for v in index.values())
-    ):
+    if not index or not _are_texts(index):
         raise LoadingError(
             f"{file} is not a safetensors index: its weight_map must map tensor names to file "
             f"names; {_AGAIN}"

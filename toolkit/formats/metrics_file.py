@@ -29,21 +29,16 @@ def keep_until(file: Path, step: int) -> None:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines.
-
-    Raises:
-        CheckpointError: a line that is not the last is no JSON object with a step.
-    """
+    """Return the objects of a file of JSON lines; CheckpointError for one that has no step."""
     texts = file.read_text("utf-8").splitlines() if file.is_file() else []
-    lines = []
+    lines: list[dict[str, Any]] = []
     for number, text in enumerate(texts, start=1):
         try:
             line = parsing.parse_json(text, f"{file} line {number}", CheckpointError)
             if not isinstance(line, dict) or not isinstance(line.get("step"), int):
                 raise CheckpointError(f"{file} line {number} is no JSON object with a step")
+            lines.append(line)
         except CheckpointError:
-            if number < len(texts):
+            if number < len(texts):  # the last may be cut off by a kill
                 raise
-            continue  # cut off by a kill
-        lines.append(line)
     return lines

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.errors import LoadingError
+from toolkit.formats.plain_files import sha256_of_part
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 DTYPES: dict[str, torch.dtype] = {
@@ -27,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_BYTES = 2**48  # of a tensor, its empty dimensions counted as 1
+_MAX_TENSORS = 50_000  # of one file, read in 2 s: large MoE models have 100,000 in 100 files
 _AGAIN = "copy or download the file again"
 
 
@@ -49,29 +51,47 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
 
     Raises:
         LoadingError: the header is damaged (a name that is there twice, ranges that overlap or
-            leave holes, shapes that are no shapes), beyond the bounds of `toolkit.parsing`, or the
-            file is shorter or longer than it says.
+            leave holes, shapes that are no shapes), beyond its bounds, or the file is shorter or
+            longer than it says.
     """
     header, begin, size = _read(file)
     header.pop("__metadata__", None)
     try:
         entries = {name: _entry(file, begin, name, info) for name, info in header.items()}
-        _check_ranges(entries, begin)
+        position, before = begin, "the header"
+        for name, entry in sorted(entries.items(), key=lambda e: (e[1].begin, e[1].nbytes)):
+            if entry.begin != position:  # bytes of two tensors, or of none
+                what = "overlaps" if entry.begin < position else "leaves a hole after"
+                raise ValueError(f"{name} {what} {before}")
+            position, before = entry.begin + entry.nbytes, name
     except (ValueError, TypeError) as error:
         raise _damaged(file, error) from error
-    end = begin + sum(entry.nbytes for entry in entries.values())
-    if whole and end != size:
+    if whole and position != size:
         raise LoadingError(
-            f"{file} should be {end} bytes long by its header, and is {size}; {_AGAIN}"
+            f"{file} should be {position} bytes long by its header, and is {size}; {_AGAIN}"
         )
     return entries
 
 
 def header_metadata(file: Path) -> dict[str, str]:
     """Return what the header of a safetensors file says beside its tensors. Raises LoadingError."""
-    about = _read(file)[0].get("__metadata__", {})
-    assert isinstance(about, dict)
-    return about
+    return _read(file)[0].get("__metadata__", {})
+
+
+def damaged_pieces(
+    file: Path, entries: dict[str, TensorEntry], hashes: dict[str, str]
+) -> list[tuple[str, str]]:
+    """Return (tensor, what is wrong) for the tensors of a safetensors file that are not what was
+    written, by the sha256 of their bytes.
+    """
+    size, found = file.stat().st_size, []
+    for name, entry in entries.items():
+        if entry.begin + entry.nbytes > size:
+            left = max(0, size - entry.begin)
+            found.append((name, f"is lost: {left} of its {entry.nbytes} bytes are there"))
+        elif name in hashes and sha256_of_part(file, entry.begin, entry.nbytes) != hashes[name]:
+            found.append((name, "has other bytes than were written"))
+    return found
 
 
 def _read(file: Path) -> tuple[dict[str, Any], int, int]:
@@ -89,6 +109,12 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
         raw = f.read(length)
     if not raw.startswith(b"{"):
         raise _damaged(file, "it is no JSON object")
+    count = raw.count(b'"data_offsets"')
+    if count > _MAX_TENSORS:
+        raise LoadingError(
+            f"{file} names {count:,} tensors, more than the {_MAX_TENSORS:,} of one file that are "
+            "read; save the model in several files (max_shard_size)"
+        )
     header = parse_json(raw, f"{file}: damaged safetensors header: it", LoadingError, strict=True)
     about = header.get("__metadata__", {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
@@ -108,21 +134,11 @@ def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
     if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
         raise TypeError(f"{name} has data_offsets {str(offsets)[:80]}, two numbers are expected")
     (begin, end), itemsize = offsets, DTYPES[kind].itemsize
+    if len(shape) > 64 or math.prod(n or 1 for n in shape) * itemsize > _MAX_BYTES:
+        raise ValueError(f"{name} has shape {str(shape)[:80]}, which no tensor can have")
     if not 0 <= begin <= end or end - begin != math.prod(shape) * itemsize:
         raise ValueError(f"{name}: bytes {begin} to {end} do not hold {kind} {tuple(shape)}")
-    if len(shape) > 64 or math.prod(max(1, n) for n in shape) * itemsize > _MAX_BYTES:
-        raise ValueError(f"{name} has shape {str(shape)[:80]}, which no tensor can have")
     return TensorEntry(file, DTYPES[kind], tuple(shape), base + begin, end - begin)
-
-
-def _check_ranges(entries: dict[str, TensorEntry], begin: int) -> None:
-    """Refuse bytes that belong to two tensors or to none, as safetensors does."""
-    position, before = begin, "the header"
-    for name, entry in sorted(entries.items(), key=lambda e: (e[1].begin, e[1].nbytes)):
-        if entry.begin != position:
-            what = "overlaps" if entry.begin < position else "leaves a hole after"
-            raise ValueError(f"{name} {what} {before}")
-        position, before = entry.begin + entry.nbytes, name
 
 
 def _damaged(file: Path, what: object) -> LoadingError:

@@ -1,12 +1,8 @@
-"""Rows of a safetensors tensor, read from the file into memory of their own.
+"""Rows of a safetensors tensor for transformers' loader, copied or cast out of the mapped file."""
 
-Owns the reading: the file is mapped, the rows asked for are copied out of it (cast on the way), and
-nothing keeps pointing into the file. Knows nothing of models or ranks.
-"""
-
+import contextlib
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,30 +11,19 @@ from safetensors import safe_open
 from toolkit.formats.safetensors_header import DTYPE_NAMES, TensorEntry
 
 
-class OpenFiles:
+class OpenFiles(contextlib.ExitStack):
     """The open files of a checkpoint, and how many of their bytes were asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.requested = 0
         self._files: dict[Path, Any] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> "OpenFiles":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        while self._files:
-            self._files.popitem()[1].__exit__(kind, error, at)
-
     def tensor(self, name: str, entry: TensorEntry) -> Any:
         """Return safetensors' slice of a tensor; nothing is read yet."""
         if entry.file not in self._files:
-            self._files[entry.file] = safe_open(entry.file, framework="pt").__enter__()
+            self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
         return self._files[entry.file].get_slice(name)
 
     def count(self, nbytes: int) -> None:
@@ -48,13 +33,10 @@ class OpenFiles:
 
 
 class FileTensor:
-    """A tensor in a file. Quacks like safetensors' slice, which transformers' loader expects.
+    """A tensor in a file, with the interface of safetensors' slice that transformers' loader uses.
 
     Args:
-        reader: the open files.
-        name: of the tensor.
-        entry: where the tensor is.
-        dtype: the storage dtype to cast floating values to while copying; None keeps the file's.
+        dtype: to cast floating values to while copying; None keeps the file's.
         copy: False returns what may point into the file, uncast, for a caller that moves it to
             another device at once.
         rows: number of rows to pretend to have: an embedding that was resized. New rows are the
@@ -71,8 +53,7 @@ class FileTensor:
         copy: bool = True,
     ):
         self._reader, self._inner, self._entry = reader, reader.tensor(name, entry), entry
-        cast = dtype is not None and entry.dtype.is_floating_point
-        self._dtype = dtype if cast and dtype is not None else entry.dtype
+        self._dtype = dtype if dtype and entry.dtype.is_floating_point else entry.dtype
         self._copy = copy
         self._shape = entry.shape if rows is None else (rows, *entry.shape[1:])
 

@@ -1,17 +1,11 @@
-"""The rows of stored tensors, read a block at a time: from a checkpoint's chunks or from a file.
-
-Owns the reading in bounded memory, and what is computed on the way: digests, and whether two
-tensors hold the same values. Knows neither models nor what a tensor is called elsewhere.
+"""The rows of stored tensors, from a checkpoint's chunks or a file, and what is computed of them.
 
 Memory: blocks of 1 MB, or one row where that is larger.
 """
 
-import itertools
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -48,25 +42,22 @@ class StoredTensor:
         Raises:
             CheckpointError: a file ended too early, or a blob cannot be read.
         """
-        inner = self.shape[1:] if len(self.shape) > 1 else (math.prod(self.shape),)
-        found = torch.empty(last - first, *inner, dtype=self.dtype)
+        width = self.shape[1:] if len(self.shape) > 1 else (math.prod(self.shape),)
+        found = torch.empty(last - first, *width, dtype=self.dtype)
         for chunk in self.chunks:
-            offsets, sizes = _lifted(chunk)
+            missing = 2 - len(chunk.sizes)  # a dimension of rows, where the tensor has none
+            offsets, sizes = (0,) * missing + chunk.offsets, (1,) * missing + chunk.sizes
             begin, end = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
-            if begin >= end:
-                continue
-            place = found[(slice(begin - first, end - first), *_inner(offsets, sizes))]
-            _read(chunk, sizes, begin - offsets[0], end - offsets[0], place)
+            if begin < end:
+                inner = [slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True)]
+                place = found[(slice(begin - first, end - first), *inner)]
+                _read(chunk, sizes, begin - offsets[0], end - offsets[0], place)
         return found
 
 
 def in_file(entry: TensorEntry) -> StoredTensor:
     """Return the tensor of a safetensors file."""
-    whole = tuple(0 for _ in entry.shape)
-    place = (entry.begin, entry.nbytes)
-    chunk = Chunk(
-        entry.file, place, entry.begin, entry.nbytes, whole, entry.shape, entry.dtype, entry.shape
-    )
+    chunk = Chunk(entry.file, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.begin)
     return StoredTensor(entry.dtype, entry.shape, (chunk,) if entry.nbytes else ())
 
 
@@ -85,14 +76,11 @@ def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch
         yield first, tensor.block(first, min(first + step, tensor.rows))
 
 
-def digest(
-    tensor: StoredTensor, name: str, also: Callable[[int, torch.Tensor], Any] = lambda i, rows: None
-) -> str:
-    """Return the digest of a tensor as a manifest has it; `also` sees every block on the way."""
+def digest(tensor: StoredTensor, name: str) -> str:
+    """Return the digest of a tensor as a manifest has it."""
     total = torch.zeros(LANES, dtype=torch.int64)
     for first, rows in blocks(tensor):
         total += rows_digest(name, rows, first)
-        also(first, rows)
     return hexadecimal(total)
 
 
@@ -135,35 +123,18 @@ def first_difference(
     return said, None if name is None else hexadecimal(total)
 
 
-def _lifted(chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes with a dimension of rows, where the tensor has none."""
-    missing = 2 - len(chunk.shape)
-    if missing <= 0:
-        return chunk.offsets, chunk.sizes
-    return (0,) * missing + chunk.offsets, (1,) * missing + chunk.sizes
-
-
-def _inner(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(
-        slice(o, o + n) for o, n in itertools.islice(zip(offsets, sizes, strict=True), 1, None)
-    )
-
-
 def _read(chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor) -> None:
     """Read rows `first` to `last` of a chunk into `place`, a view of that shape."""
     if chunk.raw is None:
         place.copy_(read_chunk(chunk).reshape(sizes)[first:last])
         return
-    width = chunk.nbytes // sizes[0]
-    direct = place.is_contiguous()
-    rows = place if direct else torch.empty(place.shape, dtype=chunk.dtype)
+    rows = place if place.is_contiguous() else torch.empty(place.shape, dtype=chunk.dtype)
     room = memoryview(rows.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    done = 0
     with open(chunk.file, "rb", buffering=0) as f:
-        while done < len(room):
-            count = os.preadv(f.fileno(), [room[done:]], chunk.raw + first * width + done)
-            if count == 0:
+        f.seek(chunk.raw + first * math.prod(sizes[1:]) * chunk.dtype.itemsize)
+        while room:
+            if not (count := f.readinto(room)):
                 raise CheckpointError(f"{chunk.file} ends in the middle of a tensor")
-            done += count
-    if not direct:
+            room = room[count:]
+    if rows is not place:
         place.copy_(rows)

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from toolkit.checkpoint import commit, rng_state
@@ -21,7 +20,6 @@ from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.errors import CheckpointError, LoadingError
 from toolkit.formats import (
     METADATA_FILE,
-    BlobPlace,
     StoredTensor,
     coverage_fault,
     damaged_blobs,
@@ -127,9 +125,13 @@ class CheckpointCheck:
         """Add what is wrong with a file, by tensor where its bytes belong to tensors."""
         file = self.folder / name
         found: list[tuple[str, str]] = []
-        places = [] if metadata is None else _blobs(metadata, name)
+        places = [
+            (index.fqn, info.offset, info.length)
+            for index, info in (metadata.storage_data if metadata else {}).items()
+            if name == f"dcp/{info.relative_path}"
+        ]
         if not is_regular(file):
-            found = [(place.name, f"is lost: its shard {what}") for place in places]
+            found = [(tensor, f"is lost: its shard {what}") for tensor, _, _ in places]
             self.add(name, None, what)
         elif places:
             found = damaged_blobs(file, places)
@@ -242,20 +244,3 @@ def _understood(content: bytes) -> tuple[dict[str, Any] | None, str | None]:
     if rendered != content:
         return manifest, "is not as it was written: its bytes are not those of its content"
     return manifest, None
-
-
-def _blobs(metadata: Metadata, name: str) -> list[BlobPlace]:
-    """Return where the blobs of the shard `name` are."""
-    found = []
-    for index, info in metadata.storage_data.items():
-        if name != f"dcp/{info.relative_path}":
-            continue
-        entry = metadata.state_dict_metadata.get(index.fqn)
-        dtype: torch.dtype | None = None
-        sizes: tuple[int, ...] = ()
-        if isinstance(entry, TensorStorageMetadata):
-            for chunk in entry.chunks:
-                if index.offset is None or tuple(chunk.offsets) == tuple(index.offset):
-                    dtype, sizes = entry.properties.dtype, tuple(chunk.sizes)
-        found.append(BlobPlace(index.fqn, info.offset, info.length, dtype, sizes))
-    return found
