@@ -31,7 +31,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.lora.r else None)
     models.check_usable(cfg.model, cfg.data.sequence_length)
     model_cfg = own_tokenizer(model_settings(cfg))
-    base = models.prepare(model_cfg, cfg.data.sequence_length)  # on meta: shapes, no bytes
+    base = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_source(base, cfg.model)
     data = finetune_data.prepare(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)

@@ -112,7 +112,7 @@ def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path, changes):
     (tmp_path / "config.json").write_text(json.dumps(content))
     begun = time.perf_counter()
     with pytest.raises(ModelError, match=r"config\.json") as caught:
-        models.prepare(ModelConfig(str(tmp_path), init="random"), 16)
+        models.prepare(ModelConfig(str(tmp_path), init="random"))
     assert time.perf_counter() - begun < 5
     assert "\n" not in str(caught.value)
 

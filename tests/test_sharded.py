@@ -137,7 +137,7 @@ def fill_each_way(rank: int, world: int, folder: str) -> list:
         ("pretrained", True, True),
     ):
         cfg = ModelConfig(folder, dtype="float32", init=init)
-        model = models.prepare(cfg, 16)
+        model = models.prepare(cfg)
         if adapted:
             model = add_adapters(model, LoraConfig(r=2))
         apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)
@@ -289,7 +289,7 @@ def test_fill_begins_as_the_run_asks(folders):
 def refused_on_one_rank(rank: int, world: int, folder: str) -> tuple[str, bool]:
     cfg = ModelConfig(folder if rank == 0 else folder + "-gone", dtype="float32")
     try:
-        ranks.on_all(lambda: models.prepare(cfg, 16))  # one exchange inside of another
+        ranks.on_all(lambda: models.prepare(cfg))  # one exchange inside of another
     except ToolkitError as error:
         return str(error), getattr(error, "already_reported", False)
     return "nothing", False

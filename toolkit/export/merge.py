@@ -178,10 +178,7 @@ class AdapterMerge:
             return {group.sources[0]: whole(in_file(self.entries[names[0]]))}
         found: dict[str, torch.Tensor] = {}
         for part in load_groups(self.reader, names):
-            if part.converted:
-                found |= load_group(self.reader, part, self.entries)
-            else:
-                found[part.parameter] = whole(in_file(self.entries[part.keys[0]]))
+            found |= load_group(self.reader, part, self.entries)
         missing = sorted(set(group.sources) - found.keys())
         if missing:
             raise ExportError(

@@ -52,6 +52,7 @@ from toolkit.formats.source_names import (
     convert_back,
     export_groups,
     split_mapping,
+    transformers_private,
     use_source_names,
 )
 from toolkit.formats.stored_tensors import (

@@ -1,9 +1,7 @@
-"""The way from transformers' parameter names back to the key names of the source checkpoint.
-
-Owns the calls into transformers' conversion mapping, which is private to it: here alone.
-"""
+"""The way from transformers' parameter names back to the key names of the source checkpoint."""
 
 import importlib
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from toolkit.errors import ExportError
+from toolkit.errors import ExportError, ModelError
 from toolkit.formats.hf_folder import HFAssets
 
 
@@ -36,17 +34,15 @@ def conversion_mapping(model: PreTrainedModel) -> list[Any]:
     Call it before `fully_shard`: the sharded class counts as custom code there and loses its
     mapping.
     """
-    return _private("conversion_mapping", "get_model_conversion_mapping")(model)
+    return transformers_private("conversion_mapping", "get_model_conversion_mapping")(model)
 
 
 def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return (renamings, converters) of a mapping, each in its order."""
-    renaming = _private("core_model_loading", "WeightRenaming")
-    converter = _private("core_model_loading", "WeightConverter")
-    return (
-        [c for c in conversions if isinstance(c, renaming)],
-        [c for c in conversions if isinstance(c, converter)],
-    )
+    renaming = transformers_private("core_model_loading", "WeightRenaming")
+    converter = transformers_private("core_model_loading", "WeightConverter")
+    renamings = [c for c in conversions if isinstance(c, renaming)]
+    return renamings, [c for c in conversions if isinstance(c, converter)]
 
 
 def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
@@ -58,7 +54,7 @@ def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
     """
     if assets.source is None:
         return
-    rename = _private("core_model_loading", "rename_source_key")
+    rename = transformers_private("core_model_loading", "rename_source_key")
     mapping = conversion_mapping(model)
     renamings, converters = split_mapping(mapping)
     parameters = model.state_dict()
@@ -88,9 +84,8 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
             target, pattern = converter.rename_source_key(target)
             if pattern is not None:  # at most one converter takes a parameter
                 break
-        members.setdefault((name if pattern is None else target, pattern is not None), []).append(
-            name
-        )
+        key = (name, False) if pattern is None else (target, True)
+        members.setdefault(key, []).append(name)
     groups = []
     for (_, converted), sources in sorted(members.items(), key=lambda item: item[0][1]):
         meta = {n: torch.empty_like(state[n], device="meta") for n in sources}
@@ -111,26 +106,26 @@ def convert_back(
     model: PreTrainedModel, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
-    return _private("core_model_loading", "revert_weight_conversion")(model, tensors)
+    return transformers_private("core_model_loading", "revert_weight_conversion")(model, tensors)
 
 
 def _export_conversions(model: PreTrainedModel) -> list[Any]:
     """Return what `revert_weight_conversion` would turn back for `model`."""
     if isinstance(own := getattr(model, "_weight_conversions", None), list):
         return own
-    mapping = _private("conversion_mapping", "get_model_conversion_mapping")(
+    mapping = transformers_private("conversion_mapping", "get_model_conversion_mapping")(
         model, add_legacy=False
     )
-    prefix_change = _private("core_model_loading", "PrefixChange")
+    prefix_change = transformers_private("core_model_loading", "PrefixChange")
     return [c for c in mapping if not isinstance(c, prefix_change)]
 
 
-def _private(module: str, name: str) -> Any:
-    """Return what transformers does not promise to keep."""
+def transformers_private(module: str, name: str) -> Any:
+    """Return what transformers does not promise to keep; ModelError where it is gone."""
     try:
-        return getattr(importlib.import_module(f"transformers.{module}"), name)
+        return operator.attrgetter(name)(importlib.import_module(f"transformers.{module}"))
     except (ImportError, AttributeError) as error:
-        raise ExportError(
+        raise ModelError(
             f"transformers {transformers.__version__} has no {module}.{name}; install one from "
             "5.17 to 5.23"
         ) from error

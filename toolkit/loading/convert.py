@@ -1,7 +1,5 @@
 """Transformers' own loader on sharded models: key renames, fused experts, dtypes.
 
-Owns the calls of its private names, and what may be sliced before it is converted.
-
 [Note: slicing before conversion] A rank reads its rows of a tensor only. That is wrong, without a
 word, where a conversion does not commute with taking rows (`Chunk` or `Concatenate` along dim 0,
 and everything unknown), or where a rank has no row (two experts on three ranks). Those tensors are
@@ -16,12 +14,14 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
-import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
+from transformers.utils import logging
 
 from toolkit.errors import LoadingError
 from toolkit.formats import (
@@ -29,13 +29,18 @@ from toolkit.formats import (
     OpenFiles,
     TensorEntry,
     assets_of,
+    in_file,
     laid_out_as,
     part_of,
     split_mapping,
+    transformers_private,
+    whole,
 )
 from toolkit.loading.initialise import plain_class
-from toolkit.loading.materialisation import place, replace
+from toolkit.loading.materialisation import parameter_device, place, replace
 from toolkit.models.packed_linear import packed_weights
+
+_WRAP = "_dtensor_from_local_like"  # by which the loader makes DTensors
 
 
 @dataclass(frozen=True)
@@ -56,27 +61,21 @@ class LoadGroup:
 
 def load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
     """Return how transformers makes parameters of `model` from the tensors `keys`. Names only."""
-    try:
-        from transformers.core_model_loading import rename_source_key
-    except ImportError as error:
-        raise _gone(error) from error
+    rename = transformers_private("core_model_loading", "rename_source_key")
     renamings, converters = split_mapping(copy.deepcopy(assets_of(model).conversions))
     by_pattern = {p: tuple(c.operations) for c in converters for p in c.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    members: dict[tuple[str, str | None], list[str]] = {}
-    operations: dict[tuple[str, str | None], tuple[Any, ...] | None] = {}
+    groups: dict[tuple[str, str | None], LoadGroup] = {}
     for key in keys:
-        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        target, pattern = rename(key, renamings, converters, prefix, state)
         if target not in state and key in state:  # as the loader does
-            target, pattern = rename_source_key(key, [], [], prefix, state)
+            target, pattern = rename(key, [], [], prefix, state)
         # Two plain tensors of one name are not loaded together: the second replaces the first.
-        group = (target, key if pattern is None else None)
-        members.setdefault(group, []).append(key)
-        operations[group] = None if pattern is None else by_pattern[pattern]
-    return [
-        LoadGroup(tuple(names), target, operations[target, key])
-        for (target, key), names in members.items()
-    ]
+        member = (target, key if pattern is None else None)
+        before = groups[member].keys if member in groups else ()
+        operations = None if pattern is None else by_pattern[pattern]
+        groups[member] = LoadGroup((*before, key), target, operations)
+    return list(groups.values())
 
 
 def load_group(
@@ -92,6 +91,8 @@ def load_group(
     Raises:
         LoadingError: transformers cannot convert them.
     """
+    if not group.converted:
+        return {group.parameter: whole(in_file(entries[group.keys[0]]))}
     members = {key: entries[key] for key in group.keys}
     dtype = functools.reduce(torch.promote_types, {e.dtype for e in members.values()})
     for parameter in model.parameters():  # the loader casts to what it finds
@@ -100,36 +101,40 @@ def load_group(
     with OpenFiles() as reader:
         sources = {key: FileTensor(reader, key, entry) for key, entry in members.items()}
         info = run_loader(model, sources, torch.device("cpu"))
-    made = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
-    for name, tensor in made.items():
-        _empty(model, name, tensor)
+    made = _emptied(model)
     info.missing_keys = set()  # all others
     if found := problems(info):
         raise LoadingError(f"{', '.join(group.keys[:3])}: {listed(found)}")
-    return {name: tensor.detach() for name, tensor in made.items()}
+    return made
 
 
 def run_loader(
     model: PreTrainedModel, sources: dict[str, Any], home: torch.device, *, bar: bool = False
 ) -> Any:
     """Call transformers' loader on `sources`; return its account of keys. `bar`: show one."""
-    try:
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-        from transformers.utils import logging
-    except ImportError as error:
-        raise _gone(error) from error
-    config = LoadStateDictConfig(
+    load = transformers_private("core_model_loading", "convert_and_load_state_dict_in_model")
+    transformers_private("core_model_loading", _WRAP)
+    config = transformers_private("modeling_utils", "LoadStateDictConfig")(
         device_map={"": home},
         dtype=next(model.parameters()).dtype,
         weight_mapping=copy.deepcopy(assets_of(model).conversions),
     )
+    # Its pool of threads pays where bytes go on to a device. On CPUs the ranks are the parallelism,
+    # and the threads fight with them over cores and interpreter (figures: docs/decisions.md).
+    in_this_thread = {"HF_DEACTIVATE_ASYNC_LOAD": "1"} if home.type == "cpu" else {}
+
+    def wrap(part: torch.Tensor, reference: DTensor) -> DTensor:
+        return laid_out_as(reference, part)  # which leaves the part where it is
+
     shown = logging.is_progress_bar_enabled()
     if not bar:
         logging.disable_progress_bar()
     try:
-        with _own_thread(home), _parts_stay_where_they_are():
-            info, _ = convert_and_load_state_dict_in_model(
+        with (
+            mock.patch.dict(os.environ, threads),
+            mock.patch.object(core_model_loading, _WRAP, wrap),
+        ):
+            info, _ = load(
                 model=model, state_dict=sources, load_config=config, disk_offload_index=None
             )
     finally:
@@ -140,10 +145,9 @@ def run_loader(
 
 def settle_keys(model: PreTrainedModel, info: Any) -> None:
     """Let transformers tie `model`, and settle which keys may be missing or left over."""
-    if not hasattr(model, "_adjust_missing_and_unexpected_keys"):
-        raise _gone(AttributeError("PreTrainedModel._adjust_missing_and_unexpected_keys"))
+    adjust = "PreTrainedModel._adjust_missing_and_unexpected_keys"
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
-    model._adjust_missing_and_unexpected_keys(info)
+    transformers_private("modeling_utils", adjust)(model, info)
     info.missing_keys -= set(assets_of(model).tied)
 
 
@@ -170,31 +174,26 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
 
     Nor can what is stored in 4 bits: it is quantised as a whole.
     """
-    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
-
     state, packed = model.state_dict(), packed_weights(model)
     is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
     converters = split_mapping(assets_of(model).conversions)[1]
     if not packed and not (is_sharded and converters):
         return []
     several = any(len(c.target_patterns) > 1 for c in converters)  # any of them may be packed
-    whole = []
-    for group in load_groups(model, keys):
+
+    def is_read_whole(group: LoadGroup) -> bool:
+        if group.parameter in packed or (packed and several and group.converted):
+            return True
+        if not is_sharded or not group.converted or group.parameter not in state:
+            return False
         commutes = all(
             (isinstance(op, MergeModulelist) and op.dim == 0)
             or (isinstance(op, Chunk | Concatenate) and op.dim >= 1)
             for op in group.operations or ()
         )
-        if (
-            group.parameter in packed
-            or (packed and several and group.converted)
-            or (
-                (is_sharded and group.converted and group.parameter in state)
-                and (not commutes or _some_rank_is_empty(state[group.parameter]))
-            )
-        ):
-            whole.append(group)
-    return whole
+        return not commutes or _some_rank_is_empty(state[group.parameter])
+
+    return [group for group in load_groups(model, keys) if is_read_whole(group)]
 
 
 def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
@@ -211,7 +210,6 @@ def convert_then_slice(
     model: PreTrainedModel,
     groups: list[LoadGroup],
     sources: dict[str, Any],
-    home: torch.device,
     device: torch.device,
     info: Any,
 ) -> None:
@@ -221,46 +219,36 @@ def convert_then_slice(
     kernels the forward will use. What happens to the keys is added to `info`.
     """
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-    packed = packed_weights(model)
-    unsharded = _unsharded_copy(model, live)
+    packed, home = packed_weights(model), parameter_device(model, device)
+    with torch.device("meta"):
+        unsharded = plain_class(model)._from_config(
+            copy.deepcopy(model.config), dtype=next(model.parameters()).dtype
+        )
+    unsharded.hf_assets = assets_of(model)
+    for name, parameter in unsharded.named_parameters():  # some stay fp32 where others are halved
+        dtype = packed[name].source_dtype if name in packed else live[name].dtype
+        parameter.data = torch.empty_like(parameter, dtype=dtype)
+    _emptied(unsharded)  # what is drawn in spite of meta is not to be taken for loaded
     for group in groups:
         found = run_loader(unsharded, {k: sources[k] for k in group.keys}, torch.device("cpu"))
         info.conversion_errors.update(found.conversion_errors)
         info.unexpected_keys |= found.unexpected_keys
         info.mismatched_keys |= found.mismatched_keys
-        for name, tensor in list(unsharded.state_dict().items()):
-            if tensor.is_meta:
-                continue
-            whole = tensor
+        for name, whole_tensor in _emptied(unsharded).items():
             if name in packed:
-                whole = packed[name].pack(tensor.detach().to(device))
-            place(model, [name], part_of(whole, live[name]).to(home, copy=True), live[name])
+                whole_tensor = packed[name].pack(whole_tensor.to(device))
+            place(model, [name], part_of(whole_tensor, live[name]).to(home, copy=True), live[name])
             info.missing_keys.discard(name)
-            replace(unsharded, name, torch.empty_like(tensor, device="meta"))
 
 
-def _unsharded_copy(model: PreTrainedModel, live: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Return `model` unsharded on meta, its parameters in the dtypes that are loaded."""
-    with torch.device("meta"):
-        made = plain_class(model)._from_config(
-            copy.deepcopy(model.config), dtype=next(model.parameters()).dtype
-        )
-    made.hf_assets = assets_of(model)
-    packed = packed_weights(model)
-    for name, parameter in made.named_parameters():  # some stay in fp32 where others are halved
-        dtype = packed[name].source_dtype if name in packed else live[name].dtype
-        parameter.data = torch.empty_like(parameter, dtype=dtype)
-    for name, tensor in made.state_dict(keep_vars=True).items():
-        if not tensor.is_meta:  # drawn in spite of it, and not to be taken for loaded
-            _empty(made, name, tensor)
-    return made
-
-
-def _empty(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor on meta in the place of `tensor`."""
-    empty = torch.empty_like(tensor, device="meta")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    replace(model, name, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+def _emptied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensors of `model` that have bytes, and put empty ones on meta in their place."""
+    made = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
+    for name, tensor in made.items():
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        replace(model, name, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+    return {name: tensor.detach() for name, tensor in made.items()}
 
 
 @contextlib.contextmanager
@@ -275,45 +263,3 @@ def as_library_code(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         del vars(model)["is_custom_code"]
-
-
-@contextlib.contextmanager
-def _own_thread(home: torch.device) -> Iterator[None]:
-    """Let transformers' loader copy in this thread where the copies stay in host memory.
-
-    Its pool pays where bytes go on to a device. On CPUs the ranks are the parallelism, and the
-    pool's threads fight with them over cores and interpreter (docs/decisions.md has the figures).
-    """
-    name = "HF_DEACTIVATE_ASYNC_LOAD"  # the loader's only switch
-    before = os.environ.get(name)
-    if home.type == "cpu":
-        os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-@contextlib.contextmanager
-def _parts_stay_where_they_are() -> Iterator[None]:
-    """Let transformers' loader wrap local parts without moving them; see `laid_out_as`."""
-    import transformers.core_model_loading as loader
-
-    name = "_dtensor_from_local_like"
-    if not hasattr(loader, name):
-        raise _gone(AttributeError(f"core_model_loading.{name}"))
-    before = getattr(loader, name)
-    setattr(loader, name, lambda part, reference: laid_out_as(reference, part))
-    try:
-        yield
-    finally:
-        setattr(loader, name, before)
-
-
-def _gone(error: Exception) -> LoadingError:
-    return LoadingError(
-        f"transformers {transformers.__version__} has no {error}; the loader needs 5.17 to 5.23"
-    )

@@ -14,6 +14,8 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -98,14 +100,11 @@ def _drawn_in(
     """Return the first values of parameters of the module `path`; NaN where nothing was written."""
     from transformers.initialization import guard_torch_init_functions
 
-    owner = built
-    module: nn.Module = built
-    around = [(owner, module)]
+    around = [(built, built.get_submodule(""))]
     for part in path.split(".") if path else ():
-        module = module.get_submodule(part)
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        around.append((owner, module))
-    own = module._parameters
+        owner, module = around[-1][0], around[-1][1].get_submodule(part)
+        around.append((module if isinstance(module, PreTrainedModel) else owner, module))
+    own: dict[str, Any] = around[-1][1]._parameters
     before = dict(own)
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
     try:
@@ -114,20 +113,18 @@ def _drawn_in(
             own.update({leaf: _unwritten(before[leaf]) for leaf in leaves})
             for owner, module in reversed(around):
                 owner._init_weights(module)
-        return {leaf: own[leaf].detach() for leaf in leaves}  # type: ignore[union-attr]
+        return {leaf: own[leaf].detach() for leaf in leaves}
     except Exception as error:  # an architecture may do anything on its way
         raise _not_drawn(built, path, f"{type(error).__name__}: {error}") from error
     finally:
         own.update(before)
 
 
-def _unwritten(parameter: nn.Parameter | None) -> nn.Parameter:
+def _unwritten(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter in host memory that holds NaN, with the same marks."""
-    assert parameter is not None
     fill = float("nan") if parameter.is_floating_point() else 0
-    made = nn.Parameter(
-        torch.full(parameter.shape, fill, dtype=parameter.dtype), parameter.requires_grad
-    )
+    values = torch.full(parameter.shape, fill, dtype=parameter.dtype)
+    made = nn.Parameter(values, parameter.requires_grad)
     vars(made).update(vars(parameter))  # by which `_init_weights` leaves some alone
     return made
 
@@ -154,11 +151,10 @@ def _parameters_on_meta(kept: set[tuple[type, str]]) -> Iterator[None]:
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     if kept:  # fresh memory then holds NaN
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        with mock.patch.object(nn.Module, "register_parameter", on_meta):
+            yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

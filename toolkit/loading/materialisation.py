@@ -1,8 +1,4 @@
-"""Memory for a model on meta: random weights, empty shards for a checkpoint, buffers, adapters.
-
-After it nothing is on meta, buffers hold what the architecture computes, tied parameters are one
-tensor.
-"""
+"""Memory for a model on meta: random weights, empty shards for a checkpoint, buffers, adapters."""
 
 from collections.abc import Iterable
 
@@ -56,8 +52,7 @@ def _fill(model: PreTrainedModel, device: torch.device, seed: int | None) -> Non
     """Compute buffers, and draw parameters from `seed`; without one their memory is as it comes."""
     fill_missing(model, device, tied_families(model), dict(model.named_buffers()), seed)
     model.tie_weights()
-    settle_devices(model, device)
-    check_materialised(model)
+    settle(model, device)
 
 
 def fill_missing(
@@ -95,21 +90,30 @@ def begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
         place(model, families[name], part.to(home), model.get_parameter(name))
     for name, value in copied_buffers(model):
         replace(model, name, value)
-    settle_devices(model, device)
-    ranks.on_all(lambda: check_materialised(model))
+    ranks.on_all(lambda: settle(model, device))
 
 
-def check_materialised(model: nn.Module) -> None:
-    """Raise `LoadingError` naming what is still on meta, or a tie that came apart."""
+def settle(model: nn.Module, device: torch.device) -> None:
+    """Move to `device` what offload does not keep in host memory: buffers, unsharded parameters.
+
+    Raises:
+        LoadingError: names what is still on meta, or a tie that came apart.
+    """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     tensors = [*by_name.items(), *model.named_buffers()]
-    meta = [n for n, t in tensors if local_tensor(t).is_meta]
-    if meta:
+    if meta := [n for n, t in tensors if local_tensor(t).is_meta]:
         raise LoadingError(f"{len(meta)} tensor(s) are still on meta: {', '.join(meta[:5])}")
     assets = getattr(model, "hf_assets", None)
     for alias, owner in (assets.tied if assets else {}).items():
         if by_name.get(alias) is not by_name.get(owner):
             raise LoadingError(f"{alias} is no longer tied to {owner}")
+    for name, buffer in list(model.named_buffers()):
+        if buffer.device != device:
+            replace(model, name, buffer.to(device))
+    for names in tied_families(model).values():
+        parameter = by_name[names[0]]
+        if not isinstance(parameter, DTensor) and parameter.device != device:
+            place(model, names, parameter.detach().to(device), parameter)
 
 
 def parameter_device(model: nn.Module, device: torch.device) -> torch.device:
@@ -137,15 +141,3 @@ def replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
         module._parameters[leaf] = value  # type: ignore[assignment]
     else:
         module._buffers[leaf] = value
-
-
-def settle_devices(model: nn.Module, device: torch.device) -> None:
-    """Move to `device` what offload does not keep in host memory: buffers, unsharded parameters."""
-    for name, buffer in list(model.named_buffers()):
-        if not buffer.is_meta and buffer.device != device:
-            replace(model, name, buffer.to(device))
-    for names in tied_families(model).values():
-        parameter = model.get_parameter(names[0])
-        if isinstance(parameter, DTensor) or parameter.is_meta or parameter.device == device:
-            continue
-        place(model, names, parameter.detach().to(device), parameter)

@@ -1,8 +1,4 @@
-"""A checkpoint into shards: each rank reads its slices, and what does not fit is refused.
-
-Drives transformers' own loader (`convert`), which owns key renames, fused experts and conversions.
-Knows nothing of the training loop.
-"""
+"""A checkpoint into shards: each rank reads its slices, and what does not fit is refused."""
 
 import copy
 import sys
@@ -42,13 +38,12 @@ from toolkit.loading.convert import (
 from toolkit.loading.initialise import plain_class
 from toolkit.loading.materialisation import (
     begin_adapters,
-    check_materialised,
     fill_missing,
     init_weights,
     materialise,
     parameter_device,
     replace,
-    settle_devices,
+    settle,
 )
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
@@ -139,9 +134,7 @@ def load_pretrained(
 
 
 def check_source(model: nn.Module, cfg: ModelConfig) -> None:
-    """Refuse the checkpoint that `fill` will load where it is not one of `model` (`check_fits`).
-    Collective.
-    """
+    """Refuse what `fill` will load where it is no checkpoint of `model`, as `check_fits` does."""
     if cfg.init == "pretrained":
         check_fits(model, local_folder(cfg.name_or_path, cfg.revision))
 
@@ -203,27 +196,19 @@ def _stream(
     home = parameter_device(model, device)
     packed = packed_weights(model)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
-    state = {n: t for n, t in model.state_dict().items() if n not in packed}
-    dtypes = {t.dtype for t in state.values() if t.dtype.is_floating_point}
-    dtypes |= {layer.source_dtype for layer in packed.values()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    dtypes = {t.dtype for n, t in model.state_dict().items() if n not in packed}
+    dtypes = {d for d in dtypes if d.is_floating_point} | {p.source_dtype for p in packed.values()}
+    dtype, copy = (dtypes.pop() if len(dtypes) == 1 else None), home.type == "cpu"
     with OpenFiles() as reader, as_library_code(model):
-        sources = {
-            name: FileTensor(
-                reader,
-                name,
-                entry,
-                dtype=dtype,
-                rows=_resized_rows(model, name, entry),
-                copy=home.type == "cpu",
-            )
-            for name, entry in entries.items()
-        }
+        sources: dict[str, Any] = {}
+        for name, entry in entries.items():
+            rows = _resized_rows(model, name, entry)
+            sources[name] = FileTensor(reader, name, entry, dtype=dtype, rows=rows, copy=copy)
         groups = groups_to_read_whole(model, sources)
         whole = {key: sources.pop(key) for group in groups for key in group.keys}
         bar = ranks.rank() == 0 and sys.stderr.isatty()
         info = run_loader(model, sources, home, bar=bar)
-        convert_then_slice(model, groups, whole, home, device, info)
+        convert_then_slice(model, groups, whole, device, info)
     nbytes = sum(e.nbytes for e in entries.values())
     return info, (len(entries), nbytes, reader.requested)
 
@@ -242,8 +227,7 @@ def _settle(
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if local_tensor(p).is_meta]
     fill_missing(model, device, parameters, buffers, seed=0)
-    settle_devices(model, device)
-    check_materialised(model)
+    settle(model, device)
 
 
 def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -> None:
@@ -258,11 +242,9 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> No
     """Refuse other shapes from the headers, before a byte is read; all ranks see the same."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
-    for name, entry in entries.items():
-        expected = shapes.get(name)
-        if expected is None or expected == entry.shape:
-            continue
-        if _resized_rows(model, name, entry) is None:
+    for name in [name for name in entries if name in shapes]:
+        entry, expected = entries[name], shapes[name]
+        if entry.shape != expected and _resized_rows(model, name, entry) is None:
             raise LoadingError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
                 f"{list(expected)}; config.json and weights do not belong together. Give a "

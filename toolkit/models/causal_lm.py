@@ -1,7 +1,4 @@
-"""A Hugging Face causal LM on the meta device: its shapes, its layers, its ties, its assets.
-
-Owns the way from a checkpoint folder or Hub id to a model without bytes. Knows nothing of sharding.
-"""
+"""From a checkpoint folder or Hub id to a causal LM on the meta device, with its assets."""
 
 import copy
 import inspect
@@ -13,7 +10,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.config.settings import ModelConfig
@@ -28,10 +32,14 @@ from toolkit.formats import (
     read_config,
     read_weights,
     source_dtypes,
+    transformers_private,
     weight_files,
 )
 from toolkit.models.patterns import matching_parameters
 from toolkit.models.ties import tied_names
+
+_QUANTISED = "quantization_config"
+_GENERATION = "generation_config.json"
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
@@ -44,14 +52,13 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         ModelError: no such folder, no usable config, or not a causal LM.
     """
     folder = local_folder(cfg.name_or_path, cfg.revision)
-    config = load_config(cfg)
-    model_class = causal_lm_class(config, cfg)
+    config = _load_config(cfg, folder)
+    model_class = _causal_lm_class(config, cfg, folder)
     _check_stands_alone(model_class, cfg)
     config = _own_section(config, model_class)
-    dtype = storage_dtype(cfg, config, folder)
+    dtype = _storage_dtype(cfg, config, folder)
     if cfg.attn_implementation is not None:
         config._attn_implementation = cfg.attn_implementation
-    pristine = read_config(folder)
     try:
         with torch.device("meta"):
             model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
@@ -63,61 +70,49 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # of no use in training; the export keeps the pristine config
     if dtype != torch.float32:
-        for tensor in _in_fp32(
-            model, {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        ).values():
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for tensor in _in_fp32(model, tensors).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
-    tokenizer_folder = folder
+    pristine, files, tokenizer_folder = read_config(folder), asset_files(folder), folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg.tokenizer_name_or_path, cfg.revision)
         check_config(tokenizer_folder, required=False)
+    if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
+        kept = {n: content for n, content in files.items() if n == _GENERATION}
+        files = {n: c for n, c in asset_files(tokenizer_folder).items() if n != _GENERATION} | kept
     resized = cfg.resize_embeddings and _resize(model, pristine, tokenizer_folder, cfg)
     model.tie_weights()
-    _freeze(model, cfg.frozen_parameters)
+    for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
+        model.get_parameter(name).requires_grad_(False)
+    if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            f"model.frozen_parameters {cfg.frozen_parameters} names every parameter of "
+            f"{type(model).__name__}: nothing would be trained; leave some out"
+        )
+    is_folder = os.path.isdir(os.path.expanduser(cfg.name_or_path))
     model.hf_assets = HFAssets(
         config=pristine,
-        files=_files(folder, tokenizer_folder),
+        files=files,
         source=source_dtypes(folder) if cfg.init == "pretrained" else None,
         tied=tied_names(model),
         conversions=conversion_mapping(model),
         model_class=model_class,
         resized=resized,
-        name_or_path=os.path.abspath(folder)
-        if os.path.isdir(os.path.expanduser(cfg.name_or_path))
-        else cfg.name_or_path,
+        name_or_path=os.path.abspath(folder) if is_folder else cfg.name_or_path,
         revision=cfg.revision,
         folder=folder,
     )
     return model
 
 
-def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
-    for name in matching_parameters(model, patterns, "model.frozen_parameters"):
-        model.get_parameter(name).requires_grad_(False)
-    if patterns and not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(
-            f"model.frozen_parameters {patterns} names every parameter of "
-            f"{type(model).__name__}: nothing would be trained; leave some out"
-        )
-
-
-def _files(folder: Path, tokenizer_folder: Path) -> dict[str, bytes]:
-    """Return what an export carries: the tokenizer's files, and the model's generation config."""
-    files = asset_files(tokenizer_folder)
-    if tokenizer_folder != folder:
-        name = "generation_config.json"
-        files.pop(name, None)
-        files |= {n: content for n, content in asset_files(folder).items() if n == name}
-    return files
-
-
 @ranks.collective
-def prepare(cfg: ModelConfig, sequence_length: int) -> PreTrainedModel:
-    """Return the model of `cfg` on meta, after every refusal that needs no data. Collective.
+def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
+    """Refuse what is no causal LM, has too few positions, or lacks its weights. Collective.
+
+    Reads the config and the headers of the weights.
 
     Raises:
-        ModelError, LoadingError: as `check_usable` and `build_on_meta`; or the model sees future
-            tokens, or drops layers at random.
+        ModelError, LoadingError: says which.
     """
     if cfg.trust_remote_code and ranks.rank() == 0:
         print(
@@ -125,99 +120,108 @@ def prepare(cfg: ModelConfig, sequence_length: int) -> PreTrainedModel:
             f"{cfg.name_or_path} runs with your rights",
             flush=True,
         )
-    check_usable(cfg, sequence_length)
+    folder = local_folder(cfg.name_or_path, cfg.revision)
+    config = _load_config(cfg, folder)
+    _causal_lm_class(config, cfg, folder)
+    # Rotary models take longer sequences without a word.
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < sequence_length:
+        raise ModelError(
+            f"data.sequence_length is {sequence_length}, the model has {limit} positions "
+            f"(max_position_embeddings); use at most {limit}"
+        )
+    if cfg.init == "pretrained":
+        read_weights(weight_files(folder, cfg.name_or_path, cfg.revision))
+
+
+@ranks.collective
+def prepare(cfg: ModelConfig) -> PreTrainedModel:
+    """Return the model of `cfg` on meta, after `check_usable`. Collective.
+
+    Raises:
+        ModelError: as `build_on_meta`; or the model sees future tokens (BERT and its kin without
+            `is_decoder`), or drops layers at random.
+    """
     model = build_on_meta(cfg)
-    check_causal(model)
-    check_layerdrop(model.config)
+    causal = [getattr(m, "is_decoder", 1) and getattr(m, "is_causal", 1) for m in model.modules()]
+    if not getattr(model.config, "is_decoder", True) and not all(causal):
+        raise ModelError(
+            f"{plain_name(model)} attends in both directions, since is_decoder is false in its "
+            "config.json: each token would see the one that it must predict. Set is_decoder: true "
+            "there, or give a causal model as model.name_or_path"
+        )
+    for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
+        value = getattr(model.config.get_text_config(), name, 0.0)
+        if isinstance(value, float | int) and value > 0:
+            raise ModelError(
+                f"{name} is {value} in config.json: ranks would skip different layers, whose "
+                "shards then mix. Set it to 0.0 there"
+            )
     return model
 
 
-def load_config(cfg: ModelConfig) -> PreTrainedConfig:
-    """Return transformers' config of the model.
-
-    Raises:
-        ModelError: it cannot be read, its model type is unknown to the installed transformers, or
-            its weights are quantised.
-    """
-    folder = local_folder(cfg.name_or_path, cfg.revision)
-    content = read_config(folder)
+def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
+    """Return transformers' config of the model; refuses unknown model types, quantised weights."""
+    file, content = folder / "config.json", read_config(folder)
     check_config(folder)
-    _refuse_quantised(folder, content)
+    sections = [content, *(v for v in content.values() if isinstance(v, dict))]
+    if found := next((s[_QUANTISED] for s in sections if s.get(_QUANTISED)), None):
+        kind = found.get("quant_method", found) if isinstance(found, dict) else found
+        raise ModelError(
+            f"{file} has a {_QUANTISED}: its weights are quantised already ({kind}), which cannot "
+            "be trained. Give the checkpoint that they were made from, in float32 or bfloat16; "
+            "lora.load_in_4bit quantises that while loading"
+        )
     kind = content.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         if "auto_map" not in content:
             raise ModelError(
-                f"{folder / 'config.json'} is of model_type {kind!r}, which transformers "
-                f"{transformers.__version__} does not know; check the file, or install the "
-                "transformers that the model asks for"
+                f"{file} is of model_type {kind!r}, which transformers {transformers.__version__} "
+                "does not know; check the file, or install the transformers that the model asks for"
             )
         if not cfg.trust_remote_code:
             raise ModelError(
-                f"{folder / 'config.json'} is of model_type {kind!r}, which needs Python code that "
-                "comes with the checkpoint; read that code, then set model.trust_remote_code: "
-                "true to run it"
+                f"{file} is of model_type {kind!r}, which needs Python code that comes with the "
+                "checkpoint; read that code, then set model.trust_remote_code: true to run it"
             )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the file comes from outside: it may hold anything
         raise ModelError(
-            f"{folder / 'config.json'} cannot be used: {one_line(error)}; correct it or get "
-            "it again"
+            f"{file} cannot be used: {one_line(error)}; correct it or get it again"
         ) from error
 
 
-def _refuse_quantised(folder: Path, content: dict[str, Any]) -> None:
-    """Refuse weights that are quantised already: they are neither trained nor quantised again."""
-    sections = [content, *(v for v in content.values() if isinstance(v, dict))]
-    found: Any = next((s[_QUANTISED] for s in sections if s.get(_QUANTISED)), None)
-    if found is None:
-        return
-    kind = found.get("quant_method", found) if isinstance(found, dict) else found
-    raise ModelError(
-        f"{folder / 'config.json'} has a {_QUANTISED}: its weights are quantised already "
-        f"({kind}), which cannot be trained. Give the checkpoint that they were made from, in "
-        "float32 or bfloat16; lora.load_in_4bit quantises that while loading"
-    )
-
-
-_QUANTISED = "quantization_config"
-
-
-def causal_lm_class(config: PreTrainedConfig, cfg: ModelConfig) -> type[PreTrainedModel]:
-    """Return the causal LM class for `config`.
-
-    Raises:
-        ModelError: the checkpoint is of another kind (encoder, classifier, translation model, ...).
-    """
+def _causal_lm_class(
+    config: PreTrainedConfig, cfg: ModelConfig, folder: Path
+) -> type[PreTrainedModel]:
+    """Return the causal LM class for `config`; ModelError for an encoder, a classifier, ..."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
 
-    if cfg.trust_remote_code and "AutoModelForCausalLM" in (
-        getattr(config, "auto_map", None) or {}
-    ):
+    custom = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if cfg.trust_remote_code and custom:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        reference = config.auto_map["AutoModelForCausalLM"]
-        return get_class_from_dynamic_module(
-            reference, str(local_folder(cfg.name_or_path, cfg.revision))
-        )
+        return get_class_from_dynamic_module(custom, str(folder))
     known: set[str] = set()
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         known.update([names] if isinstance(names, str) else names)
     named = (getattr(config, "architectures", None) or [None])[0]
     if named in known:
         return getattr(transformers, named)
-    mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    mapped = found[0] if isinstance(found, tuple) else found
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
     if mapped is None or (named is not None and not named.endswith("Model")):
         raise ModelError(
             f"{cfg.name_or_path} is {named or config.model_type}, not a causal language model; "
-            f"expected an architecture such as {_example(mapped)} (config.json: model_type "
-            f"{config.model_type}). Give another model.name_or_path"
+            f"expected an architecture such as {getattr(mapped, '__name__', 'LlamaForCausalLM')} "
+            f"(config.json: model_type {config.model_type}). Give another model.name_or_path"
         )
-    return mapped[0] if isinstance(mapped, tuple) else mapped
+    return mapped
 
 
 def _check_stands_alone(model_class: type[PreTrainedModel], cfg: ModelConfig) -> None:
@@ -243,7 +247,7 @@ def _own_section(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -
     return text if isinstance(text, wanted) else config
 
 
-def storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
+def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """Return the dtype in which parameters are stored; `auto`: the checkpoint's, or bfloat16."""
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype or "float32")
@@ -273,81 +277,10 @@ def kept_in_fp32(model: nn.Module) -> list[str]:
 
 def _in_fp32(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return those of `tensors` that transformers keeps in fp32."""
-    if not hasattr(model, "_get_dtype_plan"):
-        raise ModelError(
-            f"transformers {transformers.__version__} has no PreTrainedModel._get_dtype_plan; "
-            "install one from 5.17 to 5.23"
-        )
-    plan = model._get_dtype_plan(torch.bfloat16)
+    dtype_plan = transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")
+    plan = dtype_plan(model, torch.bfloat16)
     kept = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
     return {n: t for n, t in tensors.items() if t.is_floating_point() and kept.search(n)}
-
-
-def check_causal(model: PreTrainedModel) -> None:
-    """Refuse a model whose tokens see the next one: BERT and its kin without `is_decoder`.
-
-    Raises:
-        ModelError: names the setting.
-    """
-    if getattr(model.config, "is_decoder", True):
-        return
-    if any(
-        False in (getattr(m, "is_decoder", True), getattr(m, "is_causal", True))
-        for m in model.modules()
-    ):
-        name = plain_name(model)
-        raise ModelError(
-            f"{name} attends in both directions, since is_decoder is false in its config.json: "
-            "each token would see the one that it must predict. Set is_decoder: true there, or "
-            "give a causal model as model.name_or_path"
-        )
-
-
-@ranks.collective
-def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
-    """Refuse what is no causal LM, has too few positions, or lacks its weights. Collective.
-
-    Reads the config and the headers of the weights.
-
-    Raises:
-        ModelError, LoadingError: says which.
-    """
-    config = load_config(cfg)
-    causal_lm_class(config, cfg)
-    check_positions(config, sequence_length)
-    if cfg.init == "pretrained":
-        where = local_folder(cfg.name_or_path, cfg.revision)
-        read_weights(weight_files(where, cfg.name_or_path, cfg.revision))
-
-
-def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
-    """Refuse sequences longer than the positions of the model, which rotary models take silently.
-
-    Raises:
-        ModelError: names both lengths.
-    """
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < sequence_length:
-        raise ModelError(
-            f"data.sequence_length is {sequence_length}, the model has {limit} positions "
-            f"(max_position_embeddings); use at most {limit}"
-        )
-
-
-def check_layerdrop(config: PreTrainedConfig) -> None:
-    """Refuse LayerDrop: each rank would skip other layers and gather shards of different ones.
-
-    Raises:
-        ModelError: names the setting.
-    """
-    for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
-        value = getattr(config.get_text_config(), name, 0.0)
-        if isinstance(value, float | int) and value > 0:
-            raise ModelError(
-                f"{name} is {value} in config.json: ranks would skip different layers, whose "
-                "shards then mix. Set it to 0.0 there"
-            )
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -371,28 +304,20 @@ def one_line(error: BaseException) -> str:
 def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:
     if os.path.isdir(name_or_path):
         return Path(name_or_path)
-    from transformers.utils import cached_file
-
-    found = None
     for name in ("tokenizer_config.json", "tokenizer.json"):
         try:
-            found = cached_file(name_or_path, name, revision=revision)
+            return Path(str(cached_file(name_or_path, name, revision=revision))).parent
         except OSError:
             continue
-        break
-    if found is None:
-        raise ModelError(
-            f"model.tokenizer_name_or_path {name_or_path} is neither a folder nor on the Hub"
-        )
-    return Path(found).parent
+    raise ModelError(
+        f"model.tokenizer_name_or_path {name_or_path} is neither a folder nor on the Hub"
+    )
 
 
 def _resize(
     model: PreTrainedModel, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
 ) -> bool:
     """Give embedding and head a row per token of the tokenizer; whether that changed them."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     multiple = cfg.pad_to_multiple_of or 1
     size = -(-(max(tokenizer.get_vocab().values()) + 1) // multiple) * multiple
@@ -406,9 +331,3 @@ def _resize(
     for section in [s for s in sections if s.get("vocab_size") == before] or [pristine]:
         section["vocab_size"] = size
     return True
-
-
-def _example(mapped: Any) -> str:
-    if mapped is None:
-        return "LlamaForCausalLM"
-    return (mapped[0] if isinstance(mapped, tuple) else mapped).__name__

@@ -1,7 +1,6 @@
 """A linear layer whose matrix is kept in 4 bits, as one parameter that FSDP2 can shard.
 
-The only file that imports bitsandbytes, whose quantisation and product these are. Which layers are
-kept so is `quantise`'s.
+The only file that imports bitsandbytes, whose quantisation and product these are.
 
 [Note: packed weights] bitsandbytes keeps a 4-bit matrix in two places: the nibbles as a parameter,
 and the scales of its blocks as an attribute of that parameter, which no sharding sees: every rank
@@ -15,8 +14,6 @@ parameter does not survive. A forward takes the gathered column apart without a 
 
 import functools
 import logging
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,7 +64,7 @@ class PackedLinear(nn.Module):
         self.double_quant = cfg.bnb_4bit_use_double_quant
         self.source_dtype = linear.weight.dtype
         """Dtype of the values that are quantised, and of what the backward dequantises."""
-        self.parts = _parts(linear.in_features * linear.out_features, self.double_quant)
+        self.parts, self.nbytes = _parts(self.elements, self.double_quant)
         shape = (self.nbytes // storage.itemsize, 1)
         empty = torch.empty(shape, dtype=storage, device=linear.weight.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
@@ -91,12 +88,6 @@ class PackedLinear(nn.Module):
         """Number of values of the matrix."""
         return self.in_features * self.out_features
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole column."""
-        last = self.parts[-1]
-        return _aligned(last.begin + last.nbytes)
-
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the column of a whole matrix [out_features, in_features], on its device."""
         state: Any
@@ -111,15 +102,14 @@ class PackedLinear(nn.Module):
             values += [state.state2.absmax, state.offset]
         self._tables = _tables(self.quant_type, self.double_quant, weight.device)
         column = torch.zeros(self.nbytes, dtype=torch.uint8, device=weight.device)
-        for part, value in zip(self.parts, values, strict=True):
-            content = value.to(part.dtype).contiguous().reshape(-1).view(torch.uint8)
-            column[part.begin : part.begin + part.nbytes] = content
+        for (place, dtype), value in zip(self.parts, values, strict=True):
+            column[place] = value.to(dtype).contiguous().reshape(-1).view(torch.uint8)
         return column.view(self.compute_dtype).reshape(-1, 1)
 
     def unpack(self, column: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return nibbles and bitsandbytes' state of a whole column; views of it."""
         flat = column.detach().reshape(-1).view(torch.uint8)
-        values = [flat[p.begin : p.begin + p.nbytes].view(p.dtype) for p in self.parts]
+        values = [flat[place].view(dtype) for place, dtype in self.parts]
         if self._tables is None or self._tables.code.device != column.device:
             self._tables = _tables(self.quant_type, self.double_quant, column.device)
         nested: dict[str, Any] = {}
@@ -158,31 +148,21 @@ class PackedLinear(nn.Module):
     _save_to_state_dict = nn.Module._save_to_state_dict
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Where a tensor lies in a column."""
-
-    begin: int
-    nbytes: int
-    dtype: torch.dtype
-
-
-def _parts(elements: int, double_quant: bool) -> tuple[_Part, ...]:
-    """Return where the nibbles lie, the scales, and of double quantisation scales and offset."""
+def _parts(elements: int, double_quant: bool) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
+    """Return where in a column the nibbles lie, the scales, and of double quantisation scales and
+    offset of those; and the column's bytes.
+    """
     blocks = elements // BLOCK
     kinds = [(elements // 2, torch.uint8), (blocks, torch.float32)]
     if double_quant:
-        second = math.ceil(blocks / _SCALES)
+        second = -(-blocks // _SCALES)
         kinds[1:] = [(blocks, torch.uint8), (second, torch.float32), (1, torch.float32)]
     parts, begin = [], 0
     for count, dtype in kinds:
-        parts.append(_Part(begin, count * dtype.itemsize, dtype))
-        begin = _aligned(begin + count * dtype.itemsize)
-    return tuple(parts)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+        end = begin + count * dtype.itemsize
+        parts.append((slice(begin, end), dtype))
+        begin = -(-end // _ALIGNED) * _ALIGNED
+    return tuple(parts), begin
 
 
 @functools.cache

@@ -32,6 +32,8 @@ class Verdict:
     ok: bool
     why: str
     """What was found, or what went wrong, in words for a user."""
+    by: float = 0.0
+    """By how much of their spread the logits are off."""
 
 
 def keeps_apart(
@@ -58,7 +60,6 @@ def keeps_apart(
             apart, and not those of several.
         device: where the run computes, for an attention implementation that the CPU has not.
     """
-    home = torch.device(device)
     try:
         model_class = model_class or _mapped(config)
         full = on_meta(model_class, config)
@@ -66,46 +67,38 @@ def keeps_apart(
         kinds = layers.kinds(full)
     except Exception as error:  # an architecture may do anything on its way
         return Verdict(False, f"its layers cannot be looked at: {one_line(error)}")
-    verdict = Verdict(False, f"{type(full).__name__} has no decoder layers to look at")
-    if not kinds:
-        return verdict
-    for small in cuts(config, layers, kinds, sequence_length):
-        verdict, ran = _try(model_class, small, layers, set(kinds), rows, home)
-        if ran:
-            break
-    return verdict
+    why = f"{type(full).__name__} has no decoder layers to look at"
+    for small in cuts(config, layers, kinds, sequence_length) if kinds else ():
+        try:
+            bare = on_meta(model_class, small)
+            size = sum(p.numel() for p in bare.parameters())
+            if missing := set(kinds) - set(layers.kinds(bare)):
+                why = f"{len(missing)} kind(s) of its layers are not in a tiny copy"
+            elif size > _MOST_PARAMETERS:
+                why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
+            else:
+                return _try(model_class, small, rows, torch.device(device))
+        except Exception as error:  # an architecture may refuse in any way
+            why = f"a tiny copy does not run packed: {one_line(error)}"
+    return Verdict(False, why)
 
 
 def _try(
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    layers: Layers,
-    kinds: set[str],
-    rows: int,
-    device: torch.device,
-) -> tuple[Verdict, bool]:
-    """Return what a copy of `config` shows, and whether it ran at all."""
-    try:
-        bare = on_meta(model_class, config)
-        if missing := kinds - set(layers.kinds(bare)):
-            return Verdict(
-                False, f"{len(missing)} kind(s) of its layers are not in a tiny copy"
-            ), False
-        size = sum(p.numel() for p in bare.parameters())
-        if size > _MOST_PARAMETERS:
-            return Verdict(
-                False, f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
-            ), False
-        # Flex attention is not worth a compilation.
-        with forked_rng(device), torch.compiler.set_stance("force_eager"):
-            torch.manual_seed(0)
-            model = _build(model_class, config, device)
-            verdict, by = _compare(model, rows)
-            if 0 < by < _SURE and _dtype(config) == torch.float32:
-                verdict = _without_rounding(model, rows) or verdict
-            return verdict, True
-    except Exception as error:  # an architecture may do anything on its way, and refuse in any way
-        return Verdict(False, f"a tiny copy does not run packed: {one_line(error)}"), False
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, rows: int, device: torch.device
+) -> Verdict:
+    """Return what a copy of `config` shows."""
+    # Flex attention is not worth a compilation.
+    with forked_rng(device), torch.compiler.set_stance("force_eager"):
+        torch.manual_seed(0)
+        model = _build(model_class, config, device)
+        verdict = _compare(model, rows)
+        if not (0 < verdict.by < _SURE and _dtype(config) == torch.float32):
+            return verdict
+        try:  # again in fp64, where rounding is gone
+            model.set_experts_implementation("eager")  # the grouped product has no fp64
+            return _compare(model.double(), rows)
+        except (RuntimeError, TypeError, ValueError):  # casts of its own, or a kernel without fp64
+            return verdict
 
 
 def _build(
@@ -125,18 +118,9 @@ def _dtype(config: PreTrainedConfig) -> torch.dtype:
     return torch.bfloat16 if "flash" in str(config._attn_implementation) else torch.float32
 
 
-def _without_rounding(model: PreTrainedModel, rows: int) -> Verdict | None:
-    """Return what the trial shows in fp64, where rounding is gone; None where it does not run."""
-    try:
-        model.set_experts_implementation("eager")  # the grouped product has no fp64
-        return _compare(model.double(), rows)[0]
-    except (RuntimeError, TypeError, ValueError):  # casts of its own, or a kernel without fp64
-        return None
-
-
 @torch.no_grad()
-def _compare(model: PreTrainedModel, rows: int) -> tuple[Verdict, float]:
-    """Return what packed rows show, and by how much of their spread the logits are off."""
+def _compare(model: PreTrainedModel, rows: int) -> Verdict:
+    """Return what packed rows show."""
     parameter = next(model.parameters())
     device, tolerance = parameter.device, _ROUNDING[parameter.dtype]
     torch.manual_seed(1)
@@ -154,42 +138,27 @@ def _compare(model: PreTrainedModel, rows: int) -> tuple[Verdict, float]:
             later[row, lengths[0] :] = True
         moved = (_logits(model, other, position_ids=positions) - logits).abs().amax(-1) / spread
         if not moved.isfinite().all():
-            return Verdict(False, "a tiny copy answers with values that are not finite"), inf
+            return Verdict(False, "a tiny copy answers with values that are not finite", inf)
         if float(moved.max()) <= tolerance:
-            return Verdict(False, "a tiny copy does not answer to its input at all"), inf
-        leak = float((moved * later).max())
-        if leak > tolerance:
-            return Verdict(
-                False,
+            return Verdict(False, "a tiny copy does not answer to its input at all", inf)
+        if (leak := float((moved * later).max())) > tolerance:
+            why = (
                 "packed samples see each other: changing the first moves the logits of later ones "
-                f"by {leak:.1e} of their spread",
-            ), leak
-        off = _off(model, ids, packed, logits) / spread
-        if off > tolerance:
-            return Verdict(
-                False,
+                f"by {leak:.1e} of their spread"
+            )
+            return Verdict(False, why, leak)
+        off = 0.0
+        for row, lengths in enumerate(packed):
+            parts = zip(ids[row].split(lengths), logits[row].split(lengths), strict=True)
+            for sample, among in parts:
+                off = max(off, float((_logits(model, sample[None])[0] - among).abs().max()))
+        if off > tolerance * spread:
+            why = (
                 "a packed sample does not come out as it does by itself: its logits differ by "
-                f"{off:.1e} of their spread",
-            ), off
-    return Verdict(True, "packed samples stay apart, as tried on a tiny copy of the model"), 0.0
-
-
-def _off(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    packed: list[tuple[int, ...]],
-    logits: torch.Tensor,
-) -> float:
-    """Return by how much logits of packed samples differ from those of a forward by itself."""
-    most = 0.0
-    for row, lengths in enumerate(packed):
-        begin = 0
-        for n in lengths:
-            part = slice(begin, begin + n)
-            alone = _logits(model, ids[row : row + 1, part])
-            most = max(most, float((alone[0] - logits[row, part]).abs().max()))
-            begin += n
-    return most
+                f"{off / spread:.1e} of their spread"
+            )
+            return Verdict(False, why, off / spread)
+    return Verdict(True, "packed samples stay apart, as tried on a tiny copy of the model")
 
 
 def _batches(rows: int) -> Iterator[list[tuple[int, ...]]]:

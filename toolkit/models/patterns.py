@@ -1,8 +1,4 @@
-"""Names of modules and parameters by pattern, as the config gives them.
-
-Owns what a pattern means and the error for one that matches nothing. Knows nothing of what the
-matches are used for.
-"""
+"""Names of modules and parameters by pattern, as the config gives them."""
 
 import difflib
 import re
@@ -69,12 +65,8 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str)
 
 def plain_class_name(module: nn.Module) -> str:
     """Return the name of a module's class as it was before sharding changed it."""
-    kind = type(module)
-    return kind.__mro__[2].__name__ if kind.__name__ == f"FSDP{_base(kind)}" else kind.__name__
-
-
-def _base(kind: type) -> str:
-    return kind.__mro__[2].__name__ if len(kind.__mro__) > 2 else ""
+    name, before = type(module).__name__, type(module).__mro__[2:3]
+    return before[0].__name__ if before and name == f"FSDP{before[0].__name__}" else name
 
 
 def _names(pattern: str, name: str) -> bool:

@@ -1,7 +1,7 @@
-"""A model with adapters, seen from outside: what of it is the base, and what is trained.
+"""Of a model with adapters: what is the base, and what is trained.
 
-Tells the two apart by the modules alone, without PEFT, whose import costs seconds. A model without
-adapters is its own base here, so that no caller asks twice.
+Told by the modules alone, without PEFT, whose import costs seconds. A model without adapters is its
+own base.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 ADAPTER = "default"
 """PEFT's name for the one adapter of a run."""
-_INNER = ("base_layer", "original_module")  # what PEFT calls the module that it wraps
-_ADDED = ("lora_A", "modules_to_save")  # and what it puts beside
+# What PEFT calls the module that it wraps, and what it puts beside.
+_WRAPS = (("base_layer", "lora_A"), ("original_module", "modules_to_save"))
 _OWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -39,14 +39,13 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
     """Give the base as it was before the adapters: same modules, same names, same parameters.
 
-    For loaders that know a model by its names. Do not run a forward inside: the adapters would be
-    left out.
+    For loaders, which know a model by its names. A forward inside would leave the adapters out.
     """
     base = base_of(model)
     taken = []
     for parent in list(base.modules()) if has_adapters(model) else ():
         for name, child in parent._modules.items():
-            inner = unwrapped(child)
+            inner = _unwrapped(child)
             if inner is not child:
                 taken.append((parent, name, child))
                 parent._modules[name] = inner
@@ -57,10 +56,14 @@ def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
             parent._modules[name] = child
 
 
-def unwrapped(module: nn.Module | None) -> nn.Module | None:
+def _unwrapped(module: nn.Module | None) -> nn.Module | None:
     """Return the innermost module that an adapter wraps; `module` itself where none does."""
-    while module is not None and (inner := _wrapped_in(module)) is not None:
-        module = inner
+    if module is None:
+        return None
+    for inner, added in _WRAPS:
+        wrapped = module._modules.get(inner)
+        if added in module._modules and wrapped is not None:
+            return _unwrapped(wrapped)
     return module
 
 
@@ -128,12 +131,24 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what a checkpoint of an adapted model holds, by PEFT's names: trained parameters
     (shared ones once) and persistent buffers of the modules that are trained in full.
     """
+    own = f".modules_to_save.{ADAPTER}."
+    tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return tensors | {n: b for n, b in _persistent_buffers(model).items() if own in n}
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
+    model with adapters what is trained, under PEFT's names.
+    """
+    tensors = trained_tensors(model)
+    if not has_adapters(model):
+        tensors = {n: p.detach() for n, p in model.named_parameters()} | _persistent_buffers(model)
+    return {f"model.{n}": t for n, t in tensors.items()}
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict().keys()
-    tensors: dict[str, torch.Tensor] = {
-        n: p.detach() for n, p in model.named_parameters() if p.requires_grad
-    }
-    copies = f".modules_to_save.{ADAPTER}."
-    return tensors | {n: b for n, b in model.named_buffers() if n in persistent and copies in n}
+    return {n: b for n, b in model.named_buffers() if n in persistent}
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
@@ -151,7 +166,7 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
         if child is None:
             continue
         path = f"{prefix}{name}"
-        if unwrapped(child) is not child:
+        if _unwrapped(child) is not child:
             yield path, child
         else:
             yield from _outermost(child, path + ".")
@@ -165,22 +180,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     return getattr(value, "value", value)  # PEFT's enumerations are texts
-
-
-def _wrapped_in(module: nn.Module) -> nn.Module | None:
-    for inner, added in zip(_INNER, _ADDED, strict=True):
-        if added in module._modules and module._modules.get(inner) is not None:
-            return module._modules[inner]
-    return None
-
-
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
-    model with adapters what is trained, under PEFT's names.
-    """
-    if has_adapters(model):
-        return {f"model.{n}": t for n, t in trained_tensors(model).items()}
-    persistent = model.state_dict().keys()
-    tensors: dict[str, torch.Tensor] = {n: p.detach() for n, p in model.named_parameters()}
-    tensors |= {n: b for n, b in model.named_buffers() if n in persistent}
-    return {f"model.{n}": t for n, t in tensors.items()}

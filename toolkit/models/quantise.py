@@ -43,17 +43,20 @@ class Quantised:
     layers: tuple[str, ...]
     """Names of the linear layers in 4 bits."""
     elements: int
-    """Values in 4 bits."""
-    packed_bytes: int
-    """Bytes of the nibbles, on all ranks together."""
+    """Values in 4 bits, on all ranks together, as the bytes are."""
     scale_bytes: int
-    """Bytes of the scales (and of alignment), on all ranks together."""
+    """Bytes of the scales, and of alignment."""
     plain_bytes: int
     """Bytes that those values take in the base's dtype."""
     share: float
     """Share of the values of the decoder layers that is in 4 bits."""
-    left: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    left: dict[str, list[str]] = field(default_factory=dict)
     """Why -> names of the matrices of decoder layers that are not in 4 bits."""
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the nibbles."""
+        return self.elements // 2
 
 
 @ranks.collective
@@ -68,16 +71,15 @@ def check_quantisation(
     """
     if not lora.load_in_4bit:
         return
-    setting = "lora.load_in_4bit"
     if model.init == "random":
         raise ConfigError(
-            f"{setting} with model.init random: there is nothing to quantise but noise. Set "
-            f"model.init: pretrained, or {setting}: false"
+            "lora.load_in_4bit with model.init random: there is nothing to quantise but noise. Set "
+            "model.init: pretrained, or lora.load_in_4bit: false"
         )
     if lora.use_dora:
         raise ConfigError(
-            f"{setting} with lora.use_dora: DoRA needs the rows of the weights, which are packed. "
-            f"Set lora.use_dora: false, or {setting}: false"
+            "lora.load_in_4bit with lora.use_dora: DoRA needs the rows of the weights, which are "
+            "packed. Set lora.use_dora: false, or lora.load_in_4bit: false"
         )
     check_device(torch.device(device), lora, getattr(torch, sharding.param_dtype))
 
@@ -109,30 +111,33 @@ def quantise_on_meta(
             f"decoder layers ({_why(left) or 'they hold no matrices'}). Set lora.load_in_4bit: "
             "false"
         )
-    _refuse_targets(cfg, chosen)
+    for target in cfg.target_parameters:
+        if hit := [name for name in chosen if f".{name}.weight".endswith(f".{target}")]:
+            raise ModelError(
+                f"lora.target_parameters: {target!r} names the weight of {hit[0]}, which is in 4 "
+                "bits and no matrix any more; name the layer in lora.target_modules instead"
+            )
     packed: dict[int, PackedLinear] = {}
     weights: dict[int, nn.Parameter] = {}
     for name, linear in chosen.items():
         if id(linear) not in packed:
-            layer = make(linear, cfg, dtype)
+            layer = packed[id(linear)] = make(linear, cfg, dtype)
             # A weight that two layers share stays one parameter.
             layer.weight = weights.setdefault(id(linear.weight), layer.weight)
-            packed[id(linear)] = layer
         model.set_submodule(name, packed[id(linear)])
-    one_each = list({id(layer.weight): layer for layer in packed.values()}.values())
-    elements = sum(layer.elements for layer in one_each)
+    one_each = {id(layer.weight): layer for layer in packed.values()}
+    elements = sum(layer.elements for layer in one_each.values())
     held = {id(p): p.numel() for m in decoder_layers(model).values() for p in m.parameters()}
-    others = sum(n for key, n in held.items() if key not in {id(x.weight) for x in one_each})
+    others = sum(n for key, n in held.items() if key not in one_each)
     report = Quantised(
         cfg.bnb_4bit_quant_type,
         cfg.bnb_4bit_use_double_quant,
         tuple(chosen),
         elements,
-        elements // 2,
-        sum(layer.nbytes for layer in one_each) - elements // 2,
-        sum(layer.elements * layer.source_dtype.itemsize for layer in one_each),
-        elements / (elements + others),
-        left,
+        scale_bytes=sum(layer.nbytes for layer in one_each.values()) - elements // 2,
+        plain_bytes=sum(x.elements * x.source_dtype.itemsize for x in one_each.values()),
+        share=elements / (elements + others),
+        left=left,
     )
     vars(model)[_REPORT] = report
     vars(model)["is_loaded_in_4bit"] = True  # by which PEFT chooses its layers
@@ -140,61 +145,47 @@ def quantise_on_meta(
 
 def _choose(
     model: PreTrainedModel, cfg: LoraConfig
-) -> tuple[dict[str, nn.Linear], dict[str, tuple[str, ...]]]:
+) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
     """Return the layers to quantise by all their names, and why -> names of what is left alone."""
     fp32, named = set(kept_in_fp32(model)), dict(model.named_modules(remove_duplicate=False))
     for skipped in cfg.bnb_4bit_skip_modules:
         if not any(_ends(name, skipped) for name in named):
             raise ModelError(no_match(_SKIP, skipped, "module", set(map(numbered, named)) - {""}))
-    experts = _numbers_of_experts(model)
+    settings = model.config.get_text_config().to_dict().items()
+    experts = {v for k, v in settings if _EXPERTS.search(k) and isinstance(v, int)}
+
+    def left_alone(name: str, linear: nn.Linear) -> str:
+        """Return why a linear layer keeps its dtype; empty where it does not."""
+        outer, _, leaf = name.rpartition(".")
+        kind: Any = type(named[outer])
+        # An output for each expert, one, or part of a router.
+        one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
+        around = [type(named[outer]).__name__.lower() for outer in outer_names(name)]
+        reasons = {
+            "lora.modules_to_save": any(_ends(name, kept) for kept in cfg.modules_to_save),
+            _SKIP: any(_ends(name, kept) for kept in cfg.bnb_4bit_skip_modules),
+            "kept in float32 by the model": f"{name}.weight" in fp32,
+            "router": one_each or any("router" in n for n in around),
+            "its weight is used without its forward": leaf in _read_directly(kind),
+            f"in_features is no multiple of {BLOCK}": linear.in_features % BLOCK > 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, list[str]] = {}
     for outer, decoder in decoder_layers(model).items():
         for inner, module in decoder.named_modules(remove_duplicate=False):
             name = f"{outer}.{inner}" if inner else outer
             matrices = [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]
-            if not matrices:
-                continue
             kind: Any = type(module)
-            if not (isinstance(module, nn.Linear) and _only_multiplies(kind)):
+            if matrices and not (isinstance(module, nn.Linear) and _only_multiplies(kind)):
                 why = f"in {kind.__name__}, which is no nn.Linear"
                 left.setdefault(why, []).extend(f"{name}.{leaf}" for leaf in matrices)
-            elif why := _left_alone(name, module, named, cfg, fp32, experts):
+            elif matrices and (why := left_alone(name, module)):
                 left.setdefault(why, []).append(name)
-            else:
+            elif matrices:
                 chosen[name] = module
-    return chosen, {why: tuple(names) for why, names in left.items()}
-
-
-def _left_alone(
-    name: str,
-    linear: nn.Linear,
-    named: dict[str, nn.Module],
-    cfg: LoraConfig,
-    fp32: set[str],
-    experts: set[int],
-) -> str:
-    """Return why a linear layer keeps its dtype; empty where it does not."""
-    outer, _, leaf = name.rpartition(".")
-    kind: Any = type(named[outer])
-    if any(_ends(name, kept) for kept in cfg.modules_to_save):
-        return "lora.modules_to_save"
-    if any(_ends(name, kept) for kept in cfg.bnb_4bit_skip_modules):
-        return _SKIP
-    if f"{name}.weight" in fp32:
-        return "kept in float32 by the model"
-    if _routes(named, name, linear, experts):
-        return "router"
-    if leaf in _read_directly(kind):
-        return "its weight is used without its forward"
-    return f"in_features is no multiple of {BLOCK}" if linear.in_features % BLOCK else ""
-
-
-def _routes(named: dict[str, nn.Module], name: str, linear: nn.Linear, experts: set[int]) -> bool:
-    """Whether the layer chooses among experts: an output for each, one, or part of a router."""
-    around = [named[outer] for outer in outer_names(name)]
-    one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
-    return one_each or any("router" in type(m).__name__.lower() for m in around)
+    return chosen, left
 
 
 @functools.cache
@@ -228,27 +219,12 @@ def _read_directly(kind: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def _numbers_of_experts(model: PreTrainedModel) -> set[int]:
-    settings = model.config.get_text_config().to_dict()
-    return {v for k, v in settings.items() if _EXPERTS.search(k) and isinstance(v, int)}
-
-
 def _ends(name: str, pattern: str) -> bool:
     """Whether `pattern` names the module `name` or one around it: whole, or its end at a dot."""
     return any(f".{path}".endswith(f".{pattern}") for path in (*outer_names(name), name))
 
 
-def _refuse_targets(cfg: LoraConfig, chosen: dict[str, nn.Linear]) -> None:
-    for target in cfg.target_parameters:
-        hit = [name for name in chosen if f".{name}.weight".endswith(f".{target}")]
-        if hit:
-            raise ModelError(
-                f"lora.target_parameters: {target!r} names the weight of {hit[0]}, which is in 4 "
-                "bits and no matrix any more; name the layer in lora.target_modules instead"
-            )
-
-
-def _why(left: dict[str, tuple[str, ...]]) -> str:
+def _why(left: dict[str, list[str]]) -> str:
     parts = []
     for reason, names in left.items():
         known = list(dict.fromkeys(map(numbered, names)))

@@ -24,10 +24,10 @@ from toolkit.adapters.switch import without_adapters
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import in_file, read_weights, weight_files, whole
-from toolkit.loading import LoadGroup, load_groups
+from toolkit.loading import LoadGroup, load_group, load_groups
 from toolkit.verify.export import ExportCheck
 from toolkit.verify.logits import load_base, load_export, logits_of, model_of, noise, with_adapter
-from toolkit.verify.proof import Expected, Proof, different, expected_of, read_group, unlike
+from toolkit.verify.proof import Expected, Proof, different, expected_of, unlike
 
 _EPSILON = torch.finfo(torch.float32).eps
 
@@ -118,7 +118,7 @@ class MergeProof(Proof):
     def read(self, group: LoadGroup) -> dict[str, torch.Tensor]:
         """Return the parameters of a group of the export; keep those of the base for `fault`."""
         of_base = self.base_groups.get(self.own(group.parameter))
-        found = {} if of_base is None else read_group(self.model, of_base, self.base)
+        found = {} if of_base is None else load_group(self.model, of_base, self.base)
         self._weights = {self.own(name): tensor for name, tensor in found.items()}
         return super().read(group)
 

@@ -127,7 +127,7 @@ class Proof:
 
     def read(self, group: LoadGroup) -> dict[str, torch.Tensor]:
         """Return the parameters that transformers makes of a group of the export."""
-        return read_group(self.model, group, self.entries)
+        return load_group(self.model, group, self.entries)
 
     def fault(self, parameter: str, actual: torch.Tensor, dtypes: set[torch.dtype]) -> str | None:
         """Return in what a parameter of the export is not what it must be.
@@ -192,19 +192,6 @@ def stored_in(source: Source, key: str) -> StoredTensor:
     """Return the tensor `key` of a checkpoint."""
     entry = source.tensors[key]
     return StoredTensor(entry.dtype, entry.shape, tuple(source.locate(key)))
-
-
-def read_group(
-    model: PreTrainedModel, group: LoadGroup, entries: dict[str, TensorEntry]
-) -> dict[str, torch.Tensor]:
-    """Return the parameters of `model`, on meta, that transformers makes of a group's tensors.
-
-    Raises:
-        LoadingError: transformers cannot convert them.
-    """
-    if group.converted:
-        return load_group(model, group, entries)
-    return {group.parameter: whole(in_file(entries[group.keys[0]]))}
 
 
 def unlike(
