@@ -153,6 +153,14 @@ def test_headers_of_many_entries(tmp_path: Path, count: int, what: str) -> None:
     assert at_once("read_header", tmp_path / "m.safetensors") == what
 
 
+def test_shapes_of_many_dimensions(tmp_path: Path) -> None:
+    """Their product alone would take hours."""
+    sizes = b",".join([b"4611686018427387904"] * 400_000)
+    raw = b'{"a":{"dtype":"F32","shape":[%b],"data_offsets":[0,0]}}' % sizes
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+    assert at_once("read_header", tmp_path / "m.safetensors") == "refused"
+
+
 def test_empty_tensors_beyond_any_memory(tmp_path: Path) -> None:
     raw = b'{"a":{"dtype":"F32","shape":[0,4611686018427387904],"data_offsets":[0,0]}}'
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)

@@ -28,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_BYTES = 2**48  # of a tensor, its empty dimensions counted as 1
+_MAX_DIMS = 64
 _MAX_TENSORS = 50_000  # of one file, read in 2 s: large MoE models have 100,000 in 100 files
 _AGAIN = "copy or download the file again"
 
@@ -129,15 +130,16 @@ def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
     kind, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{name} has dtype {str(kind)[:40]!r}; known are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+    sizes = shape if isinstance(shape, list) and len(shape) <= _MAX_DIMS else [None]
+    if not all(type(n) is int and 0 <= n < 2**63 for n in sizes):
         raise TypeError(f"{name} has shape {str(shape)[:80]}, a list of sizes is expected")
     if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
         raise TypeError(f"{name} has data_offsets {str(offsets)[:80]}, two numbers are expected")
     (begin, end), itemsize = offsets, DTYPES[kind].itemsize
-    if len(shape) > 64 or math.prod(n or 1 for n in shape) * itemsize > _MAX_BYTES:
-        raise ValueError(f"{name} has shape {str(shape)[:80]}, which no tensor can have")
     if not 0 <= begin <= end or end - begin != math.prod(shape) * itemsize:
         raise ValueError(f"{name}: bytes {begin} to {end} do not hold {kind} {tuple(shape)}")
+    if math.prod(n or 1 for n in shape) * itemsize > _MAX_BYTES:
+        raise ValueError(f"{name} has shape {str(shape)[:80]}, which no tensor can have")
     return TensorEntry(file, DTYPES[kind], tuple(shape), base + begin, end - begin)
 
 

@@ -131,7 +131,7 @@ def run_loader(
         logging.disable_progress_bar()
     try:
         with (
-            mock.patch.dict(os.environ, threads),
+            mock.patch.dict(os.environ, in_this_thread),
             mock.patch.object(core_model_loading, _WRAP, wrap),
         ):
             info, _ = load(
