@@ -1,4 +1,5 @@
 """Bytes into shards: a checkpoint streamed in, or random weights drawn."""
+# ruff: noqa: F401  (what other packages import)
 
 from toolkit.loading.convert import LoadGroup, load_group, load_groups
 from toolkit.loading.materialisation import init_weights, materialise
@@ -10,17 +11,3 @@ from toolkit.loading.pretrained import (
     load_pretrained,
     misfits,
 )
-
-__all__ = [
-    "LoadGroup",
-    "LoadReport",
-    "check_fits",
-    "check_source",
-    "fill",
-    "init_weights",
-    "load_group",
-    "load_groups",
-    "load_pretrained",
-    "materialise",
-    "misfits",
-]

@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -41,6 +41,7 @@ from toolkit.loading.materialisation import parameter_device, place, replace
 from toolkit.models.packed_linear import packed_weights
 
 _WRAP = "_dtensor_from_local_like"  # by which the loader makes DTensors
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # its only switch
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class LoadGroup:
 
     @property
     def converted(self) -> bool:
-        """Whether `load_group` must make the parameters."""
+        """Whether the parameters are not the tensors themselves."""
         return self.operations is not None
 
 
@@ -91,7 +92,7 @@ def load_group(
     Raises:
         LoadingError: transformers cannot convert them.
     """
-    if not group.converted:
+    if group.operations is None:
         return {group.parameter: whole(in_file(entries[group.keys[0]]))}
     members = {key: entries[key] for key in group.keys}
     dtype = functools.reduce(torch.promote_types, {e.dtype for e in members.values()})
@@ -119,25 +120,25 @@ def run_loader(
         dtype=next(model.parameters()).dtype,
         weight_mapping=copy.deepcopy(assets_of(model).conversions),
     )
-    # Its pool of threads pays where bytes go on to a device. On CPUs the ranks are the parallelism,
-    # and the threads fight with them over cores and interpreter (figures: docs/decisions.md).
-    in_this_thread = {"HF_DEACTIVATE_ASYNC_LOAD": "1"} if home.type == "cpu" else {}
 
     def wrap(part: torch.Tensor, reference: DTensor) -> DTensor:
         return laid_out_as(reference, part)  # which leaves the part where it is
 
-    shown = logging.is_progress_bar_enabled()
+    before, shown = os.environ.get(_NO_THREADS), logging.is_progress_bar_enabled()
     if not bar:
         logging.disable_progress_bar()
+    # The loader's threads pay where bytes go on to a device. On CPUs the ranks are the parallelism,
+    # and the threads fight with them over cores and interpreter (figures: docs/decisions.md).
+    if home.type == "cpu":
+        os.environ[_NO_THREADS] = "1"
     try:
-        with (
-            mock.patch.dict(os.environ, in_this_thread),
-            mock.patch.object(core_model_loading, _WRAP, wrap),
-        ):
+        with mock.patch.object(core_model_loading, _WRAP, wrap):
             info, _ = load(
                 model=model, state_dict=sources, load_config=config, disk_offload_index=None
             )
     finally:
+        if before is None:
+            os.environ.pop(_NO_THREADS, None)
         if shown:
             logging.enable_progress_bar()
     return info
@@ -251,15 +252,10 @@ def _emptied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in made.items()}
 
 
-@contextlib.contextmanager
-def as_library_code(model: PreTrainedModel) -> Iterator[None]:
+def as_library_code(model: PreTrainedModel) -> contextlib.AbstractContextManager[Any]:
     """Let transformers treat the sharded class as its own.
 
     `fully_shard` changes the class of the model, which then counts as custom code: modules without
     tensors of their own would be left uninitialised (falcon_h1's buffers, for one).
     """
-    vars(model)["is_custom_code"] = plain_class(model).is_custom_code
-    try:
-        yield
-    finally:
-        del vars(model)["is_custom_code"]
+    return mock.patch.object(model, "is_custom_code", plain_class(model).is_custom_code)

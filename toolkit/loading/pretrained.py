@@ -105,15 +105,13 @@ def load_pretrained(
     """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
 
     Every rank reads only its slices of each tensor, cast to the parameter's storage dtype; memory
-    beyond the shards stays below the largest tensor. Nothing keeps pointing into the files.
-
-    Under adapters it is that of the base, and is noted as such for checkpoints; they begin as
-    `adapters.first_values` says.
+    beyond the shards stays below the largest tensor. Nothing keeps pointing into the files. Under
+    adapters it is that of the base, and is noted as such for checkpoints.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.
         path: folder or Hub id of the checkpoint (safetensors).
-        seed: of the adapters; the same values for any number of ranks.
+        seed: of the adapters' first values, the same for any number of ranks.
 
     Raises:
         LoadingError: on every rank, with the tensors named: missing or unexpected keys, other
@@ -122,7 +120,7 @@ def load_pretrained(
     begun, target = time.perf_counter(), torch.device(device)
     folder = ranks.collective(local_folder)(str(path))
     # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
-    with unwrapped_base(model) as base:
+    with unwrapped_base(model) as base, as_library_code(base):
         frozen = {n for n, p in _parameters(base).items() if not p.requires_grad}
         info, counts = _stream(base, folder, str(path), target)
         _settle(base, target, folder, info, frozen)
@@ -143,13 +141,8 @@ def check_source(model: nn.Module, cfg: ModelConfig) -> None:
 def check_fits(model: nn.Module, path: str | Path) -> None:
     """Refuse a checkpoint that is not one of `model`, before its bytes are read. Collective.
 
-    Reads headers only. Plays the load through on a copy of `model` with tensors that have no
-    bytes, so that renamed, converted and tied weights are judged as the load itself will judge
-    them.
-
-    Args:
-        model: from `build_on_meta` or `add_adapters`, not yet sharded.
-        path: as for `load_pretrained`.
+    Reads headers only, and plays the load through on a copy of `model`, which is not yet sharded,
+    with tensors that have no bytes: renamed, converted and tied weights are judged as by the load.
 
     Raises:
         LoadingError: names the tensors that are missing, unknown or of another shape.
@@ -164,7 +157,7 @@ def check_fits(model: nn.Module, path: str | Path) -> None:
 def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
     """Return what would keep transformers from loading `entries` into `model`: kind -> tensors.
 
-    Headers only; `model` is on meta and not sharded, and stays as it is.
+    Headers only; `model`, on meta and not sharded, stays as it is.
     """
     meta = torch.device("meta")
     sources = {}
@@ -199,7 +192,7 @@ def _stream(
     dtypes = {t.dtype for n, t in model.state_dict().items() if n not in packed}
     dtypes = {d for d in dtypes if d.is_floating_point} | {p.source_dtype for p in packed.values()}
     dtype, copy = (dtypes.pop() if len(dtypes) == 1 else None), home.type == "cpu"
-    with OpenFiles() as reader, as_library_code(model):
+    with OpenFiles() as reader:
         sources: dict[str, Any] = {}
         for name, entry in entries.items():
             rows = _resized_rows(model, name, entry)
@@ -218,8 +211,7 @@ def _settle(
     model: PreTrainedModel, device: torch.device, folder: Path, info: Any, frozen: set[str]
 ) -> None:
     """Tie, compute what no checkpoint holds, and refuse what does not fit or stayed on meta."""
-    with as_library_code(model):
-        settle_keys(model, info)
+    settle_keys(model, info)
     for name, parameter in _parameters(model).items():
         parameter.requires_grad_(name not in frozen)  # the loader makes new ones that have one
     _refuse(model, folder, problems(info))

@@ -1,4 +1,5 @@
 """A Hugging Face causal LM without bytes: its shapes, layers, ties and head, on meta."""
+# ruff: noqa: F401  (what other packages import)
 
 from toolkit.models.causal_lm import (
     build_on_meta,
@@ -11,16 +12,3 @@ from toolkit.models.causal_lm import (
 from toolkit.models.layers import decoder_layers
 from toolkit.models.quantise import check_quantisation
 from toolkit.models.ties import tied_families, tied_names
-
-__all__ = [
-    "build_on_meta",
-    "check_quantisation",
-    "check_usable",
-    "decoder_layers",
-    "kept_in_fp32",
-    "plain_name",
-    "prepare",
-    "tied_families",
-    "tied_names",
-    "vocabulary_size",
-]
