@@ -29,17 +29,11 @@ from toolkit.errors import ExportError
 from toolkit.export.adapter import adapter_origin, make_adapter_plan
 from toolkit.export.conversion import convert_group
 from toolkit.export.merge import plan_merge
-from toolkit.export.plan import (
-    ExportPlan,
-    make_plan,
-    model_of_assets,
-    parse_dtype,
-    parse_size,
-    tied_families,
-)
+from toolkit.export.plan import ExportPlan, make_plan, model_of_assets, parse_dtype, parse_size
 from toolkit.export.saved import SavedTensors
 from toolkit.export.writer import ReadGroup, TensorValues, check_output, write_export
 from toolkit.formats import ExportGroup
+from toolkit.models import tied_families
 
 
 def consolidate(

@@ -29,7 +29,7 @@ from toolkit.adapters.peft_folder import (
 )
 from toolkit.errors import ExportError
 from toolkit.export.conversion import convert_group
-from toolkit.export.plan import CASTABLE, ExportPlan, make_plan, model_of_assets, tied_families
+from toolkit.export.plan import CASTABLE, ExportPlan, make_plan, model_of_assets
 from toolkit.export.saved import SavedTensors
 from toolkit.export.writer import TensorValues
 from toolkit.formats import (
@@ -42,7 +42,7 @@ from toolkit.formats import (
     whole,
 )
 from toolkit.loading import load_group, load_groups
-from toolkit.models import tied_names
+from toolkit.models import tied_families, tied_names
 
 
 def plan_merge(

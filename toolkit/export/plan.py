@@ -32,7 +32,7 @@ from toolkit.formats import (
     export_groups,
     use_source_names,
 )
-from toolkit.models import build_on_meta, tied_names
+from toolkit.models import build_on_meta, tied_families
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -224,14 +224,6 @@ def _match(
             )
         origin[_exported_name(model, assets, family)] = held
     return origin
-
-
-def tied_families(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return owner -> all names of each parameter that has several, the owner first."""
-    families: dict[str, list[str]] = {}
-    for alias, owner in tied_names(model).items():
-        families.setdefault(owner, [owner]).append(alias)
-    return families
 
 
 def _exported_name(model: PreTrainedModel, assets: HFAssets, family: list[str]) -> str:
