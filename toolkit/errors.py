@@ -66,6 +66,14 @@ def scrub(text: str, known: Iterable[str | None] = ()) -> str:
     return _IN_PLACE.sub(lambda m: (m[1] or m[2] or m[3]) + REMOVED, text)
 
 
+def one_line(problem: object, most: int = 300) -> str:
+    """Return what a library says on one line of `most` characters: an exception after its class."""
+    is_foreign = isinstance(problem, Exception) and not isinstance(problem, ToolkitError)
+    said = f"{type(problem).__name__}: {problem}" if is_foreign else str(problem)
+    text = " ".join(said.split())
+    return text if len(text) <= most else text[:most] + " ..."
+
+
 class ToolkitError(Exception):
     """A failure with a cause the user can act on; printed as one line, without a traceback.
 

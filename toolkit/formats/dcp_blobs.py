@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, one_line
 
 _MAX_RECORD = 2**20  # bytes of a record that is not a tensor's, and of the directory
 
@@ -89,7 +89,7 @@ def damaged_blobs(file: Path, places: Iterable[tuple[str, int, int]]) -> list[tu
                     if broken := archive.testzip():
                         raise zipfile.BadZipFile(f"the CRC of {broken!a} is another")
             except Exception as error:  # what a damaged zip file raises has no common class
-                found[name] = f"is damaged: {type(error).__name__}: {one_line(error)[:120]}"
+                found[name] = f"is damaged: {one_line(error, 120)}"
                 continue
             whole += 1
             if (end := _as_saved(blob)) < length:
@@ -167,8 +167,3 @@ class BlobView(io.RawIOBase):
         buffer[: len(data)] = data
         self.position += len(data)
         return len(data)
-
-
-def one_line(error: BaseException) -> str:
-    """Return what a library says of a damaged file on one line of at most 300 characters."""
-    return " ".join(f"{error}".split())[:300]

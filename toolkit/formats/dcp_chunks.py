@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from toolkit.errors import CheckpointError
-from toolkit.formats.dcp_blobs import BlobView, one_line, payload
+from toolkit.errors import CheckpointError, one_line
+from toolkit.formats.dcp_blobs import BlobView, payload
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from toolkit.errors import CheckpointError
-from toolkit.formats.dcp_blobs import one_line
+from toolkit.errors import CheckpointError, one_line
 from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.parsing import read_bounded
 
@@ -52,8 +51,9 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     except Exception as error:  # what a damaged pickle raises has no common class
-        what = f"{type(error).__name__}: {one_line(error)}"
-        raise CheckpointError(f"{file} is damaged, or not as torch writes it: {what}") from error
+        raise CheckpointError(
+            f"{file} is damaged, or not as torch writes it: {one_line(error)}"
+        ) from error
     for name in {info.relative_path for info in metadata.storage_data.values()}:
         if not is_plain_name(name):
             raise CheckpointError(f"{file} names {name!r:.200}, which is no file of its folder")

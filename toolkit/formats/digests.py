@@ -1,7 +1,5 @@
 """The digest of a tensor: from live memory or from a file, whole or in parts, always the same.
 
-Owns the definition. Knows neither checkpoints nor where the bytes are.
-
 [Note: digests] A tensor's digest is the lane-wise wrapping sum of the hashes of its rows (dim 0):
 XXH3-128 of the row's bytes, seeded with the tensor's name and the row's index. So it is the same
 for any number of shards, needs one all-reduce of 16 bytes a tensor, and sees a row that is missing,
@@ -42,13 +40,9 @@ def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:
     content, seed = memoryview(flat.reshape(-1)), xxhash.xxh3_64_intdigest(name.encode()) + first  # type: ignore[arg-type]
     digest, total = xxhash.xxh3_128_digest, numpy.zeros(LANES, dtype=numpy.uint64)
     for begin in range(0, count, _ROWS):
-        hashes = b"".join(
-            [
-                digest(content[i * width : (i + 1) * width], (seed + i) & _MASK)
-                for i in range(begin, min(begin + _ROWS, count))
-            ]
-        )
-        total += numpy.frombuffer(hashes, dtype="<u8").reshape(-1, LANES).sum(0)
+        block = range(begin, min(begin + _ROWS, count))
+        hashes = [digest(content[i * width : (i + 1) * width], (seed + i) & _MASK) for i in block]
+        total += numpy.frombuffer(b"".join(hashes), dtype="<u8").reshape(-1, LANES).sum(0)
     return torch.from_numpy(total.view(numpy.int64))
 
 

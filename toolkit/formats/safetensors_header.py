@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from toolkit.errors import LoadingError
+from toolkit.errors import LoadingError, one_line
 from toolkit.formats.plain_files import sha256_of_part
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
@@ -144,6 +144,5 @@ def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
 
 
 def _damaged(file: Path, what: object) -> LoadingError:
-    text = " ".join(str(what).split())
-    text = text if len(text) <= 200 else text[:200] + " ..."
+    text = one_line(str(what), 200)
     return LoadingError(f"{file} has a damaged safetensors header: {text}; {_AGAIN}")

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.config.settings import ModelConfig
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, one_line
 from toolkit.formats import (
     HFAssets,
     asset_files,
@@ -65,7 +65,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     except Exception as error:  # config.json comes from outside: it may ask for anything
         raise ModelError(
             f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
-            f"{one_line(error)}"
+            f"{one_line(error, 400)}"
         ) from error
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # of no use in training; the export keeps the pristine config
@@ -188,7 +188,7 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the file comes from outside: it may hold anything
         raise ModelError(
-            f"{file} cannot be used: {one_line(error)}; correct it or get it again"
+            f"{file} cannot be used: {one_line(error, 400)}; correct it or get it again"
         ) from error
 
 
@@ -293,12 +293,6 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def plain_name(model: nn.Module) -> str:
     """Return the name of the model's class as it was before sharding changed it."""
     return (assets_of(model).model_class or type(model)).__name__
-
-
-def one_line(error: BaseException) -> str:
-    """Return the error of a library on one line of at most 400 characters."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 400 else text[:400].rsplit(" ", 1)[0] + " ..."
 
 
 def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:

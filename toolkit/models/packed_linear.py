@@ -198,40 +198,39 @@ def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     Raises:
         ConfigError: bitsandbytes is missing, does not run there, or computes something else.
     """
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
+    library = f"lora.load_in_4bit: bitsandbytes {bitsandbytes().__version__}"
     try:
-        like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
-        layer = packed_linear()(like, lora, dtype)
-        layer.source_dtype = dtype
-        layer.weight = nn.Parameter(layer.pack(weight), requires_grad=False)
-        for training in (True, False):
-            layer.train(training)
-            eye = torch.eye(weight.shape[1], dtype=dtype, device=device, requires_grad=training)
-            found = layer(eye) if training else torch.cat([layer(row) for row in eye.split(1)])
-            _compare(found.detach().T, weight, device)
-            if training:
-                into = torch.eye(weight.shape[1], weight.shape[0], dtype=dtype, device=device)
-                (gradient,) = torch.autograd.grad(found, eye, into)
-                _compare(gradient[: weight.shape[0]], weight, device)
+        off = _worst_error(device, lora, dtype)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"lora.load_in_4bit: bitsandbytes {bitsandbytes().__version__} does not compute in "
-            f"{lora.bnb_4bit_quant_type} on {device} ({type(error).__name__}: {error}). Set "
-            "lora.load_in_4bit: false, or train on a device for which it is built"
+            f"{library} does not compute in {lora.bnb_4bit_quant_type} on {device} "
+            f"({type(error).__name__}: {error}). Set lora.load_in_4bit: false, or train on a "
+            "device for which it is built"
         ) from error
-
-
-def _compare(found: torch.Tensor, weight: torch.Tensor, device: torch.device) -> None:
-    """Refuse values that are further from `weight` than 4 bits explain."""
-    scale = weight.float().reshape(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
-    error = ((found - weight).float().reshape(-1).abs() / scale).max().item()
-    if not error < 0.25:  # half of the widest step of nf4 is 0.15, of fp4 0.17
+    if not off < 0.25:  # half of the widest step of nf4 is 0.15, of fp4 0.17
         raise ConfigError(
-            f"lora.load_in_4bit: bitsandbytes {bitsandbytes().__version__} gives wrong values on "
-            f"{device} (off by {error:.2f} of a block's largest value, where 4 bits explain 0.17). "
-            "Set lora.load_in_4bit: false, or install another bitsandbytes"
+            f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest "
+            "value, where 4 bits explain 0.17). Set lora.load_in_4bit: false, or install another "
+            "bitsandbytes"
         )
+
+
+def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
+    """Return how far products give a matrix back, in shares of a block's largest value."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
+    like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
+    layer = packed_linear()(like, lora, dtype)
+    layer.source_dtype = dtype
+    layer.weight = nn.Parameter(layer.pack(weight), requires_grad=False)
+    eye = torch.eye(weight.shape[1], dtype=dtype, device=device, requires_grad=True)
+    trained = layer.train()(eye)
+    into = torch.eye(weight.shape[1], weight.shape[0], dtype=dtype, device=device)
+    (gradient,) = torch.autograd.grad(trained, eye, into)
+    by_rows = torch.cat([layer.eval()(row) for row in eye.detach().split(1)])
+    found = torch.stack([trained.detach().T, gradient[: weight.shape[0]], by_rows.T])
+    scale = weight.float().reshape(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+    return ((found - weight).float().flatten(1).abs() / scale).max().item()
 
 
 def bitsandbytes() -> Any:

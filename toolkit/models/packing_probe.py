@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from toolkit.models.causal_lm import one_line
+from toolkit.errors import one_line
 from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
 
@@ -66,7 +66,7 @@ def keeps_apart(
         layers = Layers.of(full)
         kinds = layers.kinds(full)
     except Exception as error:  # an architecture may do anything on its way
-        return Verdict(False, f"its layers cannot be looked at: {one_line(error)}")
+        return Verdict(False, f"its layers cannot be looked at: {one_line(error, 400)}")
     why = f"{type(full).__name__} has no decoder layers to look at"
     for small in cuts(config, layers, kinds, sequence_length) if kinds else ():
         try:
@@ -79,7 +79,7 @@ def keeps_apart(
             else:
                 return _try(model_class, small, rows, torch.device(device))
         except Exception as error:  # an architecture may refuse in any way
-            why = f"a tiny copy does not run packed: {one_line(error)}"
+            why = f"a tiny copy does not run packed: {one_line(error, 400)}"
     return Verdict(False, why)
 
 
