@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -24,17 +24,10 @@ def matching_modules(
             containers. `setting` is blamed.
     """
     named = dict(model.named_modules())
+    classes = {name: plain_class_name(module) for name, module in named.items() if name}
     found: set[str] = set()
     for pattern in patterns:
-        matched = {
-            name
-            for name, module in named.items()
-            if name and (plain_class_name(module) == pattern or _names(pattern, name))
-        }
-        if not matched:
-            known = {plain_class_name(m) for m in named.values()}
-            known |= {numbered(n) for n in named if n}
-            raise ModelError(no_match(setting, pattern, "module", known))
+        matched = _matched(pattern, classes, setting, "module")
         if called:
             holding = {n for n in matched if isinstance(named[n], nn.ModuleList | nn.ModuleDict)}
             if holding == matched:
@@ -54,23 +47,27 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str)
         ModelError: a pattern matches no parameter; names the nearest ones. `setting` is blamed.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name in names if _names(pattern, name)}
-        if not matched:
-            raise ModelError(no_match(setting, pattern, "parameter", {numbered(n) for n in names}))
-        found |= matched
-    return [name for name in names if name in found]
+    found = [_matched(p, dict.fromkeys(names), setting, "parameter") for p in patterns]
+    return [name for name in names if any(name in matched for matched in found)]
+
+
+def _matched(pattern: str, classes: Mapping[str, str | None], setting: str, what: str) -> set[str]:
+    """Return which of the names, each with its class, a pattern matches."""
+    matched = {
+        name
+        for name, kind in classes.items()
+        if pattern == kind or fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+    }
+    if not matched:
+        known = {*map(numbered, classes), *filter(None, classes.values())}
+        raise ModelError(no_match(setting, pattern, what, known))
+    return matched
 
 
 def plain_class_name(module: nn.Module) -> str:
     """Return the name of a module's class as it was before sharding changed it."""
     name, before = type(module).__name__, type(module).__mro__[2:3]
     return before[0].__name__ if before and name == f"FSDP{before[0].__name__}" else name
-
-
-def _names(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def numbered(name: str) -> str:
