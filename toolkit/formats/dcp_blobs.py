@@ -92,8 +92,8 @@ def damaged_blobs(file: Path, places: Iterable[tuple[str, int, int]]) -> list[tu
                 found[name] = f"is damaged: {one_line(error, 120)}"
                 continue
             whole += 1
-            if (end := _as_saved(blob)) < length:
-                unlike.setdefault(name, f"is damaged: at byte {end} of its blob or soon after")
+            if not _as_saved(blob):
+                unlike[name] = "is damaged: a header, padding or the directory of its blob"
     # Where no blob is as this torch would write it, another version of torch wrote them.
     return list(({**unlike, **found} if len(unlike) < max(2, whole) else found).items())
 
@@ -103,28 +103,27 @@ def _check_stored(record: zipfile.ZipInfo) -> None:
         raise CheckpointError(f"{record.filename!a:.80} is compressed, which torch.save never does")
 
 
-def _as_saved(blob: "BlobView") -> int:
-    """Return how many bytes of the blob are those that torch.save writes for what it holds."""
+def _as_saved(blob: "BlobView") -> bool:
+    """Whether the bytes of a blob are those that torch.save writes for what it holds."""
     again = _Comparison(blob)
     try:
         blob.seek(0)
         held = torch.load(io.BufferedReader(blob), map_location="cpu", weights_only=True)
         torch.save(held, again)  # type: ignore[arg-type]
     except Exception:  # the directory is damaged where the CRCs are not
-        return again.same
-    return again.same if again.written == blob.length else min(again.same, blob.length - 1)
+        return False
+    return again.same and again.position == blob.length
 
 
 class _Comparison:
-    """A file to write to, which keeps nothing but how far a blob has the same bytes."""
+    """A file to write to, which keeps nothing but whether a blob has the same bytes."""
 
     def __init__(self, blob: "BlobView") -> None:
-        self.blob, self.written, self.same = blob, 0, 0
+        self.blob, self.position, self.same = blob, 0, True
 
     def write(self, content: Any) -> int:
-        if self.same == self.written and self.blob.at(self.written, len(content)) == content:
-            self.same += len(content)
-        self.written += len(content)
+        self.same = self.same and self.blob.at(self.position, len(content)) == content
+        self.position += len(content)
         return len(content)
 
     def flush(self) -> None:

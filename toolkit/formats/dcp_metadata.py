@@ -133,17 +133,16 @@ class _Unpickler(_InPython):
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._assign({key: value} if isinstance(key, str | _Record) else None)
+        self._assign([key, value])
 
     def load_setitems(self) -> None:
-        items = self.pop_mark()
-        plain = all(isinstance(key, str | _Record) for key in items[::2])
-        self._assign(dict(zip(items[::2], items[1::2], strict=True)) if plain else None)
+        self._assign(self.pop_mark())
 
-    def _assign(self, items: dict[Any, Any] | None) -> None:
-        if items is None or type(self.stack[-1]) is not dict:
+    def _assign(self, items: list[Any]) -> None:
+        keys = items[::2]
+        if not all(isinstance(k, str | _Record) for k in keys) or type(self.stack[-1]) is not dict:
             raise TypeError("a dictionary may have texts and records as keys, nothing else")
-        self.stack[-1].update(items)
+        self.stack[-1].update(zip(keys, items[1::2], strict=True))
 
     dispatch = {code[0]: _InPython.dispatch[code[0]] for code in _OPCODES} | {
         pickle.SETITEM[0]: load_setitem,
@@ -153,13 +152,9 @@ class _Unpickler(_InPython):
 
 def _build_metadata(root: Any, most: int) -> Metadata:
     """Return torch's own metadata of at most `most` chunks: one list may stand in many places."""
-    entries, stored, meta, paths, version = _fields(
-        *(root, "Metadata"),
-        state_dict_metadata=dict,
-        storage_data=dict,
-        storage_meta=_Record | None,
-        planner_data=dict | None,
-        version=object,
+    entries, stored = _fields(root, "Metadata", state_dict_metadata=dict, storage_data=dict)
+    paths, meta, version = _fields(
+        root, "Metadata", planner_data=dict | None, storage_meta=_Record | None, version=object
     )
     tensors: dict[str, Any] = {}
     for fqn, entry in entries.items():
@@ -173,15 +168,12 @@ def _build_metadata(root: Any, most: int) -> Metadata:
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in stored.items():
         fqn, offset, number = _fields(key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER)
-        path, begin, length, transforms = _fields(
-            *(value, "_StorageInfo"),
-            relative_path=str,
-            offset=int,
-            length=int,
-            transform_descriptors=object,
+        file, begin, length = _fields(
+            value, "_StorageInfo", relative_path=str, offset=int, length=int
         )
+        (transforms,) = _fields(value, "_StorageInfo", transform_descriptors=object)
         index = MetadataIndex(fqn, None if offset is None else _size(offset), number)
-        info = _StorageInfo(path, begin, length, None if transforms is None else _path(transforms))
+        info = _StorageInfo(file, begin, length, None if transforms is None else _path(transforms))
         if storage.setdefault(index, info) != info:
             raise ValueError(f"{index.fqn} at {index.offset} is stored twice")
     (save_id,) = (None,) if meta is None else _fields(meta, "StorageMeta", save_id=object)

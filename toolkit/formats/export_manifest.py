@@ -45,7 +45,11 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
         if file.is_symlink() or not file.is_file():
             raise ExportError(f"{file} is not a plain file; an export holds nothing else")
         ranges.append((file, 0, file.stat().st_size))
-        for key, entry in _weights(file).items():
+        try:
+            entries = read_header(file) if file.suffix == ".safetensors" else {}
+        except LoadingError as error:
+            raise ExportError(str(error)) from error
+        for key, entry in entries.items():
             if key in tensors:
                 raise ExportError(
                     f"{folder}: tensor {key} is in both {tensors[key].file.name} and {name}"
@@ -69,13 +73,6 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
             for key, e in tensors.items()
         },
     }
-
-
-def _weights(file: Path) -> dict[str, TensorEntry]:
-    try:
-        return read_header(file) if file.suffix == ".safetensors" else {}
-    except LoadingError as error:
-        raise ExportError(str(error)) from error
 
 
 def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> None:
