@@ -8,8 +8,6 @@ accidents, not against an adversary: the files' sha256 does that. It is not sha2
 second one over the same bytes costs as much as writing them does (1.4 GB/s a core, XXH3 8.5).
 """
 
-import itertools
-
 import numpy
 import torch
 import torch.distributed as dist
@@ -71,22 +69,22 @@ def _whole_vectors(vectors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
 
     Each rank puts the bytes of its elements where they belong among zeros; the sum is the whole.
     """
-    whole: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     for device in dict.fromkeys(t.to_local().device for t in vectors.values()):
         here = {n: t for n, t in vectors.items() if t.to_local().device == device}
-        ends = itertools.accumulate(-(-t.numel() * t.itemsize // 16) * 16 for t in here.values())
-        begins = [0, *ends]  # every vector where a view of its dtype may begin
-        room = torch.zeros(begins.pop(), dtype=torch.uint8, device=device)
-        for begin, (name, tensor) in zip(begins, here.items(), strict=True):
-            if _counts(tensor) and tensor.to_local().numel():
-                own = tensor.to_local().reshape(-1).view(torch.uint8)
-                at = begin + (local_slices(tensor)[0].start * tensor.itemsize if tensor.ndim else 0)
-                room[at : at + len(own)] = own
-            part = room[begin : begin + tensor.numel() * tensor.itemsize]
-            whole[name] = part.view(tensor.dtype).reshape(tensor.shape)
-        if len(room):
-            dist.all_reduce(room)
-    return whole
+        parts = []
+        for tensor in here.values():
+            whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            if _counts(tensor):
+                whole[local_slices(tensor)] = tensor.to_local().detach()
+            parts.append(whole.reshape(-1).view(torch.uint8))
+        total = torch.cat(parts)
+        dist.all_reduce(total)
+        split = total.split([len(part) for part in parts])
+        for (name, tensor), part in zip(here.items(), split, strict=True):
+            # A copy of its own begins where a view of its dtype may.
+            found[name] = part.clone().view(tensor.dtype).reshape(tensor.shape)
+    return found
 
 
 def _counts(tensor: DTensor) -> bool:
