@@ -137,8 +137,9 @@ def run_loader(
                 model=model, state_dict=sources, load_config=config, disk_offload_index=None
             )
     finally:
-        if before is None:
-            os.environ.pop(_NO_THREADS, None)
+        os.environ.pop(_NO_THREADS, None)
+        if before is not None:
+            os.environ[_NO_THREADS] = before
         if shown:
             logging.enable_progress_bar()
     return info
