@@ -143,8 +143,8 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
             `is_decoder`), or drops layers at random.
     """
     model = build_on_meta(cfg)
-    causal = [getattr(m, "is_decoder", 1) and getattr(m, "is_causal", 1) for m in model.modules()]
-    if not getattr(model.config, "is_decoder", True) and not all(causal):
+    marks = [(getattr(m, "is_decoder", 1), getattr(m, "is_causal", 1)) for m in model.modules()]
+    if not getattr(model.config, "is_decoder", True) and any(False in mark for mark in marks):
         raise ModelError(
             f"{plain_name(model)} attends in both directions, since is_decoder is false in its "
             "config.json: each token would see the one that it must predict. Set is_decoder: true "
