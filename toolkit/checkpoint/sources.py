@@ -7,7 +7,7 @@
     transformers' distributed_checkpoint  tensor said by the header
 
 Owns these layouts, and the answer to a path that is none of them. What they say is read with
-suspicion: a pickle by `formats.dcp_metadata` only, headers by `formats.safetensors_header`. Does
+suspicion: a pickle by `formats.dcp_metadata` only, headers by `formats.read_header`. Does
 not know what is done with the weights.
 """
 

@@ -2,16 +2,17 @@
 # ruff: noqa: F401  (what other packages import)
 
 from toolkit.formats import export_manifest
-from toolkit.formats.dcp_blobs import check_blob, damaged_blobs
-from toolkit.formats.dcp_chunks import (
+from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
+from toolkit.formats.dcp_tensors import (
     Box,
     Chunk,
     boxes_fault,
+    check_blob,
     coverage_fault,
+    damaged_blobs,
     read_chunk,
     tensor_chunks,
 )
-from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
 from toolkit.formats.digests import (
     LANES,
     described,
@@ -35,15 +36,16 @@ from toolkit.formats.hf_folder import (
 )
 from toolkit.formats.layout import laid_out_as, local_slices, local_tensor, part_of, reshard
 from toolkit.formats.plain_files import is_inner_path, is_plain_name, plain_file
-from toolkit.formats.safetensors_header import (
+from toolkit.formats.safetensors_files import (
     DTYPE_NAMES,
     DTYPES,
+    FileTensor,
+    OpenFiles,
     TensorEntry,
     damaged_pieces,
     header_metadata,
     read_header,
 )
-from toolkit.formats.safetensors_rows import FileTensor, OpenFiles
 from toolkit.formats.source_names import (
     ExportGroup,
     conversion_mapping,

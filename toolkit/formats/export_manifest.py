@@ -17,7 +17,7 @@ from typing import Any
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats.plain_files import is_plain_name, plain_file, sha256_of_part
-from toolkit.formats.safetensors_header import DTYPE_NAMES, TensorEntry, read_header
+from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
 from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 
 FILE = "toolkit_manifest.json"

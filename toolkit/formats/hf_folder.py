@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from toolkit.errors import LoadingError, ModelError
 from toolkit.formats.plain_files import is_plain_name, plain_file
-from toolkit.formats.safetensors_header import DTYPE_NAMES, TensorEntry, read_header
+from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
 from toolkit.parsing import parse_json, read_bounded, read_json
 
 SINGLE_FILE = "model.safetensors"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.errors import CheckpointError
-from toolkit.formats.dcp_chunks import Chunk, read_chunk
+from toolkit.formats.dcp_tensors import Chunk, read_chunk
 from toolkit.formats.digests import LANES, hexadecimal, rows_digest
-from toolkit.formats.safetensors_header import TensorEntry
+from toolkit.formats.safetensors_files import TensorEntry
 
 _BLOCK = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
