@@ -19,9 +19,9 @@ from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, Example
 from toolkit.data.sources import lines
-from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.rows import DataSource, examples, load_sources
-from toolkit.data.tokens.encode import RowEncoder, encode
+from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.rows import DataSource, load_sources
+from toolkit.data.tokens.encode import Counts, RowEncoder, encode
 from toolkit.data.tokens.text_ids import BATCH_BYTES, TextTokenizer
 from toolkit.errors import DataError
 
@@ -87,6 +87,7 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
         "nul_in_tool": (turns() | {"tools": [{"name": "\0"}]}, "'tools[0].name', got a NUL"),
         "messages_null": ({"messages": None}, "expected a list in 'messages', got null"),
         "messages_text": ({"messages": "hello"}, "expected a list, a mapping or JSON text"),
+        "messages_number": ({"messages": 5}, "expected a list in 'messages', got int 5"),
         "messages_mapping": ({"messages": ASK}, "expected a list in 'messages', got dict"),
         "empty": ({"messages": []}, "got an empty list"),
         "turn_text": (turns("hello"), "expected a turn (a mapping) in 'messages[2]', got str"),
@@ -255,7 +256,8 @@ def judged(
 ) -> tuple[DataSource, list[tuple[str, Example | BadRow]]]:
     cfg = DataConfig(train_files=str(path), streaming=streaming)
     (source,) = load_sources(cfg)
-    return source, [(source.place(row), found) for _, row, found in examples(source)]
+    stored = enumerate(source.rows)
+    return source, [(source.place(row, n), or_bad(source.example, row)) for n, row in stored]
 
 
 @pytest.mark.parametrize(("kind", "base", "name"), CASES)
@@ -272,7 +274,7 @@ def test_a_bad_row_is_named_and_its_neighbours_survive(folder, kind, base, name)
     assert place == f"{path} " + (
         f"line {at + 1}" if kind == "jsonl" else f"row {at} (counted from 0)"
     )
-    said = str(source.refusal(at, bad))
+    said = str(source.refusal(source.rows[at], at, bad))
     assert said.startswith(f"{place}: expected ")
     assert "data.on_bad_row: skip" in said
     assert len(said) < 700
@@ -320,7 +322,9 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
     stops, skips = (
         RowEncoder(source, make_tokenizer(), settings(policy), 300) for policy in ("error", "skip")
     )
+    counts = Counts()
     for at, stored in enumerate(source.rows):
+        counts.add(skips(stored, at))
         if isinstance(bad := found[at][1], BadRow):
             with pytest.raises(DataError) as caught:
                 stops(stored, at)
@@ -328,7 +332,6 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
             assert str(skips(stored, at)).endswith(str(bad))
         else:
             assert len(stops(stored, at).input_ids) == len(skips(stored, at).input_ids) > 0
-    counts = skips.counts
     assert counts.kept == len(BAD[base]) + 1
     assert counts.rows == counts.kept + sum(counts.dropped.values()) == len(found)
     for reason, places in counts.places.items():
@@ -471,10 +474,7 @@ def test_parquet(columns, name, streaming):
     _, found = judged(columns, streaming)
     at = 2 * list(COLUMNS).index(name) + 1
     assert COLUMNS[name][1] in str(found[at][1])
-    if streaming:  # a map-style row does not say where it stands: its index does
-        assert found[at][0] == f"{columns} row {at} (counted from 0)"
-    else:
-        assert judged(columns)[0].place(at) == f"{columns} row {at} (counted from 0)"
+    assert found[at][0] == f"{columns} row {at} (counted from 0)"
     good = Conversation([{"role": r, "content": "Four."} for r in ("user", "assistant")])
     assert found[at - 1][1] == found[at + 1][1] == good
 
@@ -497,8 +497,8 @@ def test_a_file_of_nothing_but_bad_rows_is_refused(tmp_path, monkeypatch):
         ("d.jsonl", b"\n \n", "found no row"),
         ("e.json", b"[]", "found no row"),
         ("f.csv", b"text\n", "found no row"),
-        ("g.jsonl.gz", b"not compressed", "cannot read"),
-        ("h.jsonl.zst", b"not compressed", "cannot read"),
+        ("g.jsonl.gz", b"not compressed", "cannot be read"),
+        ("h.jsonl.zst", b"not compressed", "cannot be read"),
         ("i.parquet", b"PAR1 is not enough", "cannot be read"),
     ):
         path = tmp_path / name
@@ -522,11 +522,11 @@ def test_a_huge_line_is_never_in_memory(tmp_path):
         path.write_bytes(content)
         tracemalloc.start()
         kind = "csv" if name == "a.csv" else "json"
-        rows = list(lines.cut_rows([str(path)], None, kind, 1 << 20))
+        rows = list(lines.stored_rows(str(path), kind, 1 << 20))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert [row["fault"] is None for row in rows] == [False, True], name
-        assert lines.decoded(rows[1]) == {"text": "good"}
+        assert [fault is None for _, _, fault in rows] == [False, True], name
+        assert json.loads(rows[1][0]) == {"text": "good"}
         assert peak < 12 << 20, name
 
 

@@ -19,8 +19,8 @@ from toolkit.data.feed.stream import SourceStream, StreamSource, sample_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import RowEncoder, encode
-from toolkit.data.tokens.encoder import ACROSS, Encoder, EndsRun, LeftOut
+from toolkit.data.tokens.encode import Counts, RowEncoder, encode
+from toolkit.data.tokens.encoder import ACROSS, EncodedExample, Encoder, EndsRun, LeftOut
 from toolkit.data.tokens.text_ids import TextTokenizer
 from toolkit.errors import DataError
 
@@ -76,27 +76,37 @@ def learned(tokenizer, ids, spans) -> list[str]:
 # ---- One example
 
 
+class OneByOne(Encoder):
+    """Raises what is wrong with an example."""
+
+    def __call__(self, example) -> EncodedExample:
+        (result,) = self.batch([example])
+        if isinstance(result, BadRow):
+            raise result
+        return result
+
+
 def test_texts_are_learned_whole(tokenizer):
-    example = Encoder(tokenizer, config(), 300)(Text("abc"))
+    example = OneByOne(tokenizer, config(), 300)(Text("abc"))
     assert example.input_ids.dtype == np.int32
     assert tokenizer.decode(example.input_ids) == "abc<|endoftext|>"
     assert example.spans == [(0, 4)]
     assert example.supervised == 3  # nothing predicts the first
-    bare = Encoder(tokenizer, config(append_eos=False), 300)(Text("abc"))
+    bare = OneByOne(tokenizer, config(append_eos=False), 300)(Text("abc"))
     assert tokenizer.decode(bare.input_ids) == "abc"
     pieces = [Text("abc", end=False), Text("def", start=False)]
-    joined = np.concatenate([e.input_ids for e in Encoder(tokenizer, config(), 300).batch(pieces)])
+    joined = np.concatenate([e.input_ids for e in OneByOne(tokenizer, config(), 300).batch(pieces)])
     assert tokenizer.decode(joined) == "abcdef<|endoftext|>"
 
 
 def test_completions_are_learned_after_their_prompt(tokenizer):
     pair = PromptCompletion("one ", "two")
-    example = Encoder(tokenizer, config(), 300)(pair)
+    example = OneByOne(tokenizer, config(), 300)(pair)
     assert learned(tokenizer, example.input_ids, example.spans) == ["two<|endoftext|>"]
     assert tokenizer.decode(example.input_ids) == "one two<|endoftext|>"
-    bare = Encoder(tokenizer, config(append_eos=False), 300)(pair)
+    bare = OneByOne(tokenizer, config(append_eos=False), 300)(pair)
     assert learned(tokenizer, bare.input_ids, bare.spans) == ["two"]
-    whole = Encoder(tokenizer, config(supervise="all"), 300)(pair)
+    whole = OneByOne(tokenizer, config(supervise="all"), 300)(pair)
     assert learned(tokenizer, whole.input_ids, whole.spans) == ["one two<|endoftext|>"]
 
 
@@ -112,7 +122,7 @@ def test_special_tokens_of_the_tokenizer_stand_around_texts_not_around_chats(tok
             ("<|endoftext|>", EOS),
         ],
     )
-    encoder = Encoder(framed, config(), 300)
+    encoder = OneByOne(framed, config(), 300)
     examples = [Text("a"), PromptCompletion("b", "c"), Conversation(chat("d", "e")["messages"])]
     text, pair, talk = encoder.batch(examples)
     assert framed.decode(text.input_ids) == "<|im_start|>a<|endoftext|>"  # one end, not two
@@ -123,7 +133,7 @@ def test_special_tokens_of_the_tokenizer_stand_around_texts_not_around_chats(tok
 
 
 def test_tokens_are_taken_with_their_labels(tokenizer):
-    encoder = Encoder(None, config(), 300)
+    encoder = OneByOne(None, config(), 300)
     example = encoder(Tokens([5, 6, 7, 8, 9], [-100, 6, -100, 8, 9]))
     assert example.input_ids.tolist() == [5, 6, 7, 8, 9]
     assert example.spans == [(1, 2), (3, 5)]
@@ -139,19 +149,19 @@ def test_tokens_are_taken_with_their_labels(tokenizer):
 
 def test_too_long(tokenizer):
     example = PromptCompletion("0123456789", "abcdefghij")
-    cut = Encoder(tokenizer, config(sequence_length=15), 300)(example)
+    cut = OneByOne(tokenizer, config(sequence_length=15), 300)(example)
     assert cut.cut_off == 6
     assert tokenizer.decode(cut.input_ids) == "0123456789abcde"
     assert learned(tokenizer, cut.input_ids, cut.spans) == ["abcde"]
     with pytest.raises(LeftOut, match="none of its first 10 tokens") as caught:
-        Encoder(tokenizer, config(sequence_length=10), 300)(example)
+        OneByOne(tokenizer, config(sequence_length=10), 300)(example)
     assert caught.value.reason == "no supervised token within sequence_length"
     with pytest.raises(LeftOut, match=r"at most 15 tokens \(data.sequence_length\), got 21"):
-        Encoder(tokenizer, config(sequence_length=15, too_long="drop"), 300)(example)
+        OneByOne(tokenizer, config(sequence_length=15, too_long="drop"), 300)(example)
     with pytest.raises(EndsRun, match=r"got 21; set data.too_long to truncate or drop"):
-        Encoder(tokenizer, config(sequence_length=15, too_long="error"), 300)(example)
+        OneByOne(tokenizer, config(sequence_length=15, too_long="error"), 300)(example)
     for fits in ({"sequence_length": 21}, {"sequence_length": 5, "packing": "wrapped"}):
-        whole = Encoder(tokenizer, config(too_long="error", **fits), 300)(example)
+        whole = OneByOne(tokenizer, config(too_long="error", **fits), 300)(example)
         assert len(whole.input_ids) == 21
         assert not whole.cut_off
 
@@ -191,15 +201,15 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
 
 
 def test_a_part_of_a_document_may_be_one_token(tokenizer):
-    encoder = Encoder(tokenizer, config(), 300)
+    encoder = OneByOne(tokenizer, config(), 300)
     assert encoder(Text("a", start=False, end=False)).supervised == 0
     with pytest.raises(BadRow, match="expected a token to learn"):
-        Encoder(tokenizer, config(append_eos=False), 300)(Text("a"))
+        OneByOne(tokenizer, config(append_eos=False), 300)(Text("a"))
 
 
 @pytest.mark.parametrize("supervise", ["completion", "assistant", "last_assistant"])
 def test_what_does_not_go_with_texts(tokenizer, supervise):
-    encoder = Encoder(tokenizer, config(supervise=supervise), 300)
+    encoder = OneByOne(tokenizer, config(supervise=supervise), 300)
     with pytest.raises(DataError, match=f"data.supervise {supervise} does not go with texts"):
         encoder(Text("a"))
     with pytest.raises(DataError, match="does not go with token ids without labels"):
@@ -211,7 +221,7 @@ def test_what_does_not_go_with_texts(tokenizer, supervise):
 
 def test_a_tokenizer_with_more_ids_than_the_model(tokenizer):
     with pytest.raises(DataError, match=r"ids up to 258, .* has 258 rows .* model.resize_emb"):
-        Encoder(tokenizer, config(), 258)
+        OneByOne(tokenizer, config(), 258)
 
 
 # ---- Tokens across an edge
@@ -246,7 +256,7 @@ def merging(tmp_path_factory):
 
 def test_a_token_across_the_edge_is_not_learned(merging):
     for tokenizer in merging:
-        encoder = Encoder(tokenizer, config(), 400)
+        encoder = OneByOne(tokenizer, config(), 400)
         for prompt, completion, rest, across in (
             ("The answer is", " forty two.", " forty two.<|endoftext|>", 0),
             ("The answer is ", "forty two.", " two.<|endoftext|>", 1),
@@ -319,7 +329,7 @@ def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
     assert counts.supervised == supervised
     # Again, from the cache: nothing is encoded, counts come along.
     with monkeypatch.context() as patched:
-        patched.setattr(encode_module._Rows, "settled", None)
+        patched.setattr(encode_module.RowEncoder, "batch", None)
         again = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
         assert again.counts == counts
         assert again.tokens.data.equals(encoded.tokens.data)
@@ -360,7 +370,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     finally:
         datasets.enable_caching()
     with monkeypatch.context() as patched:  # what three processes wrote is read by one
-        patched.setattr(encode_module._Rows, "settled", None)
+        patched.setattr(encode_module.RowEncoder, "batch", None)
         again = encode(source, tokenizer, cfg, 300)
     assert again.counts == three.counts
     assert again.tokens["input_ids"][:] == three.tokens["input_ids"][:]
@@ -377,11 +387,14 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     assert "rows.jsonl line 3" in place
     # Row by row, as streams are read.
     streamed = RowEncoder(source, tokenizer, cfg, 300)
-    examples = [streamed(raw, i) for i, raw in enumerate(source.rows)]
+    examples = [streamed(stored, i) for i, stored in enumerate(source.rows)]
     assert [i for i, e in enumerate(examples) if not isinstance(e, BadRow)] == one.tokens["row"][:]
     kept = [e.input_ids.tolist() for e in examples if not isinstance(e, BadRow)]
     assert kept == one.tokens["input_ids"][:]
-    assert streamed.counts == one.counts
+    counts = Counts()
+    for example in examples:
+        counts.add(example)
+    assert counts == one.counts
 
 
 def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path):

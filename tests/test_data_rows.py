@@ -24,8 +24,8 @@ from toolkit.data.examples.recognise import (
 )
 from toolkit.data.sources import instructions
 from toolkit.data.sources.files import configured
-from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.rows import DataSource, examples, load_sources
+from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import DataError
 
 
@@ -71,10 +71,14 @@ def load(*files: str, **settings) -> list[DataSource]:
 
 
 def read(source: DataSource) -> list:
-    found = [example for _, _, example in examples(source)]
+    found = [or_bad(source.example, stored) for stored in source.rows]
     bad = [example for example in found if isinstance(example, BadRow)]
     assert not bad, bad
     return found
+
+
+def places(source: DataSource, rows=None) -> list[str]:
+    return [source.place(stored, n) for n, stored in enumerate(rows or source.rows)]
 
 
 def example(row: dict, text_column: str = "text"):
@@ -257,7 +261,8 @@ def test_a_data_set_by_name_of_rows_that_differ(tmp_path):
         assert [[m["role"] for m in f.messages] for f in found] == expected
         arguments = [f.messages[1]["tool_calls"][0]["function"]["arguments"] for f in found[:2]]
         assert arguments == [{"a": 2, "b": 2}, {"where": {"city": "Łódź"}}]
-        assert source.place(1) == f"data.dataset_name {tmp_path} row 1 (counted from 0)"
+        row = f"row 1{' of a pass' if streaming else ''} (counted from 0)"
+        assert source.place(list(source.rows)[1], 1) == f"data.dataset_name {tmp_path} {row}"
     with pytest.raises(DataError, match=r"data\.dataset_name .* cannot be read"):
         load_sources(DataConfig(dataset_name=str(tmp_path), dataset_split="dev", streaming=True))
 
@@ -303,21 +308,20 @@ def test_places(tmp_path):
     (source,) = load(str(lines), str(listed))
     expected = [f"{lines} line 2", f"{lines} line 5"]
     expected += [f"{listed} row {i} (counted from 0)" for i in (0, 1)]
-    assert [source.place(i) for i in range(4)] == expected
-    assert [source.place(row) for row in source.rows] == expected
+    assert places(source) == expected
     (source,) = load(str(table))
-    assert [source.place(i) for i in range(2)] == [f"{table} line 2", f"{table} line 4"]
+    assert places(source) == [f"{table} line 2", f"{table} line 4"]
     parts = []
     for name in ("b", "c"):
         parts.append(str(tmp_path / f"{name}.parquet"))
         pq.write_table(pa.table({"text": ["x", "y"]}), parts[-1])
     (source,) = load(*parts)
     expected = [f"{part} row {i} (counted from 0)" for part in parts for i in (0, 1)]
-    assert [source.place(i) for i in range(4)] == expected
+    assert places(source) == expected
     (source,) = load(*parts, streaming=True)
-    assert [source.place(row) for row in source.rows] == expected
+    assert places(source) == expected
     second = source.rows.shard(2, 1)  # one shard a file, whatever order they are read in
-    assert [source.place(row) for row in second] == expected[2:]
+    assert places(source, second) == expected[2:]
 
 
 def test_globs_folders_sources_and_their_names(tmp_path, monkeypatch):
@@ -442,17 +446,15 @@ def test_text_files_name_the_file_and_others_the_row(tmp_path):
     files = [str(tmp_path / f"{name}.txt") for name in "abc"]
     for streaming in (False, True):
         (source,) = load_sources(DataConfig(train_files=files, streaming=streaming))
-        found = list(examples(source))
-        assert [e.text for _, _, e in found[:2]] == ["fine", "also fine"]
-        index, stored, bad = found[2]
-        assert isinstance(bad, BadRow)
-        for at in (stored, (stored, index), *([] if streaming else [index])):
-            assert source.place(at) == f"{files[2]} piece 0 (counted from 0)"
-        assert str(source.refusal(stored, bad)).startswith(f"{files[2]} piece 0 ")
+        found = [or_bad(source.example, stored) for stored in source.rows]
+        assert [e.text for e in found[:2]] == ["fine", "also fine"]
+        assert isinstance(found[2], BadRow)
+        assert places(source)[2] == f"{files[2]} piece 0 (counted from 0)"
+        stored = list(source.rows)[2]
+        assert str(source.refusal(stored, 2, found[2])).startswith(f"{files[2]} piece 0 ")
     assert source.rows.num_shards == 3
     # Rows that say nothing of where they come from are numbered.
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
     (source,) = load_sources(DataConfig(dataset_name=str(tmp_path / "saved"), streaming=True))
-    stored = list(source.rows)[1]
     where = f"data.dataset_name {tmp_path / 'saved'}"
-    assert source.place((stored, 1)) == f"{where} row 1 of a pass (counted from 0)"
+    assert places(source)[1] == f"{where} row 1 of a pass (counted from 0)"

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from toolkit.config.settings import DataConfig
 from toolkit.data.sources.files import find_files, stdlib_files
-from toolkit.data.sources.rows import DataSource, examples, load_sources
+from toolkit.data.sources.row_values import or_bad
+from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.sources.text_files import parts_of, pieces
 from toolkit.data.tokens.encode import encode
 from toolkit.errors import DataError
@@ -47,7 +48,7 @@ def load(*files: str, **settings) -> DataSource:
 
 def texts(source: DataSource) -> list:
     """Return the text, or the token ids, of each row."""
-    found = [example for _, _, example in examples(source)]
+    found = [or_bad(source.example, stored) for stored in source.rows]
     return [e.input_ids if hasattr(e, "input_ids") else e.text for e in found]
 
 
@@ -95,7 +96,7 @@ def test_pieces_end_between_two_full_lines(tmp_path):
 def test_a_long_text_of_a_row_is_cut_alike(text):
     parts = list(parts_of(text, 64))
     assert "".join(parts) == text
-    assert all(len(part.encode()) <= 128 for part in parts)
+    assert all(len(part.encode()) <= 2 * 64 + 8 for part in parts)
     assert all(part.endswith("\n") for part in parts[:-1] if "one" in part)
 
 
@@ -118,7 +119,8 @@ def test_a_file_is_a_document_and_a_big_one_several_rows(tmp_path):
     big = write(tmp_path / "a.txt", "a line of text\n" * 30_000)
     empty = write(tmp_path / "c.txt", "")
     rows = load(small, big, empty).rows
-    assert rows[0] == {"text": "one\ntwo\n", "start": True, "end": True, "_file": 0, "_row": 0}
+    place = {"_file": 0, "_place": "piece 0 (counted from 0)"}
+    assert rows[0] == {"text": "one\ntwo\n", "start": True, "end": True} | place
     assert len(rows) == 5
     assert rows["start"][1:] == [True, False, False, False]
     assert rows["end"][1:] == [False, False, False, True]
@@ -257,7 +259,7 @@ def test_bad_rows(tmp_path, content, expected):
 
 def test_other_bad_sources(tmp_path):
     parquet = write(tmp_path / "a.parquet", b"PAR1 is not enough")
-    assert f"{parquet}) cannot be read" in refusal(parquet)
+    assert f"{parquet} cannot be read" in refusal(parquet)
     assert "every file is empty" in refusal(write(tmp_path / "a.txt", ""))
     assert "is a file, expected a data set" in refusal(dataset_name=parquet)
     assert "cannot be read" in refusal(dataset_name=str(tmp_path / "nobody" / "nothing"))

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedTo
 from toolkit.config.settings import DataConfig, ModelConfig
 from toolkit.data.examples.recognise import Layout
 from toolkit.data.samples.sequences import EncodedRows, Windows
-from toolkit.data.sources.columns import as_bytes
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens import text_ids
 from toolkit.data.tokens import tokenizer as tokenizers_of_runs
@@ -71,7 +70,7 @@ def tokenise(documents, tokenizer, cfg, vocab_size) -> datasets.Dataset:
         (column, *(["start", "end"] if pieces else [])),
         whole=True,
     )
-    source = DataSource("one", "one", as_bytes(documents, layout.columns), layout)
+    source = DataSource("one", "one", documents.select_columns(list(layout.columns)), layout)
     return encode(source, tokenizer, cfg, vocab_size).tokens
 
 
@@ -318,7 +317,7 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
         "from toolkit.config.settings import DataConfig\n"
         "from toolkit.data.sources.rows import load_sources\n"
         "from toolkit.data.tokens import encode\n"
-        "encode._Rows.__call__ = None  # not needed again\n"
+        "encode.RowEncoder.batch = None  # not needed again\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])\n"
         "cfg = DataConfig(train_files=sys.argv[1])\n"
         "(source,) = load_sources(cfg, documents=True)\n"

@@ -15,11 +15,10 @@ parts of text becomes one text, arguments of a tool call in JSON text become a m
 names become roles. Everything else in a turn is passed on as it came.
 """
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from toolkit.data.examples.token_columns import MASKS, ids_and_labels
 from toolkit.data.examples.turns import (
@@ -33,7 +32,7 @@ from toolkit.data.examples.turns import (
 )
 from toolkit.data.sources.row_values import (
     BadRow,
-    encodable,
+    json_value,
     named,
     parsed,
     shown,
@@ -53,29 +52,29 @@ RowShape = Literal[
     "tokenised",
 ]
 
+
+class _Shape(NamedTuple):
+    format: Format
+    stated: str
+    extras: tuple[str, ...] = ()
+    """Columns that are read where they are there."""
+
+
 _TURN_COLUMNS = ("messages", "conversations", "conversation")
-_EXTRAS: dict[RowShape, tuple[str, ...]] = {
-    "messages": ("tools", "chat_template_kwargs"),
-    "turn_lists": ("tools", "chat_template_kwargs"),
-    "sharegpt": ("tools", "chat_template_kwargs", "system"),
-    "alpaca": ("input", "history", "tools", "chat_template_kwargs", "system"),
-    "tokenised": (*MASKS, "attention_mask"),
-}
-_FORMATS: dict[RowShape, Format] = {
-    "text": "text",
-    "pieces": "text",
-    "prompt_completion": "prompt_completion",
-    "tokenised": "tokenised",
-}
-_STATED: dict[RowShape, str] = {
-    "text": "text",
-    "pieces": "text files",
-    "prompt_completion": "prompts and completions",
-    "turn_lists": "prompts and completions as lists of turns",
-    "messages": "conversations (turns with role and content)",
-    "sharegpt": "conversations (ShareGPT: turns with from and value)",
-    "alpaca": "instructions (Alpaca)",
-    "tokenised": "token ids",
+_CHAT = ("tools", "chat_template_kwargs")
+_SHAPES: dict[RowShape, _Shape] = {
+    "text": _Shape("text", "text"),
+    "pieces": _Shape("text", "text files"),
+    "prompt_completion": _Shape("prompt_completion", "prompts and completions"),
+    "turn_lists": _Shape("conversation", "prompts and completions as lists of turns", _CHAT),
+    "messages": _Shape("conversation", "conversations (turns with role and content)", _CHAT),
+    "sharegpt": _Shape(
+        "conversation", "conversations (ShareGPT: turns with from and value)", (*_CHAT, "system")
+    ),
+    "alpaca": _Shape(
+        "conversation", "instructions (Alpaca)", (*_CHAT, "input", "history", "system")
+    ),
+    "tokenised": _Shape("tokenised", "token ids", (*MASKS, "attention_mask")),
 }
 
 
@@ -149,15 +148,19 @@ class Layout:
     @property
     def format(self) -> Format:
         """What examples of these rows are."""
-        return _FORMATS.get(self.shape, "conversation")
+        return _SHAPES[self.shape].format
 
     @property
     def optional(self) -> tuple[str, ...]:
         """Columns that are read where they are there."""
-        return () if self.whole else _EXTRAS.get(self.shape, ())
+        return () if self.whole else _SHAPES[self.shape].extras
 
     def __str__(self) -> str:
-        return f"{_STATED[self.shape]}, in {' and '.join(map(repr, self.columns))}"
+        return f"{_SHAPES[self.shape].stated}, in {' and '.join(map(repr, self.columns))}"
+
+
+PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))
+"""Of text files."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,9 +181,12 @@ def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layo
     found = Counter(layout for row in rows if (layout := _layout_of(row, text_column)) is not None)
     if found:
         return found.most_common(1)[0][0]
-    came = named(rows[0] if rows else ())
     raise BadRow(
-        f"expected the columns of a format, got {came}. {expected_columns(text_column)}",
+        f"expected the columns of a format, got {named(rows[0])}. Known are: text "
+        f"({text_column!r}, set by data.text_column); prompts and completions ('prompt' and "
+        "'completion'); conversations ('messages' or 'conversations', or Alpaca's 'instruction' "
+        "and 'output'); token ids ('input_ids', with 'labels', 'completion_mask' or "
+        "'assistant_masks'). Rename the columns, or set data.text_column",
         "unknown format",
     )
 
@@ -204,19 +210,9 @@ def document_layout(rows: Sequence[dict[str, Any]], text_column: str = "text") -
 
 def known_columns(text_column: str = "text") -> tuple[str, ...]:
     """Return the columns that are of use in any format."""
-    extras = (name for names in _EXTRAS.values() for name in names)
+    extras = (name for shape in _SHAPES.values() for name in shape.extras)
     needed = ("input_ids", *_TURN_COLUMNS, "prompt", "completion", "instruction", "output")
     return tuple(dict.fromkeys((text_column, *needed, *extras)))
-
-
-def expected_columns(text_column: str = "text") -> str:
-    """Return a sentence with the columns of every format."""
-    return (
-        f"Known are: text ({text_column!r}, set by data.text_column); prompts and completions "
-        "('prompt' and 'completion'); conversations ('messages' or 'conversations', or Alpaca's "
-        "'instruction' and 'output'); token ids ('input_ids', with 'labels', 'completion_mask' or "
-        "'assistant_masks'). Rename the columns, or set data.text_column"
-    )
 
 
 def _layout_of(row: dict[str, Any], text_column: str) -> Layout | None:
@@ -236,15 +232,14 @@ def _layout_of(row: dict[str, Any], text_column: str) -> Layout | None:
 
 def _turn_style(turns: Any, column: str) -> RowShape:
     try:
-        turns = json.loads(turns) if isinstance(turns, str) else turns
+        turns = json_value(turns) if isinstance(turns, str) else turns
     except (ValueError, RecursionError):
         turns = None  # judged with the row
-    keys = [turn.keys() for turn in turns if isinstance(turn, dict)] if turns else []
-    if any("role" in k for k in keys):
+    turns = turns if isinstance(turns, list) else []
+    keys = {key for turn in turns if isinstance(turn, dict) for key in turn}
+    if "role" in keys:
         return "messages"
-    if any("from" in k for k in keys):
-        return "sharegpt"
-    return "sharegpt" if column == "conversations" else "messages"
+    return "sharegpt" if "from" in keys or column == "conversations" else "messages"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,68 +259,45 @@ def example_of(row: dict[str, Any], layout: Layout) -> Example:
     """
     for column in layout.columns:
         if column not in row:
-            raise BadRow(
-                f"expected a column {column!r} ({layout}), got {named(row)}", "missing column"
-            )
+            said = f"expected a column {column!r} ({layout}), got {named(row)}"
+            raise BadRow(said, "missing column")
     try:
-        return _READERS[layout.shape](row, layout)
+        return _example(row, layout)
     except RecursionError as error:
         raise BadRow("expected plain values, got lists in lists without end", "nesting") from error
 
 
-def _text(row: dict[str, Any], layout: Layout) -> Text:
-    if layout.whole:
-        return Text(_document(row, layout.columns[0]))
-    text = string(row[layout.columns[0]], layout.columns[0])
-    if not text.strip():
-        raise BadRow(f"expected text in {layout.columns[0]!r}, got {shown(text)}", "empty text")
-    return Text(text)
-
-
-def _piece(row: dict[str, Any], layout: Layout) -> Text:
-    text = row["text"] if layout.whole else string(row["text"], "text")
-    return Text(text, bool(row["start"]), bool(row["end"]))
-
-
-def _prompt_completion(row: dict[str, Any], layout: Layout) -> PromptCompletion:
-    prompt, completion = (string(row[name], name) for name in layout.columns)
-    if not completion.strip():
-        raise BadRow(f"expected text in 'completion', got {shown(completion)}", "empty completion")
-    return PromptCompletion(prompt, completion)
-
-
-def _turn_lists(row: dict[str, Any], layout: Layout) -> Conversation:
-    prompt, completion = (from_messages(row[name], name) for name in layout.columns)
-    return _conversation(row, [*prompt, *completion], supervised_from=len(prompt))
-
-
-def _messages(row: dict[str, Any], layout: Layout) -> Conversation:
-    return _conversation(row, from_messages(row[layout.columns[0]], layout.columns[0]))
-
-
-def _sharegpt(row: dict[str, Any], layout: Layout) -> Conversation:
-    turns = from_sharegpt(row[layout.columns[0]], layout.columns[0])
-    return _conversation(row, with_system(row, turns))
-
-
-def _alpaca(row: dict[str, Any], layout: Layout) -> Conversation:
-    return _conversation(row, with_system(row, from_alpaca(row)))
-
-
-def _document(row: dict[str, Any], column: str) -> str:
-    if not isinstance(row[column], str):
-        wrong(row[column], column, "text")
-    encodable(row[column], column)
-    return row[column]
-
-
-def _tokens(row: dict[str, Any], layout: Layout) -> Tokens:
-    if layout.whole:
-        ids = parsed(row["input_ids"], "input_ids")
-        if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-            wrong(ids, "input_ids", "a list of token ids")
-        return Tokens(ids)
-    return Tokens(*ids_and_labels(row))
+def _example(row: dict[str, Any], layout: Layout) -> Example:
+    column = layout.columns[0]
+    match layout.shape:
+        case "text" | "pieces":
+            text = string(row[column], column, nul=layout.whole)
+            if layout.shape == "pieces":
+                return Text(text, row["start"], row["end"])
+            if not layout.whole and not text.strip():
+                wrong(text, column, "text", "empty text")
+            return Text(text)
+        case "tokenised" if layout.whole:
+            ids = parsed(row[column], column)
+            if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+                wrong(ids, column, "a list of token ids")
+            return Tokens(ids)
+        case "tokenised":
+            return Tokens(*ids_and_labels(row))
+        case "prompt_completion":
+            prompt, completion = (string(row[name], name) for name in layout.columns)
+            if not completion.strip():
+                wrong(completion, "completion", "text", "empty completion")
+            return PromptCompletion(prompt, completion)
+        case "turn_lists":
+            turns = [from_messages(row[name], name) for name in layout.columns]
+            return _conversation(row, [*turns[0], *turns[1]], supervised_from=len(turns[0]))
+        case "messages":
+            return _conversation(row, from_messages(row[column], column))
+        case "sharegpt":
+            return _conversation(row, with_system(row, from_sharegpt(row[column], column)))
+        case "alpaca":
+            return _conversation(row, with_system(row, from_alpaca(row)))
 
 
 def _conversation(
@@ -346,15 +318,3 @@ def _conversation(
             "no assistant turn",
         )
     return Conversation(messages, tools_of(row), template_kwargs_of(row), supervised_from)
-
-
-_READERS: dict[RowShape, Callable[[dict[str, Any], Layout], Example]] = {
-    "text": _text,
-    "pieces": _piece,
-    "prompt_completion": _prompt_completion,
-    "turn_lists": _turn_lists,
-    "messages": _messages,
-    "sharegpt": _sharegpt,
-    "alpaca": _alpaca,
-    "tokenised": _tokens,
-}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from toolkit.data.samples.sequences import IGNORED
-from toolkit.data.sources.row_values import BadRow, listed, parsed, wrong
+from toolkit.data.sources.row_values import BadRow, listed, wrong
 
 MASKS = ("labels", "completion_mask", "assistant_masks")
 """Columns that say what is learned."""
@@ -23,33 +23,26 @@ def ids_and_labels(row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
         raise BadRow("expected token ids in 'input_ids', got an empty list", "empty text")
     if (low := min(ids)) < 0:
         raise BadRow(f"expected token ids from 0 up, got {low}", "negative token id")
-    given = [name for name in MASKS if row.get(name) is not None]
-    masks = [_mask(row[name], name, ids) for name in given]
-    labels = None
-    if masks:
-        learned = [all(at) for at in zip(*masks, strict=True)]
-        labels = [token if yes else IGNORED for token, yes in zip(ids, learned, strict=True)]
-    if row.get("attention_mask") is not None:  # padding is no part of the example
-        given.append("attention_mask")
-        kept = _mask(row["attention_mask"], "attention_mask", ids)
-        ids = [token for token, yes in zip(ids, kept, strict=True) if yes]
-        labels = labels and [label for label, yes in zip(labels, kept, strict=True) if yes]
-    if not ids or (labels is not None and not any(label != IGNORED for label in labels)):
+    given = [name for name in (*MASKS, "attention_mask") if row.get(name) is not None]
+    masks = {name: _mask(row[name], name, ids) for name in given}
+    kept = masks.pop("attention_mask", [True] * len(ids))
+    learned = [all(at) for at in zip(kept, *masks.values(), strict=True)]
+    if not any(learned):
         raise BadRow(
             f"expected a token to learn, got {' and '.join(given)} that leave none",
             "no supervised token",
         )
-    return ids, labels
+    labels = [token if yes else IGNORED for token, yes in zip(ids, learned, strict=True)]
+    left = [i for i, yes in enumerate(kept) if yes]
+    return [ids[i] for i in left], [labels[i] for i in left] if masks else None
 
 
 def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
     """Return which of `ids` the labels or the mask in column `name` leave."""
     values = _integers(value, name)
     if len(values) != len(ids):
-        raise BadRow(
-            f"expected as many {name} as input_ids ({len(ids)}), got {len(values)}",
-            "lengths that differ",
-        )
+        said = f"expected as many {name} as input_ids ({len(ids)}), got {len(values)}"
+        raise BadRow(said, "lengths that differ")
     if name != "labels":
         if other := set(values) - {0, 1}:
             raise BadRow(f"expected 0 and 1 in {name!r}, got {min(other)}", "wrong mask")
@@ -65,7 +58,7 @@ def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
 
 
 def _integers(value: Any, where: str) -> list[int]:
-    values = listed(parsed(value, where), where)
+    values = listed(value, where)
     allowed = {int} if where in ("input_ids", "labels") else {int, bool}
     if not set(map(type, values)) <= allowed:
         i = next(i for i, v in enumerate(values) if type(v) not in allowed)

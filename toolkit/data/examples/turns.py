@@ -1,10 +1,10 @@
 """Turns of a conversation in their several spellings, as the messages that chat templates take.
 
-Owns what a turn, a tool call, a list of tools and the template's further arguments look like.
-Refuses to know which columns hold them, and which turns are learned. See [Note: formats] in
-`recognise.py`.
+Owns what a turn, a tool call, a list of tools and the template's further arguments look like. See
+[Note: formats] in `recognise.py`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from toolkit.data.sources.row_values import (
@@ -14,7 +14,6 @@ from toolkit.data.sources.row_values import (
     named,
     optional_string,
     parsed,
-    shown,
     string,
     wrong,
 )
@@ -22,21 +21,13 @@ from toolkit.data.sources.row_values import (
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of turns, as chat templates know them."""
 
+_CALLS = ("function_call", "tool_call")
 _SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", *_CALLS), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-_CALLS = ("function_call", "tool_call")
 _RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt"}
 
 
@@ -49,7 +40,7 @@ def from_messages(value: Any, where: str) -> list[dict[str, Any]]:
     Raises:
         BadRow: the first thing that is wrong, with its place in the list.
     """
-    return [_message(turn, f"{where}[{i}]") for i, turn in enumerate(_turns(value, where))]
+    return [_message(turn, at) for turn, at in _turns(value, where, ("role",), "content")]
 
 
 def from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
@@ -58,7 +49,7 @@ def from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
     Raises:
         BadRow: as for `from_messages`.
     """
-    return [_sharegpt(turn, f"{where}[{i}]") for i, turn in enumerate(_turns(value, where))]
+    return [_sharegpt(turn, at) for turn, at in _turns(value, where, ("from", "value"))]
 
 
 def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -69,21 +60,20 @@ def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
     Raises:
         BadRow: as for `from_messages`.
     """
-    messages = []
-    history = parsed(row.get("history") or [], "history")
-    for i, pair in enumerate(listed(history, "history")):
+    said: list[str] = []
+    for i, pair in enumerate(listed(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
             wrong(pair, f"history[{i}]", "an instruction and its answer")
-        for at, role in enumerate(("user", "assistant")):
-            messages.append({"role": role, "content": string(pair[at], f"history[{i}][{at}]")})
+        said += [string(text, f"history[{i}][{at}]") for at, text in enumerate(pair)]
     instruction = string(row["instruction"], "instruction")
-    given = optional_string(row, "input")
-    asked = "\n\n".join(part for part in (instruction, given) if part.strip())
+    parts = (instruction, optional_string(row, "input"))
+    asked = "\n\n".join(part for part in parts if part.strip())
     if not asked:
         raise BadRow("expected text in 'instruction', got none", "empty instruction")
-    messages.append({"role": "user", "content": asked})
-    messages.append({"role": "assistant", "content": string(row["output"], "output")})
-    return messages
+    said += [asked, string(row["output"], "output")]
+    return [
+        {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)
+    ]
 
 
 def with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,10 +85,9 @@ def with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dic
     system = optional_string(row, "system")
     if not system.strip():
         return messages
-    if messages and messages[0]["role"] == "system":
-        raise BadRow(
-            "expected one system text, got a column 'system' and a turn", "two system texts"
-        )
+    if messages[0]["role"] == "system":
+        said = "expected one system text, got a column 'system' and a turn"
+        raise BadRow(said, "two system texts")
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -108,11 +97,8 @@ def tools_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     Raises:
         BadRow: they are no list of mappings.
     """
-    value = row.get("tools")
-    if value is None or value in ("", []):
-        return None
-    tools = listed(parsed(value, "tools"), "tools")
-    tools = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    given = [] if row.get("tools") in (None, "") else listed(row["tools"], "tools")
+    tools = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict) or not tool:
             wrong(tool, f"tools[{i}]", "the JSON schema of a tool (a mapping)")
@@ -126,15 +112,15 @@ def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
     Raises:
         BadRow: it is no mapping, or names what the toolkit sets.
     """
-    value = row.get("chat_template_kwargs")
-    value = {} if value is None or value == "" else parsed(value, "chat_template_kwargs")
+    name = "chat_template_kwargs"
+    value = {} if row.get(name) in (None, "") else parsed(row[name], name)
     if not isinstance(value, dict):
-        wrong(value, "chat_template_kwargs", "a mapping")
-    clean(value, "chat_template_kwargs")
+        wrong(value, name, "a mapping")
+    clean(value, name)
     if taken := _RESERVED.intersection(value):
         raise BadRow(
-            "expected further arguments of the template in 'chat_template_kwargs', got "
-            f"{named(sorted(taken))}, which the toolkit sets",
+            f"expected further arguments of the template in {name!r}, got {named(sorted(taken))}, "
+            "which the toolkit sets",
             "reserved template argument",
         )
     return value
@@ -145,28 +131,29 @@ def says_something(message: dict[str, Any]) -> bool:
     return bool(message.get("tool_calls")) or bool((message.get("content") or "").strip())
 
 
-def _turns(value: Any, where: str) -> list[dict[str, Any]]:
-    turns = listed(parsed(value, where), where)
+def _turns(
+    value: Any, where: str, keys: tuple[str, ...], *more: str
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each turn, which has `keys`, and its place; `more` are named with them."""
+    turns = listed(value, where)
     if not turns:
         raise BadRow(f"expected turns in {where!r}, got an empty list", "empty conversation")
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            wrong(turn, f"{where}[{i}]", "a turn (a mapping)")
     clean(turns, where)
-    return turns
+    for i, turn in enumerate(turns):
+        at = f"{where}[{i}]"
+        if not isinstance(turn, dict):
+            wrong(turn, at, "a turn (a mapping)")
+        if missing := [key for key in keys if key not in turn]:
+            expected = " and ".join(map(repr, (*keys, *more)))
+            said = f"expected {expected} in {at!r}, got {named(turn)}"
+            raise BadRow(said, f"missing {missing[0]}")
+        yield turn, at
 
 
 def _message(turn: dict[str, Any], where: str) -> dict[str, Any]:
-    if "role" not in turn:
-        raise BadRow(
-            f"expected 'role' and 'content' in {where!r}, got {named(turn)}", "missing role"
-        )
     role, calls = turn["role"], turn.get("tool_calls")
     if role not in ROLES:
-        raise BadRow(
-            f"expected one of the roles {', '.join(ROLES)} in {where!r}, got {shown(role)}",
-            "unknown role",
-        )
+        wrong(role, where, f"one of the roles {', '.join(ROLES)}", "unknown role")
     if turn.get("weight", 1) in (0, False):
         # To learn what the author marked as not to be learned would be worse than to stop.
         raise BadRow(
@@ -177,49 +164,34 @@ def _message(turn: dict[str, Any], where: str) -> dict[str, Any]:
     message = dict(turn)
     if calls is not None and calls != []:
         if role != "assistant":
-            raise BadRow(
-                f"expected tool_calls in turns of the assistant only, got some in {where!r} "
-                f"({role})",
-                "tool calls of another role",
-            )
+            said = "expected tool_calls in turns of the assistant only, got some"
+            raise BadRow(f"{said} in {where!r} ({role})", "tool calls of another role")
         message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
     elif "content" not in turn:
         raise BadRow(f"expected 'content' in {where!r}, got {named(turn)}", "missing content")
-    if turn.get("content") is not None:
-        message["content"] = _content(turn["content"], f"{where}.content")
-    elif role != "assistant":
-        wrong(None, f"{where}.content", "text")
+    if turn.get("content") is not None or role != "assistant":
+        message["content"] = _content(turn.get("content"), f"{where}.content")
     return message
 
 
 def _content(value: Any, where: str) -> str:
     """Return the text; of a list of parts, which text-only templates would print as a list."""
-    if isinstance(value, str):
-        return value
     if not isinstance(value, list):
-        wrong(value, where, "text")
+        return string(value, where)
     texts = []
     for i, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind != "text":
             wrong(kind, f"{where}[{i}]", "a part of type text")
         texts.append(string(part.get("text"), f"{where}[{i}].text"))
     return "".join(texts)
 
 
 def _sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
-    for key in ("from", "value"):
-        if key not in turn:
-            raise BadRow(
-                f"expected 'from' and 'value' in {where!r}, got {named(turn)}", f"missing {key}"
-            )
     name = turn["from"]
     role = _SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise BadRow(
-            f"expected one of {', '.join(_SHAREGPT_ROLES)} in '{where}.from', got {shown(name)}",
-            "unknown role",
-        )
+        wrong(name, f"{where}.from", f"one of {', '.join(_SHAREGPT_ROLES)}", "unknown role")
     value = string(turn["value"], f"{where}.value")
     if name not in _CALLS:
         return {"role": role, "content": value}
@@ -229,7 +201,9 @@ def _sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(listed(value, where))]
+    if not isinstance(value, list):
+        wrong(value, where, "a list")
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

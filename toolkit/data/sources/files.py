@@ -3,7 +3,6 @@
 import glob
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,35 +43,22 @@ def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceC
     Raises:
         DataError: a pattern finds no file.
     """
+    found: list[tuple[str, SourceConfig]] = []
     if what == "eval":
         files = [cfg.eval_files] if isinstance(cfg.eval_files, str) else cfg.eval_files
         found = [("data.eval_files", SourceConfig(files=entry)) for entry in files]
     elif cfg.sources:
         found = [(f"data.sources[{i}].files", source) for i, source in enumerate(cfg.sources)]
     elif cfg.train_files or cfg.dataset_name:
-        found = [("data.train_files", single(cfg, cfg.train_files))]
-    else:
-        found = []
+        of = (cfg.train_files, cfg.dataset_name, cfg.dataset_config_name, cfg.dataset_split)
+        found = [("data.train_files", SourceConfig(*of))]
     names = [source.name or _name(source, setting) for setting, source in found]
-    seen: Counter[str] = Counter()
     for i, name in enumerate(names):
-        seen[name] += 1
-        while seen[name] > 1 and (numbered := f"{name}-{seen[name]}") in names:
-            seen[name] += 1
-        if seen[name] > 1:
-            names[i] = numbered
+        number = 1
+        while names[i] in names[:i] or (number > 1 and names[i] in names[i + 1 :]):
+            number += 1
+            names[i] = f"{name}-{number}"
     return [(s, replace(source, name=n)) for (s, source), n in zip(found, names, strict=True)]
-
-
-def single(cfg: DataConfig, files: str | list[str]) -> SourceConfig:
-    """Return `files`, or where there are none the data set of `cfg`, as a source."""
-    if files:
-        return SourceConfig(files=files)
-    return SourceConfig(
-        dataset_name=cfg.dataset_name,
-        dataset_config_name=cfg.dataset_config_name,
-        dataset_split=cfg.dataset_split,
-    )
 
 
 def _name(source: SourceConfig, setting: str) -> str:
@@ -113,21 +99,14 @@ def kind_of(files: list[Path], what: str) -> Kind:
     Raises:
         DataError: they are of several kinds; one file of each is named.
     """
-    examples: dict[Kind, Path] = {}
-    for file in files:
-        examples.setdefault(_kind(file), file)
-    if len(examples) > 1:
-        mixed = ", ".join(f"{kind}: {file}" for kind, file in examples.items())
+    kinds = {DATA_ENDINGS.get(_ending(file), "text"): file for file in reversed(files)}
+    if len(kinds) > 1:
+        mixed = ", ".join(f"{kind}: {file}" for kind, file in kinds.items())
         raise DataError(
             f"{what}: expected files of one kind, got several ({mixed}). Name one kind with a glob "
             "such as data/*.jsonl, or convert the others"
         )
-    return next(iter(examples))
-
-
-def named_files(files: list[Path]) -> str:
-    """Return the first of `files` and how many more there are, for messages."""
-    return str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    return next(iter(kinds))
 
 
 def stdlib_files() -> list[Path]:
@@ -145,7 +124,7 @@ def stdlib_files() -> list[Path]:
 
 def _matches(pattern: str) -> list[Path]:
     path = Path(pattern)
-    if _is_data_set(path):
+    if is_data_set(path):
         return []
     if path.is_dir():
         known = TEXT_ENDINGS.union(DATA_ENDINGS)
@@ -163,7 +142,7 @@ def _beneath(root: Path) -> Iterator[Path]:
 
 
 def _why_nothing(pattern: str, path: Path) -> str:
-    if _is_data_set(path):
+    if is_data_set(path):
         return f"{pattern} is a data set folder; give it as data.dataset_name instead"
     if path.is_dir():
         known = " ".join([*DATA_ENDINGS, *sorted(TEXT_ENDINGS)])
@@ -174,13 +153,9 @@ def _why_nothing(pattern: str, path: Path) -> str:
     return f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
 
 
-def _is_data_set(folder: Path) -> bool:
+def is_data_set(folder: Path) -> bool:
     """Whether `save_to_disk` of `datasets` wrote the folder."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _kind(file: Path) -> Kind:
-    return DATA_ENDINGS.get(_ending(file), "text")
 
 
 def _ending(file: Path) -> str:

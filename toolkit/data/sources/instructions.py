@@ -8,31 +8,26 @@ right as Python's own source; short ones only, since they are for trying things 
 import ast
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
+import pyarrow as pa
 
-from toolkit.data.sources.columns import as_data_error
 from toolkit.data.sources.files import stdlib_files
-from toolkit.data.sources.lines import stamped
+from toolkit.data.sources.tables import cached, digest_of, in_tables, stamped
 
-BODY_LINES = 30
-"""A function whose body has more lines is left out."""
-
-BODY_CHARACTERS = 1200
-"""The same for its characters."""
+BODY_LINES, BODY_CHARACTERS = 30, 1200
+"""A function whose body has more is left out."""
 
 DOCSTRING_CHARACTERS = 400
 """The docstring of a question is cut at the paragraph that goes beyond this."""
 
-_VERSION = 1
+_VERSION = 2
 """Part of the cache key: raise it when the same files give other pairs."""
 
-_ROWS = datasets.Features(
-    messages=datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")})
-)
+_TURN = pa.struct({"role": pa.string(), "content": pa.string()})
+_ROWS = pa.schema({"messages": pa.list_(_TURN)})
 _WRITE = (
     "Write the body of this Python function.",
     "Complete this Python function.",
@@ -50,28 +45,16 @@ def pairs() -> datasets.Dataset:
     """Return several thousand conversations of two turns, in a column `messages`.
 
     The same on every machine with the same Python. Made once, in a few seconds, and cached.
-
-    Raises:
-        DataError: the standard library's source cannot be read.
     """
-    try:
-        return datasets.Dataset.from_generator(
-            _rows,
-            features=_ROWS,
-            gen_kwargs={"files": stamped(stdlib_files()), "version": _VERSION},
-        )
-    except Exception as error:
-        raise as_data_error(error, "the built-in instructions") from error
+    files = stdlib_files()
+    key = digest_of(_VERSION, stamped(files))
+    return cached(key, in_tables(_rows(files), _ROWS), _ROWS, "the standard library")
 
 
-def _rows(files: tuple[tuple[str, int, int], ...], version: int) -> Iterator[dict[str, Any]]:
-    seen: set[tuple[str, str]] = set()
-    for file, _, _ in files:
-        for question, answer in _pairs_of(Path(file)):
-            if (question, answer) not in seen:
-                seen.add((question, answer))
-                turns = (("user", question), ("assistant", answer))
-                yield {"messages": [{"role": role, "content": text} for role, text in turns]}
+def _rows(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:
+    for question, answer in dict.fromkeys(pair for file in files for pair in _pairs_of(file)):
+        turns = (("user", question), ("assistant", answer))
+        yield ([{"role": role, "content": text} for role, text in turns],)
 
 
 def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:
@@ -108,14 +91,11 @@ def _parts(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
     # A string that reaches to the left margin keeps `dedent` from taking the indentation away.
     if body[:1].isspace() or "\0" in body or not signature.endswith(":"):
         return None
-    if len(body) > BODY_CHARACTERS or body.count("\n") >= BODY_LINES or _says_nothing(node):
+    if len(body) > BODY_CHARACTERS or body.count("\n") >= BODY_LINES:
         return None
+    if len(node.body) == 2 and isinstance(node.body[1], ast.Pass | ast.Raise):
+        return None  # says nothing
     return signature, docstring, textwrap.indent(body, "    ")
-
-
-def _says_nothing(node: _Function) -> bool:
-    last = node.body[-1]
-    return len(node.body) == 2 and isinstance(last, ast.Pass | ast.Raise)
 
 
 def _short(docstring: str) -> str:

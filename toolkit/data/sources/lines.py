@@ -1,4 +1,4 @@
-"""Rows of JSON lines, JSON lists and CSV files as bytes, each with its file and place.
+"""Rows of JSON lines, JSON lists and CSV files as bytes, each with its place.
 
 [Note: raw rows]
 Arrow has one type for a column, and the JSON readers on top of it guess one: text that looks like a
@@ -16,16 +16,14 @@ import io
 import json
 import lzma
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn
+from typing import IO, Any, Literal
 
-import datasets
 import pyarrow as pa
 
-from toolkit.data.sources.columns import RowDataset, as_data_error
-from toolkit.data.sources.row_values import BadRow, named, shown
+from toolkit.data.sources.row_values import BadRow, json_value, named, shown
+from toolkit.data.sources.tables import PLACE, in_tables
 from toolkit.errors import DataError
 
 LineKind = Literal["json", "csv"]
@@ -35,102 +33,69 @@ ROW_BYTES = 64 << 20
 LIST_BYTES, LIST_VALUES = 512 << 20, 20_000_000
 """Bounds of a file with one JSON list, which is parsed as a whole."""
 
-RAW = datasets.Features(
-    raw=datasets.Value("large_binary"),
-    file=datasets.Value("int32"),
-    place=datasets.Value("string"),
-    fault=datasets.Value("string"),
-)
-"""Columns of raw rows: the bytes (JSON), the index of the file, the place in it (`line 7`, or in a
-JSON list `row 6 (counted from 0)`), and what is wrong with a row that was not even read."""
+RAW = "_raw"
+"""Column of the bytes of a row (JSON). Beside it `_fault`: what is wrong with a row that was not
+even read."""
 
-_VERSION = 1
-"""Part of the cache key: raise it when the same file gives other rows."""
+LINES = pa.schema(
+    {RAW: pa.large_binary(), PLACE: pa.string(), "_fault": pa.string()}  # reason, newline, message
+)
 _BLOCK = 1 << 20
 
-_Row = tuple[bytes, int, str | None]
-"""Bytes of a row, its number, and what is wrong with it."""
+_Rows = Iterator[tuple[int, bytes | BadRow]]
+"""The number of a row, its bytes or what is wrong with it."""
 
 
-def stamped(files: list[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return (path, bytes, time) of each file: what a cached result of reading them depends on."""
-    return tuple((str(f), s.st_size, s.st_mtime_ns) for f in files for s in [f.stat()])
-
-
-def read_lines(
-    files: list[Path], kind: LineKind, where: str, *, streaming: bool = False
-) -> RowDataset:
-    """Return the rows of `files`, in order, with the columns `RAW`. Blank lines are no rows.
-
-    A `Dataset` is read once and cached until a file changes; a stream reads while it is iterated,
-    and skips without parsing. Memory: one row; of a JSON list the whole file.
+def line_tables(file: str, kind: LineKind, limit: int) -> Iterator[pa.Table]:
+    """Yield a file as tables of `LINES`; blank lines are no rows. Memory: a few megabytes, or one
+    row; of a JSON list the whole file.
 
     Raises:
-        DataError: a file cannot be read, is a broken JSON list, or a CSV header names no or equal
-            columns. (While iterating, where it is streamed.)
+        DataError: it is a broken JSON list, or a CSV header names no or equal columns.
     """
-    options = {"kind": kind, "limit": ROW_BYTES}
-    if streaming:
-        shards = {"files": [str(f) for f in files], "indices": list(range(len(files)))}
-        return datasets.IterableDataset.from_generator(
-            cut_rows, features=RAW, gen_kwargs=shards | options
-        )
-    key = {"files": stamped(files), "indices": None, "version": _VERSION}
-    try:
-        return datasets.Dataset.from_generator(cut_rows, features=RAW, gen_kwargs=key | options)
-    except Exception as error:
-        raise as_data_error(error, where) from error
+    return in_tables(stored_rows(file, kind, limit), LINES)
 
 
-def cut_rows(
-    files: Sequence[str | tuple[str, int, int]],
-    indices: list[int] | None,
-    kind: LineKind,
-    limit: int = ROW_BYTES,
-    version: int = _VERSION,
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `files` as they are stored; see `read_lines`."""
-    for at, file in zip(indices or range(len(files)), files, strict=True):
-        yield from _cut_file(file if isinstance(file, str) else file[0], at, kind, limit)
+def stored_rows(
+    file: str, kind: LineKind, limit: int = ROW_BYTES
+) -> Iterator[tuple[bytes, str, str | None]]:
+    """Yield the rows of a file as they are stored: bytes, place, fault."""
+    if os.path.getsize(file) == 0:
+        return
+    cut = _csv if kind == "csv" else _lines
+    if kind == "json" and ".jsonl" not in Path(file).suffixes:
+        with _open(file) as stream:
+            cut = _list if _is_list(stream) else _lines
+    with _open(file) as stream:
+        for number, row in cut(stream, file, limit):
+            place = f"row {number} (counted from 0)" if cut is _list else f"line {number}"
+            if isinstance(row, BadRow):
+                yield b"", place, f"{row.reason}\n{row}"
+            else:
+                yield row, place, None
 
 
-def decoded(raw: dict[str, Any]) -> dict[str, Any]:
+def decoded(stored: dict[str, Any]) -> dict[str, Any]:
     """Return the mapping that a raw row stands for.
 
     Raises:
         BadRow: it is not UTF-8, not JSON, no mapping, too long or too deep.
     """
-    if raw["fault"] is not None:
-        reason, _, said = raw["fault"].partition("\n")
+    if stored["_fault"] is not None:
+        reason, _, said = stored["_fault"].partition("\n")
         raise BadRow(said, reason)
+    raw = stored[RAW]
     try:
-        row = json.loads(raw["raw"].decode("utf-8"), parse_constant=_refuse_constant)
+        row = json_value(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _not_utf8(error.object[error.start], error.start) from error
+        raise _not_utf8(raw[error.start], f" at offset {error.start} of the row") from error
     except RecursionError as error:
         raise BadRow("expected a JSON mapping, got one nested too deep", "nesting") from error
     except ValueError as error:
-        raise BadRow(f"expected JSON, got {shown(raw['raw'])} ({error})", "not JSON") from error
+        raise BadRow(f"expected JSON, got {shown(raw)} ({error})", "not JSON") from error
     if not isinstance(row, dict):
         raise BadRow(f"expected a JSON mapping, got {shown(row)}", "no mapping")
     return row
-
-
-def _cut_file(file: str, at: int, kind: LineKind, limit: int) -> Iterator[dict[str, Any]]:
-    if os.path.getsize(file) == 0:
-        return
-    try:
-        cut = _csv if kind == "csv" else _lines
-        if kind == "json" and ".jsonl" not in Path(file).suffixes:
-            with _open(file) as stream:
-                cut = _list if _is_list(stream) else _lines
-        with _open(file) as stream:
-            for raw, number, fault in cut(stream, file, limit):
-                spot = f"row {number} (counted from 0)" if cut is _list else f"line {number}"
-                yield {"raw": raw, "file": at, "place": spot, "fault": fault}
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        said = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {file}: {said}") from error
 
 
 def _open(file: str) -> IO[bytes]:
@@ -142,12 +107,12 @@ def _open(file: str) -> IO[bytes]:
     return openers.get(ending, open)(file, "rb")
 
 
-def _lines(stream: IO[bytes], file: str, limit: int) -> Iterator[_Row]:
+def _lines(stream: IO[bytes], file: str, limit: int) -> _Rows:
     for number, line in _bounded_lines(stream, limit):
         if line is None:
-            yield b"", number, _too_long(limit)
+            yield number, _too_long(limit)
         elif line := line.strip():
-            yield line, number, None
+            yield number, line
 
 
 def _bounded_lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None]]:
@@ -170,7 +135,7 @@ def _is_list(stream: IO[bytes]) -> bool:
     return block.lstrip()[:1] == b"["
 
 
-def _list(stream: IO[bytes], file: str, limit: int) -> Iterator[_Row]:
+def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
     content = stream.read(LIST_BYTES + 1)
     if len(content) > LIST_BYTES or sum(map(content.count, b",[{")) > LIST_VALUES:
         raise DataError(
@@ -186,19 +151,18 @@ def _list(stream: IO[bytes], file: str, limit: int) -> Iterator[_Row]:
         ) from error
     for index, row in enumerate(rows):
         raw = json.dumps(row).encode()
-        yield (raw, index, None) if len(raw) <= limit else (b"", index, _too_long(limit))
+        yield index, raw if len(raw) <= limit else _too_long(limit)
 
 
-def _csv(stream: IO[bytes], file: str, limit: int) -> Iterator[_Row]:
+def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
     """Read a header and rows after RFC 4180, all values text; a row becomes a JSON mapping."""
     last, cut = 0, set()
 
     def lines() -> Iterator[str]:
         nonlocal last
-        for number, line in _bounded_lines(stream, limit):
-            last = number
+        for last, line in _bounded_lines(stream, limit):
             if line is None:
-                cut.add(number)
+                cut.add(last)
             yield "\n" if line is None else line.decode("utf-8", "surrogateescape")
 
     csv.field_size_limit(max(csv.field_size_limit(), limit))
@@ -219,35 +183,29 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> Iterator[_Row]:
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            yield b"", first, f"not CSV\nexpected a CSV row, got one that breaks ({error})"
+            yield first, BadRow(f"expected a CSV row, got one that breaks ({error})", "not CSV")
             continue
         if fields is None:
             return
         if cut.intersection(range(first, last + 1)) or sum(map(len, fields)) > limit:
-            yield b"", first, _too_long(limit)
+            yield first, _too_long(limit)
         elif len(fields) == len(header):
-            yield _as_json(dict(zip(header, fields, strict=True)), first)
+            yield first, _as_json(dict(zip(header, fields, strict=True)))
         elif fields:
             said = f"expected {len(header)} fields ({named(header)}), got {len(fields)}"
-            yield b"", first, f"wrong number of fields\n{said}"
+            yield first, BadRow(said, "wrong number of fields")
 
 
-def _as_json(row: dict[str, str], number: int) -> _Row:
+def _as_json(row: dict[str, str]) -> bytes | BadRow:
     try:
-        return json.dumps(row, ensure_ascii=False).encode("utf-8"), number, None
+        return json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        bad = _not_utf8(ord(error.object[error.start]) - 0xDC00, None)
-        return b"", number, f"{bad.reason}\n{bad.said}"
+        return _not_utf8(ord(error.object[error.start]) - 0xDC00)
 
 
-def _too_long(limit: int) -> str:
-    return f"too long\nexpected a row of at most {limit:,} bytes, got a longer one"
+def _too_long(limit: int) -> BadRow:
+    return BadRow(f"expected a row of at most {limit:,} bytes, got a longer one", "too long")
 
 
-def _not_utf8(byte: int, offset: int | None) -> BadRow:
-    where = "" if offset is None else f" at offset {offset} of the row"
+def _not_utf8(byte: int, where: str = "") -> BadRow:
     return BadRow(f"expected UTF-8, got byte 0x{byte:02x}{where}", "not UTF-8")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

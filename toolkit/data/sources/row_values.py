@@ -2,11 +2,15 @@
 
 import json
 import reprlib
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 4
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class BadRow(Exception):
@@ -19,10 +23,18 @@ class BadRow(Exception):
 
     def __init__(self, said: str, reason: str = "cannot be used") -> None:
         super().__init__(said, reason)
-        self.said, self.reason = said, reason
+        self.reason = reason
 
     def __str__(self) -> str:
-        return self.said
+        return str(self.args[0])
+
+
+def or_bad(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | BadRow:
+    """Return what `fn` returns, or the BadRow that it raises."""
+    try:
+        return fn(*args, **kwargs)
+    except BadRow as bad:
+        return bad
 
 
 def shown(value: Any) -> str:
@@ -37,23 +49,24 @@ def named(keys: Any) -> str:
     return (", ".join(names[:12]) + more) or "none"
 
 
-def wrong(value: Any, where: str, expected: str) -> NoReturn:
-    """Raise a BadRow for a value of the wrong type."""
-    raise BadRow(f"expected {expected} in {where!r}, got {shown(value)}", "wrong type")
+def wrong(value: Any, where: str, expected: str, reason: str = "wrong type") -> NoReturn:
+    """Raise a BadRow for a value that is not what was expected."""
+    raise BadRow(f"expected {expected} in {where!r}, got {shown(value)}", reason)
 
 
 def listed(value: Any, where: str) -> list[Any]:
-    """Return `value`, which must be a list."""
+    """Return `value`, which must be a list, or JSON text of one."""
+    value = parsed(value, where)
     if not isinstance(value, list):
         wrong(value, where, "a list")
     return value
 
 
-def string(value: Any, where: str) -> str:
+def string(value: Any, where: str, *, nul: bool = False) -> str:
     """Return `value`, which must be clean text; see `clean`."""
     if not isinstance(value, str):
         wrong(value, where, "text")
-    clean(value, where)
+    clean(value, where, nul=nul)
     return value
 
 
@@ -67,7 +80,7 @@ def parsed(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        content = json.loads(value, parse_constant=_refused)
+        content = json_value(value)
     except ValueError as error:
         raise BadRow(
             f"expected a list, a mapping or JSON text in {where!r}, got {shown(value)} ({error})",
@@ -77,23 +90,21 @@ def parsed(value: Any, where: str) -> Any:
     return content
 
 
-def clean(value: Any, where: str) -> None:
-    """Refuse text, however deep in `value`, that is no Unicode text or holds NUL."""
-    _walk(value, where, nul_too=True)
+def json_value(text: str) -> Any:
+    """Return what JSON text stands for; NaN and infinities, which are no JSON, raise ValueError."""
+    return json.loads(text, parse_constant=_refuse_constant)
 
 
-def encodable(value: Any, where: str) -> None:
-    """Refuse text, however deep in `value`, that is no Unicode text."""
-    _walk(value, where, nul_too=False)
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
-def _walk(value: Any, where: str, nul_too: bool) -> None:
+def clean(value: Any, where: str, *, nul: bool = False) -> None:
+    """Refuse text, however deep in `value`, that is not Unicode or, without `nul`, has a NUL."""
     if isinstance(value, str):
-        if nul_too and "\0" in value:
-            raise BadRow(
-                f"expected text in {where!r}, got a NUL character at {value.index(chr(0))}",
-                "NUL character",
-            )
+        if not nul and "\0" in value:
+            said = f"expected text in {where!r}, got a NUL character at {value.index(chr(0))}"
+            raise BadRow(said, "NUL character")
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -104,14 +115,10 @@ def _walk(value: Any, where: str, nul_too: bool) -> None:
             ) from error
     elif isinstance(value, dict):
         for key, inner in value.items():
-            _walk(key, where, nul_too)
-            _walk(inner, f"{where}.{key}", nul_too)
+            clean(key, where, nul=nul)
+            clean(inner, f"{where}.{key}", nul=nul)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            _walk(inner, f"{where}[{i}]", nul_too)
+            clean(inner, f"{where}[{i}]", nul=nul)
     elif isinstance(value, float) and value - value != 0:
         raise BadRow(f"expected a finite number in {where!r}, got {value}", "not JSON")
-
-
-def _refused(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

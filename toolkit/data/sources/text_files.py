@@ -6,52 +6,43 @@ memory. `start` marks the first row of a document and `end` the last; rows of ot
 documents of their own.
 """
 
-from collections.abc import Iterator, Sequence
+import codecs
+import io
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-import datasets
+import pyarrow as pa
 
-from toolkit.data.sources.columns import FILE, ROW, RowDataset, as_data_error
-from toolkit.data.sources.lines import stamped
+from toolkit.data.sources.tables import PLACE, in_tables
 from toolkit.errors import DataError
 
 PIECE_BYTES = 1 << 17
 """A text longer than this is cut: small enough that a few megabytes keep every core busy."""
 
-_VERSION = 1
-"""Part of the cache key: raise it when the rows made from the same file change."""
-
-_TEXT_ROWS = datasets.Features(
-    {
-        "text": datasets.Value("string"),
-        "start": datasets.Value("bool"),
-        "end": datasets.Value("bool"),
-        FILE: datasets.Value("int32"),
-        ROW: datasets.Value("int32"),
-    }
+PIECES = pa.schema(
+    {"text": pa.string(), "start": pa.bool_(), "end": pa.bool_(), PLACE: pa.string()}
 )
 
 
-def text_rows(files: list[Path], where: str, *, streaming: bool = False) -> RowDataset:
-    """Return text files as rows with `text`, `start`, `end`, and `FILE` and `ROW`.
+def text_tables(file: str) -> Iterator[pa.Table]:
+    """Yield a text file as tables of `PIECES`.
 
     Raises:
-        DataError: all are empty; or one is not UTF-8 (while iterating, where they are streamed).
+        DataError: it is not UTF-8.
     """
-    # A tuple: `from_generator` takes lists for shards. Size and time are there for the cache key.
-    files_stamped = stamped(files)
-    if not any(size for _, size, _ in files_stamped):
-        raise DataError(f"{where}: expected text, but every file is empty")
-    if streaming:
-        shards = {"files": list(files_stamped), "indices": list(range(len(files)))}
-        return datasets.IterableDataset.from_generator(
-            _rows, features=_TEXT_ROWS, gen_kwargs=shards | {"version": _VERSION}
-        )
-    key = {"files": files_stamped, "indices": None, "version": _VERSION}
-    try:
-        return datasets.Dataset.from_generator(_rows, features=_TEXT_ROWS, gen_kwargs=key)
-    except Exception as error:
-        raise as_data_error(error, where) from error
+    return in_tables(_rows(file), PIECES)
+
+
+def _rows(file: str) -> Iterator[tuple[str, bool, bool, str]]:
+    number, before = 0, None
+    for text in pieces(Path(file)):
+        if before is not None:
+            yield before, not number, False, f"piece {number} (counted from 0)"
+            number += 1
+        before = text
+    if before is not None:
+        yield before, not number, True, f"piece {number} (counted from 0)"
 
 
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
@@ -60,35 +51,36 @@ def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
     Holds at most three pieces in memory. See `cut` for where they end.
 
     Raises:
-        DataError: the file is not UTF-8 (with the offset of the byte) or cannot be read.
+        DataError: the file is not UTF-8; names the offset of the byte.
     """
-    try:
-        with open(file, "rb") as stream:
-            block = stream.read(size)
-            offset = 3 if block.startswith(b"\xef\xbb\xbf") else 0
-            rest = b""
-            block = block[offset:]
-            while block:
-                rest += block
-                block = stream.read(size)
-                end = cut(rest) if block else len(rest)
-                yield _decode(rest[:end], file, offset)
-                rest = rest[end:]
-                offset += end
-            if rest:
-                yield _decode(rest, file, offset)
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+    with open(file, "rb") as stream:
+        offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
+        stream.seek(offset)
+        for block in _pieces(stream, size):
+            try:
+                yield block.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file} is not UTF-8 text: byte 0x{block[error.start]:02x} at offset "
+                    f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or leave it out"
+                ) from error
+            offset += len(block)
 
 
 def parts_of(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
     """Yield `text` in parts of about `size` bytes, ended as those of a file are."""
-    content, begin = text.encode(), 0
-    while len(content) - begin > 2 * size:
-        end = begin + cut(content[begin : begin + size])
-        yield content[begin:end].decode()
-        begin = end
-    yield content[begin:].decode()
+    return (block.decode() for block in _pieces(io.BytesIO(text.encode()), size))
+
+
+def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    rest = b""
+    while len(block := stream.read(size)) == size:
+        rest += block
+        end = cut(rest)
+        yield rest[:end]
+        rest = rest[end:]
+    if rest or block:
+        yield rest + block
 
 
 def cut(block: bytes) -> int:
@@ -110,27 +102,3 @@ def cut(block: bytes) -> int:
     while at > len(block) - 4 and at > 0 and block[at] & 0xC0 == 0x80:
         at -= 1
     return at or len(block)
-
-
-def _decode(block: bytes, file: Path, offset: int) -> str:
-    try:
-        return block.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8 text: byte 0x{block[error.start]:02x} at offset "
-            f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or leave it out"
-        ) from error
-
-
-def _rows(
-    files: Sequence[tuple[str, int, int]], indices: list[int] | None, version: int
-) -> Iterator[dict]:
-    for (file, _, _), index in zip(files, indices or range(len(files)), strict=True):
-        number, text = 0, None
-        for piece in pieces(Path(file)):
-            if text is not None:
-                yield {"text": text, "start": not number, "end": False, FILE: index, ROW: number}
-                number += 1
-            text = piece
-        if text is not None:
-            yield {"text": text, "start": not number, "end": True, FILE: index, ROW: number}

@@ -1,20 +1,18 @@
 """Rows to token ids: one policy for rows that cannot be used, counted, cached on disk.
 
 [Note: who works]
-Conversations are rendered and tokenised in `dataset_num_proc` processes of `datasets.map`; other
-rows in this one, where the Rust tokenizer runs on threads (see [Note: threads, not processes] in
-`text_ids.py`). Results come back in the order of the rows: tokens and counts are the same for any
-number of processes. With `on_bad_row: error` the first bad row that any of them meets ends the run.
+Conversations are rendered and tokenised in `dataset_num_proc` processes; other rows in this one,
+where the Rust tokenizer runs on threads (see [Note: threads, not processes] in `text_ids.py`).
+Results come back in the order of the rows: tokens and counts are the same for any number of
+processes, and with `on_bad_row: error` the first bad row ends the run.
 """
 
-import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -26,11 +24,17 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import TODAY, chat_templates
-from toolkit.data.examples.recognise import Example
-from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.rows import DataSource, RowPlace
+from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.rows import DataSource
+from toolkit.data.sources.tables import (
+    cache_folder,
+    digest_of,
+    open_tables,
+    replacing,
+    write_tables,
+)
 from toolkit.data.tokens.encoder import EncodedExample, Encoder, EndsRun, LeftOut
-from toolkit.data.tokens.text_ids import BATCH_BYTES, content_of, quiet_forks
+from toolkit.data.tokens.text_ids import BATCH_BYTES, content_of
 from toolkit.errors import DataError
 
 _CHAT_ROWS, _TEXT_ROWS = 512, 20_000
@@ -39,12 +43,11 @@ _PLACES = 3
 _ROWS_OF_A_PROCESS = 200
 """Conversations for which a further process is worth its start."""
 
-_VERSION = 4
+_VERSION = 5
 """Part of the cache key: raise it when the same row gives other tokens or counts."""
 
-_INTEGERS = datasets.List(datasets.Value("int32"))
-_WHOLE = datasets.Features(input_ids=_INTEGERS)
-_IN_PART = datasets.Features(input_ids=_INTEGERS, spans=_INTEGERS, row=datasets.Value("int64"))
+_WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
+_IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
 
 log = logging.getLogger(__name__)
 
@@ -72,33 +75,21 @@ class Counts:
     notes: dict[str, int] = field(default_factory=dict)
     """What else is worth a line, such as turns that end in no stop token."""
 
-    def keep(self, example: EncodedExample) -> None:
-        """Count a row that became an example."""
+    def add(self, result: EncodedExample | BadRow) -> None:
+        """Count a row: the example it became, or its place and why it was left out."""
         self.rows += 1
+        if isinstance(result, BadRow):
+            self.dropped[result.reason] = self.dropped.get(result.reason, 0) + 1
+            places = self.places.setdefault(result.reason, [])
+            places += [str(result)][: _PLACES - len(places)]
+            return
         self.kept += 1
-        self.truncated += bool(example.cut_off)
-        self.cut_off += example.cut_off
-        self.tokens += len(example.input_ids)
-        self.supervised += example.supervised
-        for kind, count in example.notes.items():
+        self.truncated += bool(result.cut_off)
+        self.cut_off += result.cut_off
+        self.tokens += len(result.input_ids)
+        self.supervised += result.supervised
+        for kind, count in result.notes.items():
             self.notes[kind] = self.notes.get(kind, 0) + count
-
-    def drop(self, reason: str, place: str) -> None:
-        """Count a row that was left out."""
-        self.rows += 1
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        if len(self.places.setdefault(reason, [])) < _PLACES:
-            self.places[reason].append(place)
-
-    def add(self, other: "Counts") -> None:
-        """Add the counts of the rows that follow."""
-        for name in ("rows", "kept", "truncated", "cut_off", "tokens", "supervised"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for mine, theirs in ((self.dropped, other.dropped), (self.notes, other.notes)):
-            for kind, count in theirs.items():
-                mine[kind] = mine.get(kind, 0) + count
-        for reason, places in other.places.items():
-            self.places[reason] = [*self.places.get(reason, []), *places][:_PLACES]
 
 
 @dataclass
@@ -122,6 +113,54 @@ class EncodedSource:
     max_repeats: float | None = None
 
 
+class RowEncoder:
+    """Stored rows to examples: `row_encoder(stored, number)`, or many with `batch`.
+
+    A result is a `BadRow` that names the row where it is left out. It depends on nothing but the
+    row. Copies in forked or spawned processes work.
+
+    Args:
+        source: says what rows hold and where they stand.
+        tokenizer: see `Encoder`.
+        cfg: see `Encoder`, and `on_bad_row`.
+        vocab_size: see `Encoder`.
+    """
+
+    def __init__(
+        self,
+        source: DataSource,
+        tokenizer: PreTrainedTokenizerBase | None,
+        cfg: DataConfig,
+        vocab_size: int,
+    ) -> None:
+        self.source, self.encoder = source, Encoder(tokenizer, cfg, vocab_size)
+        self.skip = cfg.on_bad_row == "skip"
+
+    def __call__(self, stored: dict[str, Any], number: int) -> EncodedExample | BadRow:
+        """Return the example of the `number`-th row of the source; see `batch`."""
+        return self.batch([stored], number)[0]
+
+    def batch(self, stored: Sequence[dict[str, Any]], first: int) -> list[EncodedExample | BadRow]:
+        """Return the example of each row, or where the row stands and why it is left out.
+
+        Raises:
+            DataError: as for `encode`.
+        """
+        results = self.encoder.batch([or_bad(self.source.example, row) for row in stored])
+        for at, (row, result) in enumerate(zip(stored, results, strict=True)):
+            if isinstance(result, BadRow):
+                results[at] = self._left_out(result, row, first + at)
+        return results
+
+    def _left_out(self, bad: BadRow, stored: dict[str, Any], number: int) -> BadRow:
+        said = f"{self.source.place(stored, number)}: {bad}"
+        if isinstance(bad, EndsRun):
+            raise DataError(said)
+        if not isinstance(bad, LeftOut) and not self.skip:
+            raise self.source.refusal(stored, number, bad)
+        return BadRow(said, bad.reason)
+
+
 def encode(
     source: DataSource,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -140,145 +179,82 @@ def encode(
             `cfg.too_long` is `error`, with its file and row; documents without any text; or see
             `Encoder`.
     """
-    quiet_forks()
-    encoder = Encoder(tokenizer, cfg, vocab_size)
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    encoder = RowEncoder(source, tokenizer, cfg, vocab_size)
     key = _key(source, tokenizer, cfg, vocab_size)
-    counted = folder / f"encoded-{key}.json"
-    rows, found, processes = source.rows, {}, 1
-    if datasets.is_caching_enabled() and counted.is_file():
-        found = json.loads(counted.read_text("utf-8"))
-    cached = bool(found) and all(Path(file).is_file() for file in found["files"])
-    chat = source.layout.format == "conversation"
-    if cached:
-        processes = found["processes"]
-    elif chat and isinstance(cfg, FinetuneDataConfig):
-        processes = cfg.dataset_num_proc or min(_cores(), 1 + len(rows) // _ROWS_OF_A_PROCESS)
-        processes = max(1, min(processes, len(rows)))
-    mean = max(1, rows.data.nbytes // max(1, len(rows)))
-    size = max(1, min(_CHAT_ROWS if chat else _TEXT_ROWS, BATCH_BYTES // mean))
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        tokens = rows.map(
-            _Rows(source, encoder, Path(scratch)),
-            batched=True,
-            batch_size=size,
-            writer_batch_size=size,
-            with_indices=True,
-            with_rank=True,
-            num_proc=processes if processes > 1 else None,
-            remove_columns=rows.column_names,
-            features=_WHOLE if source.layout.whole else _IN_PART,
-            cache_file_name=str(folder / f"encoded-{key}.arrow"),
-            load_from_cache_file=cached,
-            new_fingerprint=key,
-            desc=f"Encoding {source.name}",
-        )
-        if not cached:
-            total = Counts()
-            for part in sorted(Path(scratch).iterdir(), key=lambda part: int(part.name)):
-                total.add(Counts(**json.loads(part.read_text("utf-8"))))
-            files = [file["filename"] for file in tokens.cache_files]
-            found = {"processes": processes, "files": files, "counts": asdict(total)}
-            _write(counted, json.dumps(found))
-    counts = Counts(**found["counts"])
+    file = cache_folder() / f"encoded-{key}.arrow"
+    counted = file.with_suffix(".json")
+    if not (datasets.is_caching_enabled() and file.is_file() and counted.is_file()):
+        counted.unlink(missing_ok=True)  # it says that the tokens are whole: it comes after them
+        counts = Counts()
+        schema = _WHOLE if source.layout.whole else _IN_PART
+        tables = _encoded(encoder, cfg, counts)
+        write_tables(file, tables, schema, f"Encoding {source.name}")
+        with replacing(counted) as scratch:
+            scratch.write_text(json.dumps(asdict(counts)), "utf-8")
+    counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
         _check_documents(source, counts)
+    tokens = open_tables(file, key)
     return EncodedSource(source.name, tokens, counts, source.weight, source.max_repeats)
 
 
-class RowEncoder:
-    """Rows of a stream to examples, one by one, by the settings and with the counts of `encode`.
-
-    `row_encoder(raw, index)` is a `BadRow` that names the row where it is left out, and counted in
-    `counts`. It depends on nothing but the row. Copies in forked or spawned processes work, and
-    count for themselves.
-
-    Args:
-        source: its `rows` are not read.
-        tokenizer: see `Encoder`.
-        cfg: see `Encoder`, and `on_bad_row`.
-        vocab_size: see `Encoder`.
-    """
-
-    def __init__(
-        self,
-        source: DataSource,
-        tokenizer: PreTrainedTokenizerBase | None,
-        cfg: DataConfig,
-        vocab_size: int,
-    ) -> None:
-        self._work = _Rows(source, Encoder(tokenizer, cfg, vocab_size))
-
-    @property
-    def counts(self) -> Counts:
-        """What came of the rows so far."""
-        return self._work.counts
-
-    def __call__(self, raw: dict[str, Any], index: int) -> EncodedExample | BadRow:
-        """Return the example of a stored row; where it is left out, its place and why.
-
-        Raises:
-            DataError: as for `encode`.
-        """
-        (result,) = self._work.settled([raw], [(raw, index)])
-        return result
-
-
-class _Rows:
-    """Stored rows to examples, with the policy and the counts, which a process of `map` writes."""
-
-    def __init__(self, source: DataSource, encoder: Encoder, folder: Path | None = None) -> None:
-        self.source, self.encoder, self.counts, self.folder = source, encoder, Counts(), folder
-
-    def __call__(self, columns: dict[str, list], rows: list[int], rank: int | None) -> pa.Table:
-        raws = [{name: values[k] for name, values in columns.items()} for k in range(len(rows))]
-        settled = self.settled(raws, rows)
-        if self.folder is not None:
-            counts = json.dumps(asdict(self.counts))
-            Path(self.folder, str(rank or 0)).write_text(counts, "utf-8")
-        if self.source.layout.whole:
+def _encoded(encoder: RowEncoder, cfg: DataConfig, counts: Counts) -> Iterator[pa.Table]:
+    """Yield the tokens of rows that follow each other, and count the rows."""
+    source = encoder.source
+    total, whole = len(source.rows), source.layout.whole
+    most, processes = _TEXT_ROWS, 1
+    if source.layout.format == "conversation" and isinstance(cfg, FinetuneDataConfig):
+        asked = cfg.dataset_num_proc or min(_cores(), 1 + total // _ROWS_OF_A_PROCESS)
+        processes = min(asked, total)
+        most = min(_CHAT_ROWS, -(-total // processes))
+    step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
+    starts = range(0, total, step)
+    for first, results in zip(starts, _each(encoder, starts, processes), strict=True):
+        for result in results:
+            counts.add(result)
+        if whole:  # a row that is left out is an empty document
             nothing = np.zeros(0, np.int32)
-            ids = [nothing if isinstance(e, BadRow) else e.input_ids for e in settled]
-            return pa.table({"input_ids": _lists(ids)})
-        pairs = zip(rows, settled, strict=True)
-        kept = [(row, example) for row, example in pairs if isinstance(example, EncodedExample)]
-        return pa.table(
-            {
-                "input_ids": _lists([e.input_ids for _, e in kept]),
-                "spans": _lists([np.asarray(e.spans, np.int32).reshape(-1) for _, e in kept]),
-                "row": pa.array([row for row, _ in kept], pa.int64()),
-            }
-        )
+            ids = [nothing if isinstance(r, BadRow) else r.input_ids for r in results]
+            yield pa.table([_lists(ids)], schema=_WHOLE)
+            continue
+        kept = [(at, r) for at, r in enumerate(results, first) if isinstance(r, EncodedExample)]
+        ids, spans = [r.input_ids for _, r in kept], [np.array(r.spans, np.int32).ravel() for _, r in kept]
+        rows = pa.array([at for at, _ in kept], pa.int64())
+        yield pa.table([_lists(ids), _lists(spans), rows], schema=_IN_PART)
 
-    def settled(
-        self, raws: list[dict[str, Any]], places: Sequence[RowPlace]
-    ) -> list[EncodedExample | BadRow]:
-        """Return the example of each row, or why it is left out, and count."""
-        examples: list[Example | BadRow] = []
-        for raw in raws:
-            try:
-                examples.append(self.source.example(raw))
-            except BadRow as bad:
-                examples.append(bad)
-        return [
-            self._settled(result, place)
-            for result, place in zip(self.encoder.batch(examples), places, strict=True)
-        ]
 
-    def _settled(self, result: EncodedExample | BadRow, at: RowPlace) -> EncodedExample | BadRow:
-        if isinstance(result, EncodedExample):
-            self.counts.keep(result)
-            return result
-        if isinstance(result, EndsRun):
-            raise DataError(f"{self.source.place(at)}: {result}")
-        if not isinstance(result, LeftOut) and self.encoder.cfg.on_bad_row == "error":
-            raise self.source.refusal(at, result)
-        # All but the first few of a reason are only counted, and not asked where they stand.
-        shown = len(self.counts.places.get(result.reason, [])) < _PLACES
-        said = f"{self.source.place(at)}: {result}" if shown else str(result)
-        self.counts.drop(result.reason, said)
-        return BadRow(said, result.reason)
+def _each(
+    encoder: RowEncoder, starts: range, processes: int
+) -> Iterator[list[EncodedExample | BadRow]]:
+    """Yield what becomes of the rows from each start to the next."""
+    if processes == 1:
+        yield from (_results(encoder, first, starts.step) for first in starts)
+        return
+    with ProcessPoolExecutor(processes, initializer=_set_encoder, initargs=(encoder,)) as pool:
+        yield from pool.map(_results_here, starts, [starts.step] * len(starts))
+
+
+def _results(encoder: RowEncoder, first: int, count: int) -> list[EncodedExample | BadRow]:
+    columns = encoder.source.rows[first : first + count]
+    rows = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+    return encoder.batch(rows, first)
+
+
+_encoder: RowEncoder | None = None
+"""That of this worker process."""
+
+
+def _set_encoder(encoder: RowEncoder) -> None:
+    global _encoder
+    _encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
+
+
+def _results_here(first: int, count: int) -> list[EncodedExample | BadRow]:
+    assert _encoder is not None
+    return _results(_encoder, first, count)
 
 
 def _check_documents(source: DataSource, counts: Counts) -> None:
@@ -295,19 +271,13 @@ def _check_documents(source: DataSource, counts: Counts) -> None:
 
 
 def _lists(values: list[np.ndarray]) -> pa.ListArray:
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([len(v) for v in values], out=offsets[1:])
-    flat = np.concatenate(values) if values else np.zeros(0, np.int32)
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    flat = np.concatenate([np.zeros(0, np.int32), *values])
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cache_folder() -> Path:
-    """Return the folder of what was tokenised, beneath the cache of `datasets`."""
-    return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
 
 
 def _key(
@@ -323,11 +293,10 @@ def _key(
         names += ["supervise", "too_long", "sequence_length", "packing"]
         if source.layout.format == "conversation" and tokenizer is not None:
             templates = chat_templates(tokenizer, cfg.chat_template)
-    parts = (
+    return digest_of(
         source.rows._fingerprint,
         _VERSION,
         source.layout,
-        source.raw,
         b"" if tokenizer is None else content_of(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
@@ -335,15 +304,3 @@ def _key(
         {name: getattr(cfg, name) for name in names},
         vocab_size if source.layout.format == "tokenised" else "",
     )
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        data = part if isinstance(part, bytes) else repr(part).encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
-    scratch = file.with_suffix(f".tmp-{os.getpid()}")
-    scratch.write_text(text, "utf-8")
-    os.replace(scratch, file)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from toolkit.data.chat import Chat, Rendered
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.text_ids import Span, TextTokenizer
+from toolkit.data.tokens.text_ids import Span, TextTokenizer, TokenSpans
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 
@@ -61,7 +62,7 @@ class EncodedExample:
 
 
 class Encoder:
-    """Examples to token ids and spans: `encoder(example)`, or many at a time with `batch`.
+    """Examples to token ids and spans, many at a time with `batch`.
 
     Conversations are rendered with the chat template and tokenised without adding any special
     token. Texts and pairs of prompt and completion are tokenised as one text, with the special
@@ -82,12 +83,11 @@ class Encoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
     ) -> None:
-        self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.finetune = cfg if isinstance(cfg, FinetuneDataConfig) else None
         self.supervise = "all" if self.finetune is None else self.finetune.supervise
         bounded = self.finetune is not None and cfg.packing != "wrapped"
         self.limit = cfg.sequence_length if bounded else None
-        self._chat: Chat | None = None
         if tokenizer is None:
             return
         check_vocabulary(tokenizer, vocab_size)
@@ -103,92 +103,51 @@ class Encoder:
                     tokenizer.name_or_path,
                 )
 
-    def __call__(self, example: Example) -> EncodedExample:
-        """Return one example as token ids.
-
-        Raises:
-            BadRow: it cannot be used: the template refuses it, none of it is learned, an id is out
-                of the vocabulary. `LeftOut`: the settings leave it out for its length; `EndsRun`:
-                the run ends for it.
-            DataError: see `batch`.
-        """
-        (result,) = self.batch([example])
-        if isinstance(result, BadRow):
-            raise result
-        return result
-
     def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedExample | BadRow]:
         """Return each example as token ids, or what is wrong with it, in order.
+
+        A BadRow: the template refuses it, none of it is learned, an id is out of the vocabulary;
+        `LeftOut`: the settings leave it out for its length; `EndsRun`: the run ends for it.
 
         Raises:
             DataError: there is no tokenizer, no chat template, or `supervise` does not go with what
                 the examples are.
         """
-        out: list[EncodedExample | BadRow | None] = [None] * len(examples)
-        texts: list[tuple[int, str, list[Span], dict[str, int]]] = []
-        chats: list[tuple[int, Conversation]] = []
-        for at, example in enumerate(examples):
-            match example:
-                case BadRow():
-                    out[at] = example
-                case Tokens():
-                    out[at] = self._tokens(example)
-                case Text(text=text):
-                    self._check_mode("texts", "auto", "all")
-                    texts.append((at, text, [(0, len(text))], {}))
-                case PromptCompletion(prompt=prompt, completion=completion):
-                    self._check_mode("prompts and completions", "auto", "completion", "all")
-                    text = prompt + completion
-                    begin = 0 if self.supervise == "all" else len(prompt)
-                    texts.append((at, text, [(begin, len(text))], {}))
-                case Conversation():
-                    chats.append((at, example))
-        for (at, _), rendered in zip(chats, self._render([c for _, c in chats]), strict=True):
-            if isinstance(rendered, BadRow):
-                out[at] = rendered
-            else:
-                texts.append((at, rendered.text, rendered.spans, rendered.notes))
+        out = [self._rendered(example) for example in examples]
+        texts = [(at, text) for at, text in enumerate(out) if isinstance(text, Rendered)]
         if texts:
-            self._check_tokenizer()
-            marked = self._texts.encode([t[1] for t in texts], [t[2] for t in texts])
-            for (at, _, _, notes), result in zip(texts, marked, strict=True):
-                if isinstance(result, BadRow):
-                    out[at] = result
-                    continue
-                notes = notes | ({ACROSS: result.across} if result.across else {})
-                out[at] = self._of_text(examples[at], result.ids, result.spans, notes)
-        return [o if o is not None else BadRow("no example") for o in out]
+            found = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
+            for (at, text), marked in zip(texts, found, strict=True):
+                out[at] = self._of_text(examples[at], marked, text.notes)
+        return out  # type: ignore[return-value]
 
-    def _of_text(
-        self, example: object, ids: np.ndarray, spans: list[Span], notes: dict[str, int]
-    ) -> EncodedExample | BadRow:
-        ids, spans = self._framed(example, ids, spans)
-        if not isinstance(example, Text):
-            return self._fitted(ids, spans, notes, self.limit)
-        # A part of a document may be one token, which only the document learns.
-        if self.finetune is None or (len(ids) and not (example.start and example.end)):
-            return EncodedExample(ids, spans if len(ids) else [], notes=notes, piece=self.limit)
-        fitted = self._fitted(ids, spans, notes, None)
-        return replace(fitted, piece=self.limit) if isinstance(fitted, EncodedExample) else fitted
-
-    def _render(self, conversations: list[Conversation]) -> list[Rendered | BadRow]:
-        if not conversations:
-            return []
-        if self._chat is None:
-            self._chat = Chat(
-                self._check_tokenizer(),
-                supervise=self.supervise,
-                chat_template=self.finetune.chat_template if self.finetune else None,
-            )
-        return self._chat.render(conversations)
-
-    def _check_tokenizer(self) -> PreTrainedTokenizerBase:
+    def _rendered(self, example: Example | BadRow) -> Rendered | EncodedExample | BadRow:
+        """Return the text of an example; of token ids what they become."""
+        if isinstance(example, BadRow):
+            return example
+        if isinstance(example, Tokens):
+            return self._of_ids(example)
         if self.tokenizer is None:
             raise DataError(
                 "expected a tokenizer, since the data is text; set model.tokenizer_name_or_path, "
                 "or give data with a column input_ids"
             )
-        return self.tokenizer
+        if isinstance(example, Text):
+            self._check_mode("texts", "auto", "all")
+            return Rendered(example.text, [(0, len(example.text))])
+        if isinstance(example, PromptCompletion):
+            self._check_mode("prompts and completions", "auto", "completion", "all")
+            text = example.prompt + example.completion
+            begin = 0 if self.supervise == "all" else len(example.prompt)
+            return Rendered(text, [(begin, len(text))])
+        (rendered,) = self._chat.render([example])
+        return rendered
+
+    @cached_property
+    def _chat(self) -> Chat:
+        assert self.tokenizer is not None
+        template = self.finetune.chat_template if self.finetune else None
+        return Chat(self.tokenizer, supervise=self.supervise, chat_template=template)
 
     def _check_mode(self, what: str, *modes: str) -> None:
         if self.supervise not in modes:
@@ -197,7 +156,7 @@ class Encoder:
                 f"{', '.join(modes)}"
             )
 
-    def _tokens(self, example: Tokens) -> EncodedExample | BadRow:
+    def _of_ids(self, example: Tokens) -> EncodedExample | BadRow:
         ids = np.asarray(example.input_ids, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
@@ -210,30 +169,46 @@ class Encoder:
                 said = f"{said}; the data needs {cure} (model.resize_embeddings)"
                 return EndsRun(said, "token id out of the vocabulary")
             return BadRow(said, "token id out of the vocabulary")
+        whole = [(0, len(ids))] if len(ids) else []
         if self.finetune is None:
-            return EncodedExample(ids.astype(np.int32), [(0, len(ids))] if len(ids) else [])
+            return EncodedExample(ids.astype(np.int32), whole)
         if example.labels is None:
             self._check_mode("token ids without labels", "auto", "all")
-            return self._fitted(ids, [(0, len(ids))], {}, self.limit)
+            return self._fitted(ids, whole, {}, self.limit)
         learned = np.concatenate([[0], np.asarray(example.labels) != IGNORED, [0]]).astype(np.int8)
-        turns = np.flatnonzero(np.diff(learned)).tolist()
-        return self._fitted(ids, list(zip(turns[::2], turns[1::2], strict=True)), {}, self.limit)
+        edges = np.flatnonzero(np.diff(learned)).tolist()
+        return self._fitted(ids, list(zip(edges[::2], edges[1::2], strict=True)), {}, self.limit)
+
+    def _of_text(
+        self, example: Example | BadRow, marked: TokenSpans | BadRow, notes: dict[str, int]
+    ) -> EncodedExample | BadRow:
+        if isinstance(marked, BadRow):
+            return marked
+        notes = notes | ({ACROSS: marked.across} if marked.across else {})
+        ids, spans = marked.ids, marked.spans
+        if not isinstance(example, Conversation):
+            ids, spans = self._framed(example, ids, spans)
+        if not isinstance(example, Text):
+            return self._fitted(ids, spans, notes, self.limit)
+        # A part of a document may be one token, which only the document learns.
+        if self.finetune is None or (len(ids) and not (example.start and example.end)):
+            return EncodedExample(ids, spans, notes=notes, piece=self.limit)
+        fitted = self._fitted(ids, spans, notes, None)
+        return replace(fitted, piece=self.limit) if isinstance(fitted, EncodedExample) else fitted
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
         """Put the tokenizer's special tokens around a text that no template did."""
-        if isinstance(example, Conversation):
-            return ids, spans
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
-            return ids, spans
+            return ids, []
         before, after = self._before if start else [], self._after if end else []
         if end and self._eos and [*ids[-1:], *after][-1:] != self._eos:
             after = after + self._eos
         framed = np.concatenate([before, ids, after]).astype(np.int32)
         if isinstance(example, Text) or self.supervise == "all":
-            return framed, [(0, len(framed))]
+            return framed, [(0, len(framed))] if len(framed) else []
         spans = [(first + len(before), last + len(before)) for first, last in spans]
         if after:  # the end of a completion is learned with it
             inner = len(before) + len(ids)

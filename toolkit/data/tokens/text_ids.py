@@ -13,8 +13,8 @@ sees that one. They are counted. Many tokenizers leave the white space before a 
 offsets of its token, which is looked for in the token itself.
 """
 
-import os
 import tempfile
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.tables import groups
 from toolkit.data.sources.text_files import parts_of
 from toolkit.errors import DataError
 
@@ -73,44 +74,24 @@ class TextTokenizer:
         A tokenizer without the Rust backend gives no offsets: a text is then cut at the edges of
         its spans, and refused where the pieces give other ids than the whole.
         """
-        out: list[TokenSpans | BadRow | None] = [None] * len(texts)
-        whole = [at for at, text in enumerate(texts) if list(spans[at]) == [(0, len(text))]]
-        for at, ids in zip(whole, self.ids([texts[at] for at in whole]), strict=True):
-            out[at] = TokenSpans(ids, [(0, len(ids))] if len(ids) else [])
-        rest = [at for at, found in enumerate(out) if found is None]
-        for at in [at for at in rest if len(texts[at]) > BATCH_BYTES]:
-            out[at] = BadRow(
-                f"expected a text of at most {BATCH_BYTES:,} characters, got {len(texts[at]):,}",
-                "too long",
-            )
-            rest.remove(at)
-        if not self.tokenizer.is_fast:
-            for at in rest:
-                out[at] = self._in_pieces(texts[at], spans[at])
-        elif rest:
-            with _whole_texts(self.tokenizer) as backend:
-                batch = backend.encode_batch([texts[at] for at in rest], add_special_tokens=False)
-            for at, encoded in zip(rest, batch, strict=True):
-                out[at] = _marked(texts[at], encoded, spans[at], backend.id_to_token)
-        return out  # type: ignore[return-value]
+        pairs = list(zip(texts, spans, strict=True))
+        whole = [list(marked) == [(0, len(text))] for text, marked in pairs]
+        ids = iter(self.ids([text for text, all_of in zip(texts, whole, strict=True) if all_of]))
+        in_part = iter(self._in_part([pair for pair, o in zip(pairs, whole, strict=True) if not o]))
+        return [_whole(next(ids)) if all_of else next(in_part) for all_of in whole]
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text; int32."""
-        parts, owner = [], []
-        for at, text in enumerate(texts):
-            cut = [text] if len(text) <= BATCH_BYTES else list(parts_of(text))
-            parts += cut
-            owner += [at] * len(cut)
+        parts = (
+            (at, part)
+            for at, text in enumerate(texts)
+            for part in ([text] if len(text) <= BATCH_BYTES else parts_of(text))
+        )
         found: list[list[np.ndarray]] = [[] for _ in texts]
-        first = 0
-        while first < len(parts):
-            last, size = first + 1, len(parts[first])
-            while last < len(parts) and (size := size + len(parts[last])) <= BATCH_BYTES:
-                last += 1
-            batch = self.lists(parts[first:last])
-            for at, ids in zip(owner[first:last], batch, strict=True):
+        for group in groups(parts, lambda part: len(part[1]), BATCH_BYTES):
+            batch = self.lists([text for _, text in group])
+            for (at, _), ids in zip(group, batch, strict=True):
                 found[at].append(np.array(ids, np.int32))
-            first = last
         return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in found]
 
     def lists(self, texts: list[str], special: bool = False) -> list[list[int]]:
@@ -138,6 +119,18 @@ class TextTokenizer:
             f"the tokenizer gives {full} for 'a' with special tokens and {bare} without: expected "
             "the latter within the former; use a tokenizer that only puts tokens around a text"
         )
+
+    def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
+        """Return the ids of texts that are not learned whole."""
+        if not self.tokenizer.is_fast:
+            return [_too_long(text) or self._in_pieces(text, spans) for text, spans in pairs]
+        with _whole_texts(self.tokenizer) as backend:
+            short = ["" if _too_long(text) else text for text, _ in pairs]
+            batch = backend.encode_batch(short, add_special_tokens=False)
+            return [
+                _too_long(text) or _marked(text, encoded, spans, backend.id_to_token)
+                for (text, spans), encoded in zip(pairs, batch, strict=True)
+            ]
 
     def _in_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
         (whole,) = self.lists([text])
@@ -169,34 +162,6 @@ def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
         return b"".join(p.name.encode() + p.read_bytes() for p in files)
 
 
-def quiet_forks() -> None:
-    """Make processes forked from here (DataLoader workers) use tokenizers in one thread.
-
-    Threads do not survive a fork, so tokenizers before 0.23 warns on each one that follows a
-    parallel run and asks for `TOKENIZERS_PARALLELISM`. Set in the parent it would end the parallel
-    run, so it is set for the moment of the fork only.
-    """
-    global _forks_are_quiet
-    if _forks_are_quiet:
-        return
-    _forks_are_quiet = True
-    name, unset = "TOKENIZERS_PARALLELISM", []
-
-    def before() -> None:
-        if name not in os.environ:
-            os.environ[name] = "false"
-            unset.append(name)
-
-    def after_in_parent() -> None:
-        while unset:
-            os.environ.pop(unset.pop(), None)
-
-    os.register_at_fork(before=before, after_in_parent=after_in_parent)
-
-
-_forks_are_quiet = False
-
-
 @contextmanager
 def _whole_texts(tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenizer]:
     """Give the Rust tokenizer with truncation and padding off."""
@@ -213,81 +178,52 @@ def _whole_texts(tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenizer]:
             backend.enable_padding(**padding)
 
 
+def _too_long(text: str) -> BadRow | None:
+    if len(text) <= BATCH_BYTES:
+        return None
+    said = f"expected a text of at most {BATCH_BYTES:,} characters, got {len(text):,}"
+    return BadRow(said, "too long")
+
+
+def _whole(ids: np.ndarray) -> TokenSpans:
+    return TokenSpans(ids, [(0, len(ids))] if len(ids) else [])
+
+
 def _marked(
     text: str, encoded: Encoding, spans: Sequence[Span], named: Callable[[int], str | None]
 ) -> TokenSpans:
+    """Return the tokens that hold no character outside of `spans`."""
     ids = np.array(encoded.ids, np.int32)
-    if not len(ids) or not spans:
-        return TokenSpans(ids, [])
-    found = _Edges(text, encoded, ids, named)
-    out: list[Span] = []
-    across: set[int] = set()
-    for begin, end in spans:
-        first, last = found.after(begin), found.before(end)
-        across.update(found.over(begin, first), found.over(end, last))
-        if last > first:
-            out.append((first, last))
-    return TokenSpans(ids, out, len(across))
+    tokens = range(len(ids))
 
-
-@dataclass(frozen=True)
-class _Edges:
-    """Tokens around a character; only a few tokens are asked for theirs."""
-
-    text: str
-    encoded: Encoding
-    ids: np.ndarray
-    named: Callable[[int], str | None]
-
-    @property
-    def count(self) -> int:
-        return len(self.ids)
-
-    def after(self, edge: int) -> int:
-        """Return the first token with no character before `edge`."""
-        at = self._at(edge)
-        while at and self._chars(at - 1)[0] >= edge:
-            at -= 1
-        while at < self.count and self._chars(at)[0] < edge:
-            at += 1
-        return at
-
-    def before(self, edge: int) -> int:
-        """Return the first token after those with no character from `edge` on."""
-        at = self._at(edge)
-        while at < self.count and self._chars(at)[1] <= edge:
-            at += 1
-        while at and self._chars(at - 1)[1] > edge:
-            at -= 1
-        return at
-
-    def over(self, edge: int, near: int) -> list[int]:
-        """Return the tokens around `near` with characters on both sides of `edge`."""
-        low = high = near
-        while low and self._chars(low - 1)[1] > edge:
-            low -= 1
-        while high < self.count and self._chars(high)[0] < edge:
-            high += 1
-        return [at for at in range(low, high) if self._chars(at)[0] < edge < self._chars(at)[1]]
-
-    def _at(self, char: int) -> int:
-        for place in range(char, len(self.text)):  # no token may hold white space
-            if (token := self.encoded.char_to_token(place)) is not None:
-                return token
-        return self.count
-
-    def _chars(self, at: int) -> Span:
+    def chars(at: int) -> Span:
         """Return the characters of a token, with the white space that its offsets leave out."""
-        begin, end = self.encoded.token_to_chars(at) or (0, 0)
-        token = self.named(int(self.ids[at])) or ""
-        if begin == end or not self.text[begin].isspace():
+        begin, end = encoded.token_to_chars(at) or (0, 0)
+        token = named(int(ids[at])) or ""
+        if begin == end or not text[begin].isspace():
             for sign in token:
-                if sign not in _SPACES or not begin or not self.text[begin - 1].isspace():
+                if sign not in _SPACES or not begin or not text[begin - 1].isspace():
                     break
                 begin -= 1
-        if begin < end and not self.text[end - 1].isspace():
+        if begin < end and not text[end - 1].isspace():
             for sign in reversed(token):
-                if sign not in _SPACES or not self.text[end : end + 1].isspace():
+                if sign not in _SPACES or not text[end : end + 1].isspace():
                     break
                 end += 1
         return begin, end
+
+    def after(edge: int) -> int:
+        """Return the first token with no character before `edge`."""
+        return bisect_left(tokens, edge, key=lambda at: chars(at)[0])
+
+    def before(edge: int) -> int:
+        """Return the first token with a character from `edge` on."""
+        return bisect_right(tokens, edge, key=lambda at: chars(at)[1])
+
+    out: list[Span] = []
+    across: set[int] = set()
+    for begin, end in spans:
+        across.update(at for edge in (begin, end) for at in range(before(edge), after(edge)))
+        if before(end) > after(begin):
+            out.append((after(begin), before(end)))
+    return TokenSpans(ids, out, len(across))

@@ -1,6 +1,7 @@
 """The tokenizer of a run: the model's own, one that is named, or one trained on the text."""
 
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -9,26 +10,20 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pyarrow.compute as pc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, ModelConfig
 from toolkit.data.examples.recognise import Text
-from toolkit.data.sources.columns import as_data_error
-from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
+from toolkit.data.sources.tables import as_data_error
 from toolkit.errors import ConfigError, DataError, ModelError
 from toolkit.formats import check_config
+from toolkit.models.causal_lm import load_config, one_line
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer; its id is 0."""
@@ -83,8 +78,9 @@ def _find_or_train(model: ModelConfig, data: DataConfig, folder: Path, keep: boo
     if model.tokenizer_name_or_path is not None:
         return model
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
+    with_trained = replace(model, tokenizer_name_or_path=str(folder))
     if trained and keep:
-        return replace(model, tokenizer_name_or_path=str(folder))
+        return with_trained
     sources = load_sources(data, builtin="text", documents=True)
     formats = {source.layout.format for source in sources}
     if formats == {"tokenised"}:
@@ -104,8 +100,9 @@ def _find_or_train(model: ModelConfig, data: DataConfig, folder: Path, keep: boo
         raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
     digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=16)
     made_of = f"{digest.hexdigest()} {vocab_size}"
-    if trained and _read(folder / _MADE_OF) == made_of:
-        return replace(model, tokenizer_name_or_path=str(folder))
+    note = folder / _MADE_OF
+    if trained and note.is_file() and note.read_text("utf-8") == made_of:
+        return with_trained
     if trained:
         shutil.rmtree(folder)  # of an earlier start on other text, which came to nothing
     if model.init == "pretrained" and ranks.rank() == 0:
@@ -115,8 +112,8 @@ def _find_or_train(model: ModelConfig, data: DataConfig, folder: Path, keep: boo
             model.name_or_path,
         )
     train_tokenizer(texts, vocab_size, folder)
-    (folder / _MADE_OF).write_text(made_of, "utf-8")
-    return replace(model, tokenizer_name_or_path=str(folder))
+    note.write_text(made_of, "utf-8")
+    return with_trained
 
 
 @ranks.collective
@@ -162,10 +159,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
         )
         size = len(tokenizer.get_vocab())
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise DataError(
-            f"the tokenizer {name} cannot be loaded ({said}); check the files of that folder, or "
-            "set model.tokenizer_name_or_path to another one"
+            f"the tokenizer {name} cannot be loaded ({one_line(error)}); check the files of that "
+            "folder, or set model.tokenizer_name_or_path to another one"
         ) from error
     if not size:
         raise DataError(
@@ -251,52 +247,34 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _read(file: Path) -> str | None:
-    return file.read_text("utf-8") if file.is_file() else None
-
-
 def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]:
     """Yield `TRAINING_BYTES` of text or less: every k-th row, or of streams the first of each."""
     left = TRAINING_BYTES
-    if data.streaming:
-        for number, source in enumerate(sources):
-            room = left // (len(sources) - number)
-            for text in _texts(source, source.rows, 1, data):
-                yield text[:room]
-                room, left = room - len(text[:room]), left - len(text[:room])
-                if room <= 0:
-                    break
-        return
-    columns = [s.rows.data.column("raw" if s.raw else s.layout.columns[0]) for s in sources]
-    total = sum(
-        pc.sum(pc.binary_length(chunk)).as_py() or 0
-        for column in columns
-        for chunk in column.chunks
-    )
+    total = 0 if data.streaming else sum(s.rows.data.column(0).nbytes for s in sources)
     stride, before = max(1, math.ceil(total / TRAINING_BYTES)), 0
-    for source in sources:
-        chosen = range(-before % stride, len(source.rows), stride)
-        for text in _texts(source, source.rows.select(chosen), stride, data):
-            yield text[:left]
-            left -= len(text)
-            if left <= 0:
-                return
-        before += len(source.rows)
+    for number, source in enumerate(sources):
+        room = left // (len(sources) - number) if data.streaming else left
+        left -= room
+        for text in _texts(source, -before % stride, stride, data):
+            yield text[:room]
+            room -= len(text[:room])
+            if room <= 0:
+                break
+        left += room
+        before += 0 if data.streaming else len(source.rows)
 
 
-def _texts(source: DataSource, rows: Any, stride: int, data: DataConfig) -> Iterator[str]:
-    """Yield the text of each of `rows`; empty where it is left out."""
+def _texts(source: DataSource, first: int, stride: int, data: DataConfig) -> Iterator[str]:
+    """Yield the text of every `stride`-th row from `first` on; empty where it is left out."""
+    rows = source.rows
+    if not data.streaming:
+        rows = rows.select(range(first, len(rows), stride))
     try:
-        for number, stored in enumerate(rows):
-            try:
-                example = source.example(stored)
-                yield example.text if isinstance(example, Text) else ""
-            except BadRow as bad:
-                if data.on_bad_row == "error":
-                    raise source.refusal((stored, number * stride), bad) from bad
-                yield ""
-    except DataError:
-        raise
+        for number, stored in zip(itertools.count(first, stride), rows, strict=False):
+            example = or_bad(source.example, stored)
+            if isinstance(example, BadRow) and data.on_bad_row == "error":
+                raise source.refusal(stored, number, example)
+            yield example.text if isinstance(example, Text) else ""
     except Exception as error:
         raise as_data_error(error, source.where) from error
 
@@ -307,25 +285,15 @@ def _has_tokenizer(model: ModelConfig) -> bool:
         return bool(_tokenizer_files(path))
     if path.exists() or model.name_or_path.startswith((".", "/", "~")):
         raise ModelError(f"model.name_or_path {model.name_or_path} is not a folder")
+    options = {"revision": model.revision, "_raise_exceptions_for_missing_entries": False}
     try:
-        return any(_on_hub(model, name) for name in _FILES)
+        return any(cached_file(model.name_or_path, name, **options) for name in _FILES)
     except Exception as error:
         # Unreachable is not absent: going on would train another tokenizer without a word.
-        said = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"cannot see whether {model.name_or_path} has a tokenizer ({said}); it is no folder "
-            "here (check the path), and the Hub did not answer for it"
+            f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)}); it is "
+            "no folder here (check the path), and the Hub did not answer for it"
         ) from error
-
-
-def _on_hub(model: ModelConfig, name: str) -> bool:
-    found = cached_file(
-        model.name_or_path,
-        name,
-        revision=model.revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return found is not None
 
 
 def _tokenizer_files(folder: Path) -> list[str]:
@@ -334,15 +302,9 @@ def _tokenizer_files(folder: Path) -> list[str]:
 
 def _vocab_size(model: ModelConfig) -> int:
     try:
-        config = AutoConfig.from_pretrained(
-            str(Path(model.name_or_path).expanduser()),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-        return int(config.get_text_config().vocab_size)
-    except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return int(load_config(model).get_text_config().vocab_size)
+    except (ModelError, AttributeError) as error:
         raise ModelError(
             f"expected a config.json with a vocab_size in {model.name_or_path}, to train a "
-            f"tokenizer of that size ({said})"
+            f"tokenizer of that size ({one_line(error)})"
         ) from error

@@ -1,0 +1,353 @@
+"""Rows as Arrow tables: of files, cached or streamed, and of data sets by name.
+
+[Note: text as bytes]
+Parquet and Arrow do not check that text is UTF-8, and reading one row that is not fails for its
+whole batch. So columns of text are viewed as binary (the same bytes; nothing is copied), and each
+row is decoded by itself.
+"""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets.iterable_dataset import ArrowExamplesIterable
+from datasets.table import MemoryMappedTable, table_cast
+from datasets.utils import tqdm
+
+from toolkit.config.settings import SourceConfig
+from toolkit.data.sources.files import Kind, is_data_set
+from toolkit.data.sources.row_values import BadRow
+from toolkit.errors import DataError
+
+T = TypeVar("T")
+RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
+Reader: TypeAlias = Callable[..., Iterator[pa.Table]]
+"""`reader(file, **options)` gives the rows of a file, with a column `PLACE`."""
+
+FILE, PLACE = "_file", "_place"
+"""Columns of a row of a file: the index of the file, and where in it the row stands, in words."""
+
+_VERSION = 1
+"""Part of the cache key: raise it when the same files give other rows."""
+_TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
+
+
+# --------------------------------------------------------------------------------------------------
+# The cache
+# --------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Return the folder of what was read and tokenised, beneath the cache of `datasets`."""
+    return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
+
+
+def digest_of(*parts: Any) -> str:
+    """Return a name for plain values, the same in every process."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def stamped(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return (path, bytes, time) of each file: what a cached result of reading them depends on."""
+    return [(str(f), s.st_size, s.st_mtime_ns) for f in files for s in [f.stat()]]
+
+
+def cached(key: str, tables: Iterable[pa.Table], schema: pa.Schema, where: str) -> datasets.Dataset:
+    """Return the rows of `tables`, which are read only where no earlier start wrote them."""
+    file = cache_folder() / f"rows-{key}.arrow"
+    if not (datasets.is_caching_enabled() and file.is_file()):
+        write_tables(file, tables, schema, f"Reading {where}")
+    return open_tables(file, key)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Give a file to write, which takes the place of `file` once it is whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".tmp-{uuid.uuid4().hex}")
+    try:
+        yield scratch
+        os.replace(scratch, file)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_tables(file: Path, tables: Iterable[pa.Table], schema: pa.Schema, what: str) -> None:
+    """Write an Arrow file, which appears whole or not at all; `what` stands at the progress bar.
+
+    Holds one table at a time.
+    """
+    with (
+        replacing(file) as scratch,
+        pa.ipc.new_stream(str(scratch), schema) as out,
+        tqdm(desc=what, unit=" rows") as bar,
+    ):
+        for table in tables:
+            out.write_table(table)
+            bar.update(len(table))
+
+
+def open_tables(file: Path, fingerprint: str) -> datasets.Dataset:
+    """Return the rows of a file of `write_tables`, memory-mapped."""
+    return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=fingerprint)
+
+
+def groups(
+    items: Iterable[T], size: Callable[[T], int], most: int, count: int | None = None
+) -> Iterator[list[T]]:
+    """Yield items in groups of at most `count`, whose sizes come to `most` or less; a larger item
+    is a group of its own.
+    """
+    group: list[T] = []
+    total = 0
+    for item in items:
+        length = size(item)
+        if group and (total + length > most or len(group) == count):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += length
+    if group:
+        yield group
+
+
+def in_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield rows as tables of some megabytes, by the length of their first values."""
+    for group in groups(rows, lambda row: len(row[0]), _TABLE_BYTES, _TABLE_ROWS):
+        columns = zip(zip(*group, strict=True), schema, strict=True)
+        yield pa.table([pa.array(values, f.type) for values, f in columns], schema=schema)
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+def read_files(
+    reader: Reader,
+    files: list[Path],
+    where: str,
+    schema: pa.Schema | None = None,
+    *,
+    streaming: bool,
+    **options: Any,
+) -> RowDataset:
+    """Return the rows of `files`, in order, with `FILE` and `PLACE`.
+
+    A `Dataset` is read once and cached until a file changes. A stream reads while it is iterated,
+    one shard a file; skipping reads tables without making rows of them.
+
+    Args:
+        reader: reads one file.
+        files: all of one kind.
+        where: the setting they come from, for messages.
+        schema: of the reader's tables; None: that of the first one, to which others are cast.
+        streaming: read while iterating.
+        options: further arguments of the reader.
+
+    Raises:
+        DataError: a file cannot be read, or its columns do not fit the first one's; names the row.
+            (While iterating, where it is streamed.) There is no row to take the schema from.
+    """
+    paths, indices = [str(f) for f in files], list(range(len(files)))
+    if schema is None:
+        first = next(_tables(paths, indices, reader, None, options), None)
+        if first is None:
+            raise DataError(f"{where}: expected examples, found no row")
+        schema = first[1].schema
+    else:
+        schema = schema.append(pa.field(FILE, pa.int32()))
+    if not streaming:
+        key = digest_of(_VERSION, reader.__qualname__, stamped(files), options)
+        tables = (table for _, table in _tables(paths, indices, reader, schema, options))
+        return cached(key, tables, schema, where)
+    kwargs = {"files": paths, "indices": indices, "reader": reader}
+    return datasets.IterableDataset(
+        ArrowExamplesIterable(_tables, kwargs | {"schema": schema, "options": options}),
+        info=datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema)),
+    )
+
+
+def _tables(
+    files: list[str],
+    indices: list[int],
+    reader: Reader,
+    schema: pa.Schema | None,
+    options: dict[str, Any],
+) -> Iterator[tuple[str, pa.Table]]:
+    """Yield (key, table); lists are what `datasets` makes shards of."""
+    for file, at in zip(files, indices, strict=True):
+        row = 0
+        try:
+            for table in reader(file, **options):
+                table = table.append_column(FILE, pa.array([at] * len(table), pa.int32()))
+                if schema is not None:
+                    if missing := set(schema.names).difference(table.column_names):
+                        raise ValueError(f"expected the columns of the first file, {missing} lack")
+                    table = table_cast(table.select(schema.names), schema)
+                yield f"{at}_{row}", table
+                row += len(table)
+        except DataError:
+            raise
+        except Exception as error:  # the file comes from outside: it may hold anything
+            raise DataError(f"{file} cannot be read from row {row} on: {_line(error)}") from error
+
+
+def arrow_tables(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield those of `columns` that a Parquet or Arrow file has, or all if none; text as bytes."""
+    row = 0
+    for batch in _batches(file, kind, columns):
+        table = pa.Table.from_batches([batch])
+        binary = _binary(datasets.Features.from_arrow_schema(table.schema))
+        table = table_cast(table, datasets.Features(binary).arrow_schema)
+        places = [f"row {n} (counted from 0)" for n in range(row, row + len(table))]
+        yield table.append_column(PLACE, pa.array(places, pa.string()))
+        row += len(table)
+
+
+def _batches(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    if kind == "parquet":
+        with pq.ParquetFile(file) as opened:
+            kept = _kept(opened.schema_arrow.names, columns)
+            yield from opened.iter_batches(batch_size=_TABLE_ROWS, columns=kept)
+        return
+    with pa.memory_map(file) as stream:
+        try:
+            batches = iter(pa.ipc.open_stream(stream))
+        except pa.ArrowInvalid:  # the other of Arrow's two file formats
+            table = pa.ipc.open_file(stream)
+            batches = (table.get_batch(i) for i in range(table.num_record_batches))
+        for batch in batches:
+            yield batch.select(_kept(batch.schema.names, columns))
+
+
+def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    return [name for name in names if name in columns] or list(names)
+
+
+# --------------------------------------------------------------------------------------------------
+# Data sets by name
+# --------------------------------------------------------------------------------------------------
+
+
+def read_named(
+    source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
+) -> RowDataset:
+    """Return those of `columns` that a data set has, or all if none: a folder of `save_to_disk`, or
+    an id on the Hub.
+
+    Raises:
+        DataError: it is not there, cannot be read, or has no such split.
+    """
+    name, split = str(source.dataset_name), source.dataset_split
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        raise DataError(f"{where} is a file, expected a data set; give it as files")
+    try:
+        if is_data_set(folder):
+            rows = datasets.load_from_disk(str(folder))
+        else:
+            name = str(folder) if folder.is_dir() else name
+            config = source.dataset_config_name
+            rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
+            if rows.features is None:  # of a stream, where the first rows tell
+                rows = rows._resolve_features()
+    except Exception as error:
+        raise as_data_error(error, where) from error
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+            raise DataError(
+                f"{where} has no split {split!r}, only {', '.join(rows)}; set its dataset_split"
+            )
+        rows = rows[split]
+    # A saved selection or shuffle is an index over the rows; what follows reads the rows in order.
+    if isinstance(rows, datasets.Dataset) and rows._indices is not None:
+        rows = rows.flatten_indices()
+    if streaming and isinstance(rows, datasets.Dataset):
+        rows = rows.to_iterable_dataset()
+    rows = rows.with_format(None).select_columns(_kept(rows.column_names, columns))
+    binary = datasets.Features(_binary(rows.features))
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.cast(binary)
+    return datasets.Dataset(
+        rows.data.cast(binary.arrow_schema),
+        info=datasets.DatasetInfo(features=binary),
+        split=rows.split,
+        fingerprint=f"{rows._fingerprint}-bytes",
+    )
+
+
+def as_data_error(error: BaseException, where: str) -> DataError:
+    """Return the DataError within `error`, or a new one with the cause that `datasets` hid."""
+    chain = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(inner)
+    if found := next((e for e in chain if isinstance(e, DataError)), None):
+        return found
+    said = "; ".join(dict.fromkeys(map(_line, (error, chain[-1]))))
+    if "corresponds to no data" in said:  # how `datasets` says that a split has no rows
+        return DataError(f"{where}: expected documents, found no row")
+    return DataError(f"{where} cannot be read: {said[:600]}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------
+# Text as bytes
+# --------------------------------------------------------------------------------------------------
+
+
+def _binary(feature: Any) -> Any:
+    if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
+        return datasets.Value(feature.dtype.replace("string", "binary"))
+    if isinstance(feature, dict):
+        return {name: _binary(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List):
+        return datasets.List(_binary(feature.feature), length=feature.length)
+    if isinstance(feature, datasets.LargeList):
+        return datasets.LargeList(_binary(feature.feature))
+    return feature
+
+
+def plain(value: Any, where: str = "") -> Any:
+    """Return a row of `as_bytes` with text again, and without the nulls that Arrow filled in.
+
+    Arrow gives all mappings of a column the same keys, so keys below a column that are null are
+    left out, but for a turn's `content`: an assistant that only calls tools says null.
+
+    Raises:
+        BadRow: text is not UTF-8; with its place in the row.
+    """
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BadRow(
+                f"expected UTF-8 in {where!r}, got byte 0x{value[error.start]:02x} at offset "
+                f"{error.start} of it",
+                "not UTF-8",
+            ) from error
+    if isinstance(value, list):
+        if value and isinstance(value[0], int):  # token ids: many, and nothing to decode
+            return value
+        return [plain(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, dict):
+        return {
+            key: plain(inner, f"{where}.{key}" if where else key)
+            for key, inner in value.items()
+            if inner is not None or not where or (key == "content" and "role" in value)
+        }
+    return value
