@@ -218,7 +218,10 @@ def _encoded(encoder: RowEncoder, cfg: DataConfig, counts: Counts) -> Iterator[p
             yield pa.table([_lists(ids)], schema=_WHOLE)
             continue
         kept = [(at, r) for at, r in enumerate(results, first) if isinstance(r, EncodedExample)]
-        ids, spans = [r.input_ids for _, r in kept], [np.array(r.spans, np.int32).ravel() for _, r in kept]
+        ids, spans = (
+            [r.input_ids for _, r in kept],
+            [np.array(r.spans, np.int32).ravel() for _, r in kept],
+        )
         rows = pa.array([at for at, _ in kept], pa.int64())
         yield pa.table([_lists(ids), _lists(spans), rows], schema=_IN_PART)
 
