@@ -80,13 +80,7 @@ _SHAPES: dict[RowShape, _Shape] = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text to learn as it is.
-
-    Attributes:
-        text: the text.
-        start: whether a document begins with it; a big text file comes in pieces.
-        end: whether the document ends with it.
-    """
+    """A text to learn as it is; whether a document starts and ends with it: big ones are cut."""
 
     text: str
     start: bool = True
@@ -103,21 +97,17 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns as a chat template takes them, with a turn of the assistant that says something.
-
-    Attributes:
-        messages: each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only
-            beside `tool_calls`), and whatever else the row gave it. `tool_calls` have the form
-            `{"function": {"name": text, "arguments": mapping}}`.
-        tools: JSON schemas of tools, or None.
-        template_kwargs: further arguments of the template, from `chat_template_kwargs`.
-        supervised_from: turns before this index are a prompt, whatever their role.
-    """
+    """Turns as a chat template takes them, with a turn of the assistant that says something."""
 
     messages: list[dict[str, Any]]
+    """Each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only beside
+    `tool_calls`, `{"function": {"name": text, "arguments": mapping}}`), and all else of its row."""
     tools: list[dict[str, Any]] | None = None
+    """JSON schemas."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the template, from `chat_template_kwargs`."""
     supervised_from: int = 0
+    """Turns before this index are a prompt, whatever their role."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +123,13 @@ Example = Text | PromptCompletion | Conversation | Tokens
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns of a source hold what. See [Note: formats].
-
-    Attributes:
-        shape: the form within the format.
-        columns: those that every row must have, the main one first.
-        whole: whether rows are documents to pretrain on: text or ids as they are, also empty ones.
-    """
+    """Which columns of a source hold what. See [Note: formats]."""
 
     shape: RowShape
     columns: tuple[str, ...]
+    """Those that every row must have, the main one first."""
     whole: bool = False
+    """Whether rows are documents to pretrain on: text or ids as they are, also empty ones."""
 
     @property
     def format(self) -> Format:
@@ -163,11 +149,6 @@ PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))
 """Of text files."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Recognition
-# --------------------------------------------------------------------------------------------------
-
-
 def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
     """Return the layout that most of `rows` have, the first rows of a source.
 
@@ -176,7 +157,7 @@ def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layo
     `input_ids`: somebody asked for it.
 
     Raises:
-        BadRow: none of them has the columns of any format; names those of the first one.
+        BadRow: none of them has the columns of any format.
     """
     found = Counter(layout for row in rows if (layout := _layout_of(row, text_column)) is not None)
     if found:
@@ -192,10 +173,8 @@ def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layo
 
 
 def document_layout(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
-    """Return the layout of documents to pretrain on: token ids where the rows have any, else text.
-
-    Raises:
-        BadRow: none of them has either column.
+    """Return the layout of documents to pretrain on: token ids where the rows have any, else text;
+    raise BadRow where no row has either.
     """
     if any("input_ids" in row for row in rows):
         return Layout("tokenised", ("input_ids",), whole=True)
@@ -242,15 +221,8 @@ def _turn_style(turns: Any, column: str) -> RowShape:
     return "sharegpt" if "from" in keys or column == "conversations" else "messages"
 
 
-# --------------------------------------------------------------------------------------------------
-# Rows
-# --------------------------------------------------------------------------------------------------
-
-
 def example_of(row: dict[str, Any], layout: Layout) -> Example:
-    """Return what is to be learned of `row`, after a full check of it.
-
-    Costs a walk over the row's values; no row is changed.
+    """Return what is to be learned of `row`, which is not changed.
 
     Raises:
         BadRow: a column is missing or of the wrong type; text, a conversation, a completion or an

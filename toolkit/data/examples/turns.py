@@ -1,7 +1,6 @@
 """Turns of a conversation in their several spellings, as the messages that chat templates take.
 
-Owns what a turn, a tool call, a list of tools and the template's further arguments look like. See
-[Note: formats] in `recognise.py`.
+See [Note: formats] in `recognise.py`. All functions raise BadRow for the first thing that is wrong.
 """
 
 from collections.abc import Iterator
@@ -36,30 +35,17 @@ def from_messages(value: Any, where: str) -> list[dict[str, Any]]:
 
     A content in parts of text is joined, arguments of tool calls in JSON text are parsed; all other
     keys of a turn are passed on.
-
-    Raises:
-        BadRow: the first thing that is wrong, with its place in the list.
     """
     return [_message(turn, at) for turn, at in _turns(value, where, ("role",), "content")]
 
 
 def from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return ShareGPT's turns of `from` and `value` as messages; a function call's value is JSON.
-
-    Raises:
-        BadRow: as for `from_messages`.
-    """
+    """Return ShareGPT's turns of `from` and `value` as messages; a call's value is JSON."""
     return [_sharegpt(turn, at) for turn, at in _turns(value, where, ("from", "value"))]
 
 
 def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return Alpaca's instruction, input and output as two messages, after those of `history`.
-
-    Instruction and input are joined by an empty line; `history` is a list of pairs of text.
-
-    Raises:
-        BadRow: as for `from_messages`.
-    """
+    """Return Alpaca's instruction, input and output as messages, after `history`: pairs of text."""
     said: list[str] = []
     for i, pair in enumerate(listed(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -77,11 +63,7 @@ def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `messages` after the text of the column `system`, where there is one.
-
-    Raises:
-        BadRow: there is a system turn already.
-    """
+    """Return `messages` after the text of the column `system`, where there is one."""
     system = optional_string(row, "system")
     if not system.strip():
         return messages
@@ -92,11 +74,7 @@ def with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dic
 
 
 def tools_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the JSON schemas in the column `tools`, a list or JSON text; None where empty.
-
-    Raises:
-        BadRow: they are no list of mappings.
-    """
+    """Return the JSON schemas in the column `tools`, a list or JSON text; None where empty."""
     given = [] if row.get("tools") in (None, "") else listed(row["tools"], "tools")
     tools = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     for i, tool in enumerate(tools):
@@ -107,11 +85,7 @@ def tools_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return further arguments of the template from the column `chat_template_kwargs`.
-
-    Raises:
-        BadRow: it is no mapping, or names what the toolkit sets.
-    """
+    """Return further arguments of the template from the column `chat_template_kwargs`."""
     name = "chat_template_kwargs"
     value = {} if row.get(name) in (None, "") else parsed(row[name], name)
     if not isinstance(value, dict):

@@ -36,12 +36,8 @@ _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
     """Return what `cfg` names as (setting, source), each source with a name of its own.
 
-    To train on: `sources`, or one made of `train_files` or `dataset_name`; empty where nothing is
-    named. To evaluate on: one source for each entry of `eval_files`. A source without a name gets
-    that of its first file, without endings, or of its data set; names that come twice are numbered.
-
-    Raises:
-        DataError: a pattern finds no file.
+    To evaluate on: one source for each entry of `eval_files`. A source without a name gets that of
+    its first file, without endings, or of its data set; names that come twice are numbered.
     """
     found: list[tuple[str, SourceConfig]] = []
     if what == "eval":
@@ -76,12 +72,8 @@ def find_files(patterns: str | list[str], what: str) -> list[Path]:
     `__pycache__` left out) or a glob (`**` goes into folders; `~` is the home folder). What one
     glob or folder finds is sorted by path, so that the order is the same on every machine.
 
-    Args:
-        patterns: one pattern or several.
-        what: the setting they come from, for the message.
-
     Raises:
-        DataError: a pattern finds no file.
+        DataError: a pattern finds no file; names the setting `what`.
     """
     found: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -94,11 +86,7 @@ def find_files(patterns: str | list[str], what: str) -> list[Path]:
 
 
 def kind_of(files: list[Path], what: str) -> Kind:
-    """Return the one kind that all of `files` are of.
-
-    Raises:
-        DataError: they are of several kinds; one file of each is named.
-    """
+    """Return the one kind that all of `files` are of; raise DataError where they are of several."""
     kinds = {DATA_ENDINGS.get(_ending(file), "text"): file for file in reversed(files)}
     if len(kinds) > 1:
         mixed = ", ".join(f"{kind}: {file}" for kind, file in kinds.items())
@@ -110,10 +98,7 @@ def kind_of(files: list[Path], what: str) -> Kind:
 
 
 def stdlib_files() -> list[Path]:
-    """Return the source files of Python's standard library, without tests and installed packages.
-
-    Real text of about 11 MB that every machine has; sorted by path.
-    """
+    """Return the source files of Python's standard library, without tests: some 11 MB of text."""
     root = Path(sysconfig.get_paths()["stdlib"]).resolve()
     return [
         file

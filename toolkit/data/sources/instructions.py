@@ -42,10 +42,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def pairs() -> datasets.Dataset:
-    """Return several thousand conversations of two turns, in a column `messages`.
-
-    The same on every machine with the same Python. Made once, in a few seconds, and cached.
-    """
+    """Return several thousand conversations of two turns: made in a few seconds, and cached."""
     files = stdlib_files()
     key = digest_of(_VERSION, stamped(files))
     return cached(key, in_tables(_rows(files), _ROWS), _ROWS, "the standard library")

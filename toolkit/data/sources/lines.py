@@ -3,9 +3,8 @@
 [Note: raw rows]
 Arrow has one type for a column, and the JSON readers on top of it guess one: text that looks like a
 date becomes a date, and rows that differ get each other's keys. So rows of these files are kept as
-they stand in the file, one binary each, and parsed when they are used. It also leaves it to each
-row whether it is broken: a line that is not UTF-8 or longer than `ROW_BYTES` is one bad row with a
-place, not a broken file.
+they stand in the file, one binary each, and parsed when they are used; and a line that is not UTF-8
+or longer than `ROW_BYTES` is one bad row with a place, not a broken file.
 """
 
 import bz2
@@ -47,11 +46,9 @@ _Rows = Iterator[tuple[int, bytes | BadRow]]
 
 
 def line_tables(file: str, kind: LineKind, limit: int) -> Iterator[pa.Table]:
-    """Yield a file as tables of `LINES`; blank lines are no rows. Memory: a few megabytes, or one
-    row; of a JSON list the whole file.
+    """Yield a file as tables of `LINES`; blank lines are no rows.
 
-    Raises:
-        DataError: it is a broken JSON list, or a CSV header names no or equal columns.
+    Holds some megabytes, or a longer row; of a JSON list the whole file.
     """
     return in_tables(stored_rows(file, kind, limit), LINES)
 
@@ -76,11 +73,7 @@ def stored_rows(
 
 
 def decoded(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping that a raw row stands for.
-
-    Raises:
-        BadRow: it is not UTF-8, not JSON, no mapping, too long or too deep.
-    """
+    """Return the mapping that a raw row stands for; raise BadRow for one that is none."""
     if stored["_fault"] is not None:
         reason, _, said = stored["_fault"].partition("\n")
         raise BadRow(said, reason)

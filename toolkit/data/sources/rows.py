@@ -39,50 +39,31 @@ LOOK_AT = 100
 
 @dataclass(frozen=True)
 class DataSource:
-    """Rows of one format, as they are stored.
-
-    Attributes:
-        name: what reports and metrics call it.
-        where: the setting and the first file, for messages.
-        rows: what is stored; `row` makes plain columns of one. A stream has a shard a file.
-        layout: the format, and which columns hold what.
-        weight: see `SourceConfig.weight`.
-        max_repeats: see `SourceConfig.max_repeats`.
-        files: the files, absolute, where it was made of files.
-    """
+    """Rows of one format; name, weight and max_repeats as in its `SourceConfig`."""
 
     name: str
     where: str
+    """The setting and the first file, for messages."""
     rows: RowDataset
+    """As they are stored; `row` makes plain columns of one. A stream has a shard a file."""
     layout: Layout
     weight: float | None = None
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
 
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a stored row.
-
-        Raises:
-            BadRow: it is not UTF-8, not JSON, no mapping, or too long.
-        """
+        """Return the columns of a stored row; raise BadRow where it cannot be read."""
         if lines.RAW in stored:
             return lines.decoded(stored)
         return plain({k: v for k, v in stored.items() if k not in (FILE, PLACE)})
 
     def example(self, stored: dict[str, Any]) -> Example:
-        """Return what is to be learned of a stored row.
-
-        Raises:
-            BadRow: see `row` and `recognise.example_of`.
-        """
+        """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
         return example_of(self.row(stored), self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
-        """Return where a row stands: `data/a.jsonl line 7`, `b.parquet row 12 (counted from 0)`.
-
-        Args:
-            stored: the row; one of a file knows its place.
-            number: the row of the source, or of a pass over a stream, from 0.
+        """Return where the `number`-th row of the source, or of a pass over a stream, stands:
+        `data/a.jsonl line 7`, `b.parquet row 12 (counted from 0)`.
         """
         if FILE in stored:
             return f"{self.files[stored[FILE]]} {stored[PLACE]}"
@@ -108,14 +89,13 @@ def load_sources(
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
     document); a data set is a folder of `save_to_disk`, or an id on the Hub. Each entry of
-    `eval_files` is a source of its own. With `cfg.streaming` the rows to train on are streams.
-    Other files are read once and cached; nothing is tokenised.
+    `eval_files` is a source of its own. With `cfg.streaming` the rows to train on are streams,
+    others are read once and cached; nothing is tokenised.
 
     Args:
         cfg: what to read.
         what: `train` or `eval`.
-        builtin: what to train on where nothing is named: pairs of instruction and answer made of
-            Python's standard library, or its text. None: nothing is named, no source.
+        builtin: what of Python's standard library to train on where nothing is named, if anything.
         documents: rows are text or token ids, whatever other columns they have, and are learned
             whole: pretraining.
 

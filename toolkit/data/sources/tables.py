@@ -39,11 +39,6 @@ _VERSION = 1
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
 
 
-# --------------------------------------------------------------------------------------------------
-# The cache
-# --------------------------------------------------------------------------------------------------
-
-
 def cache_folder() -> Path:
     """Return the folder of what was read and tokenised, beneath the cache of `datasets`."""
     return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
@@ -84,10 +79,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_tables(file: Path, tables: Iterable[pa.Table], schema: pa.Schema, what: str) -> None:
-    """Write an Arrow file, which appears whole or not at all; `what` stands at the progress bar.
-
-    Holds one table at a time.
-    """
+    """Write an Arrow file, a table at a time; `what` stands at the progress bar."""
     with (
         replacing(file) as scratch,
         pa.ipc.new_stream(str(scratch), schema) as out,
@@ -106,9 +98,7 @@ def open_tables(file: Path, fingerprint: str) -> datasets.Dataset:
 def groups(
     items: Iterable[T], size: Callable[[T], int], most: int, count: int | None = None
 ) -> Iterator[list[T]]:
-    """Yield items in groups of at most `count`, whose sizes come to `most` or less; a larger item
-    is a group of its own.
-    """
+    """Yield items in groups of at most `count`, whose sizes come to `most`, or of one item."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -129,11 +119,6 @@ def in_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
         yield pa.table([pa.array(values, f.type) for values, f in columns], schema=schema)
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
-# --------------------------------------------------------------------------------------------------
-
-
 def read_files(
     reader: Reader,
     files: list[Path],
@@ -149,16 +134,15 @@ def read_files(
     one shard a file; skipping reads tables without making rows of them.
 
     Args:
-        reader: reads one file.
+        reader: reads one file, with `options`.
         files: all of one kind.
         where: the setting they come from, for messages.
         schema: of the reader's tables; None: that of the first one, to which others are cast.
-        streaming: read while iterating.
-        options: further arguments of the reader.
+        streaming: whether to return a stream.
 
     Raises:
         DataError: a file cannot be read, or its columns do not fit the first one's; names the row.
-            (While iterating, where it is streamed.) There is no row to take the schema from.
+            (While iterating, where it is streamed.)
     """
     paths, indices = [str(f) for f in files], list(range(len(files)))
     if schema is None:
@@ -236,16 +220,10 @@ def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
     return [name for name in names if name in columns] or list(names)
 
 
-# --------------------------------------------------------------------------------------------------
-# Data sets by name
-# --------------------------------------------------------------------------------------------------
-
-
 def read_named(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
 ) -> RowDataset:
-    """Return those of `columns` that a data set has, or all if none: a folder of `save_to_disk`, or
-    an id on the Hub.
+    """Return those of `columns` that a data set has, or all if none, text as bytes.
 
     Raises:
         DataError: it is not there, cannot be read, or has no such split.
@@ -305,11 +283,6 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# --------------------------------------------------------------------------------------------------
-# Text as bytes
-# --------------------------------------------------------------------------------------------------
-
-
 def _binary(feature: Any) -> Any:
     if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
         return datasets.Value(feature.dtype.replace("string", "binary"))
@@ -323,13 +296,10 @@ def _binary(feature: Any) -> Any:
 
 
 def plain(value: Any, where: str = "") -> Any:
-    """Return a row of `as_bytes` with text again, and without the nulls that Arrow filled in.
+    """Return a row with bytes as text again, and without the nulls that Arrow filled in.
 
     Arrow gives all mappings of a column the same keys, so keys below a column that are null are
     left out, but for a turn's `content`: an assistant that only calls tools says null.
-
-    Raises:
-        BadRow: text is not UTF-8; with its place in the row.
     """
     if isinstance(value, bytes):
         try:

@@ -29,11 +29,7 @@ PIECES = pa.schema(
 
 
 def text_tables(file: str) -> Iterator[pa.Table]:
-    """Yield a text file as tables of `PIECES`.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
+    """Yield a text file as tables of `PIECES`; see `pieces`."""
     return in_tables(_rows(file), PIECES)
 
 
@@ -50,8 +46,6 @@ def _rows(file: str) -> Iterator[tuple[str, bool, bool, str]]:
 
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
     """Yield a text file in pieces of about `size` bytes; joined they are the file's text.
-
-    Holds at most three pieces in memory. See `cut` for where they end.
 
     Raises:
         DataError: the file is not UTF-8, or has a line of more than `LINE_BYTES`; names the offset.

@@ -1,10 +1,8 @@
 """Rows to token ids: one policy for rows that cannot be used, counted, cached on disk.
 
-[Note: who works]
 Conversations are rendered and tokenised in `dataset_num_proc` processes; other rows in this one,
 where the Rust tokenizer runs on threads (see [Note: threads, not processes] in `text_ids.py`).
-Results come back in the order of the rows: tokens and counts are the same for any number of
-processes, and with `on_bad_row: error` the first bad row ends the run.
+Results come back in the order of the rows, the same for any number of processes.
 """
 
 import json
@@ -48,6 +46,9 @@ _VERSION = 5
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
+
+_NOTHING = np.zeros(0, np.int32)
+_encoder: Any = None
 
 log = logging.getLogger(__name__)
 
@@ -94,20 +95,13 @@ class Counts:
 
 @dataclass
 class EncodedSource:
-    """A source as token ids.
-
-    Attributes:
-        name: what reports call the source.
-        tokens: a row per kept example, in the order of the source: `input_ids` list<int32>, `spans`
-            list<int32> (begin, end, begin, end, ...), `row` int64, its row in the source. Of
-            documents to pretrain on only `input_ids`, and a row per row of the source.
-        counts: what came of the rows.
-        weight: see `SourceConfig.weight`.
-        max_repeats: see `SourceConfig.max_repeats`.
-    """
+    """A source as token ids; name, weight and max_repeats as in its `SourceConfig`."""
 
     name: str
     tokens: datasets.Dataset
+    """A row per kept example, in the order of the source: `input_ids` list<int32>, `spans`
+    list<int32> (begin, end, begin, end, ...), `row` int64, its row in the source. Of documents to
+    pretrain on only `input_ids`, and a row per row of the source."""
     counts: Counts = field(default_factory=Counts)
     weight: float | None = None
     max_repeats: float | None = None
@@ -116,14 +110,8 @@ class EncodedSource:
 class RowEncoder:
     """Stored rows to examples: `row_encoder(stored, number)`, or many with `batch`.
 
-    A result is a `BadRow` that names the row where it is left out. It depends on nothing but the
-    row. Copies in forked or spawned processes work.
-
-    Args:
-        source: says what rows hold and where they stand.
-        tokenizer: see `Encoder`.
-        cfg: see `Encoder`, and `on_bad_row`.
-        vocab_size: see `Encoder`.
+    What a row becomes depends on nothing but the row: copies in other processes give the same. The
+    arguments are those of `encode`.
     """
 
     def __init__(
@@ -141,11 +129,7 @@ class RowEncoder:
         return self.batch([stored], number)[0]
 
     def batch(self, stored: Sequence[dict[str, Any]], first: int) -> list[EncodedExample | BadRow]:
-        """Return the example of each row, or where the row stands and why it is left out.
-
-        Raises:
-            DataError: as for `encode`.
-        """
+        """Return the example of each row, or where it stands and why it is left out."""
         results = self.encoder.batch([or_bad(self.source.example, row) for row in stored])
         for at, (row, result) in enumerate(zip(stored, results, strict=True)):
             if isinstance(result, BadRow):
@@ -162,21 +146,17 @@ class RowEncoder:
 
 
 def encode(
-    source: DataSource,
-    tokenizer: PreTrainedTokenizerBase | None,
-    cfg: DataConfig,
-    vocab_size: int,
+    source: DataSource, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
 ) -> EncodedSource:
     """Return `source` as token ids, with what came of its rows.
 
-    Works on all cores, and is cached on disk with its counts, under a name made of the rows, the
-    tokenizer's content, the template and the settings: a second start, in any process, reads the
-    files. Among several ranks, call it on one first. Memory: a few hundred megabytes for each
-    process, whatever the size of the source.
+    Works on all cores, and is cached on disk, under a name made of the rows, the tokenizer's
+    content, the template and the settings: call it on one rank first. Memory: a few hundred
+    megabytes for each process, whatever the size of the source.
 
     Raises:
         DataError: a row cannot be used and `cfg.on_bad_row` is `error`, or it is too long and
-            `cfg.too_long` is `error`, with its file and row; documents without any text; or see
+            `cfg.too_long` is `error`, with its file and row; no document has any text; or see
             `Encoder`.
     """
     encoder = RowEncoder(source, tokenizer, cfg, vocab_size)
@@ -213,17 +193,13 @@ def _encoded(encoder: RowEncoder, cfg: DataConfig, counts: Counts) -> Iterator[p
         for result in results:
             counts.add(result)
         if whole:  # a row that is left out is an empty document
-            nothing = np.zeros(0, np.int32)
-            ids = [nothing if isinstance(r, BadRow) else r.input_ids for r in results]
+            ids = [_NOTHING if isinstance(r, BadRow) else r.input_ids for r in results]
             yield pa.table([_lists(ids)], schema=_WHOLE)
             continue
         kept = [(at, r) for at, r in enumerate(results, first) if isinstance(r, EncodedExample)]
-        ids, spans = (
-            [r.input_ids for _, r in kept],
-            [np.array(r.spans, np.int32).ravel() for _, r in kept],
-        )
-        rows = pa.array([at for at, _ in kept], pa.int64())
-        yield pa.table([_lists(ids), _lists(spans), rows], schema=_IN_PART)
+        ids = _lists([r.input_ids for _, r in kept])
+        spans = _lists([np.array(r.spans, np.int32).ravel() for _, r in kept])
+        yield pa.table([ids, spans, pa.array([at for at, _ in kept], pa.int64())], schema=_IN_PART)
 
 
 def _each(
@@ -245,18 +221,14 @@ def _results(encoder: RowEncoder, first: int, count: int) -> list[EncodedExample
     return encoder.batch(rows, first)
 
 
-_encoder: RowEncoder | None = None
-"""That of this worker process."""
-
-
 def _set_encoder(encoder: RowEncoder) -> None:
+    """Keep what this worker process encodes with."""
     global _encoder
     _encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
 
 
 def _results_here(first: int, count: int) -> list[EncodedExample | BadRow]:
-    assert _encoder is not None
     return _results(_encoder, first, count)
 
 
@@ -275,7 +247,7 @@ def _check_documents(source: DataSource, counts: Counts) -> None:
 
 def _lists(values: list[np.ndarray]) -> pa.ListArray:
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-    flat = np.concatenate([np.zeros(0, np.int32), *values])
+    flat = np.concatenate([_NOTHING, *values])
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
 
 
@@ -284,10 +256,7 @@ def _cores() -> int:
 
 
 def _key(
-    source: DataSource,
-    tokenizer: PreTrainedTokenizerBase | None,
-    cfg: DataConfig,
-    vocab_size: int,
+    source: DataSource, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
 ) -> str:
     """Return a name for the result, made of all that decides it, the same in every process."""
     templates: dict[str, str] = {}

@@ -34,22 +34,18 @@ class EndsRun(BadRow):
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """Token ids of one example, and which of them are learned.
-
-    Attributes:
-        input_ids: int32 [n], n from 1 to `sequence_length`; of plain text any number: packing cuts
-            it, and loses nothing.
-        spans: ranges (begin, end) of token positions that are learned, in order, disjoint.
-        cut_off: tokens at its end that were cut off, which are not among `input_ids`.
-        notes: what is to be counted of it, by kind (such as `ACROSS`).
-        piece: tokens of the pieces that packing cuts it into; None: it stays whole.
-    """
+    """Token ids of one example, and which of them are learned."""
 
     input_ids: np.ndarray
+    """int32 [n], n from 1 to `sequence_length`; of plain text any number: packing cuts it."""
     spans: list[Span]
+    """Ranges (begin, end) of token positions that are learned, in order, disjoint."""
     cut_off: int = 0
+    """Tokens at its end that were cut off, which are not among `input_ids`."""
     notes: dict[str, int] = field(default_factory=dict)
+    """What is to be counted of it, by kind (such as `ACROSS`)."""
     piece: int | None = None
+    """Tokens of the pieces that packing cuts it into; None: it stays whole."""
 
     @property
     def supervised(self) -> int:
@@ -62,18 +58,17 @@ class EncodedExample:
 
 
 class Encoder:
-    """Examples to token ids and spans, many at a time with `batch`.
+    """Examples to token ids and spans.
 
     Conversations are rendered with the chat template and tokenised without adding any special
     token. Texts and pairs of prompt and completion are tokenised as one text, with the special
     tokens that the tokenizer puts around a text and, with `append_eos`, the end-of-sequence token,
     which is learned. Token ids are taken as they are, with the labels that came with them.
+    Documents to pretrain on are learned whole, of any length, also those without a token.
 
     Args:
         tokenizer: None only where all examples are tokenised already.
-        cfg: of pretraining `append_eos` is read: documents of any length are learned whole, also
-            those without a token. Of fine-tuning also `supervise`, `chat_template`, and for all but
-            texts `too_long` and `sequence_length` (no bound where packing is `wrapped`).
+        cfg: of pretraining, or of fine-tuning.
         vocab_size: rows of the model's embedding.
 
     Raises:

@@ -17,9 +17,9 @@ import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -40,28 +40,18 @@ _SPACES = frozenset("Ġ▁Ċĉč")
 """White space within a token, as byte-level and SentencePiece vocabularies write it."""
 
 
-@dataclass(frozen=True)
-class TokenSpans:
-    """Token ids of a text.
-
-    Attributes:
-        ids: int32 [n].
-        spans: positions (begin, end) of the marked tokens, in order, disjoint.
-        across: tokens across an edge, which are not marked.
-    """
+class TokenSpans(NamedTuple):
+    """Token ids of a text, int32 [n], and which of them are marked."""
 
     ids: np.ndarray
     spans: list[Span]
+    """Positions (begin, end) of the marked tokens, in order, disjoint."""
     across: int = 0
+    """Tokens across an edge, which are not marked."""
 
 
 class TextTokenizer:
-    """Texts to ids without special tokens around them, spans of characters to spans of tokens.
-
-    Args:
-        tokenizer: with the Rust backend, which knows the characters of each token; of others only
-            what can be checked is taken, see `encode`.
-    """
+    """Texts to ids without special tokens around them, spans of characters to spans of tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -153,7 +143,7 @@ class TextTokenizer:
 
 
 def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Return everything that decides which ids the tokenizer gives."""
+    """Return all that decides which ids the tokenizer gives."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str().encode()
     with tempfile.TemporaryDirectory() as folder:

@@ -32,14 +32,8 @@ TRAINING_BYTES = 32 << 20
 """A tokenizer is trained on at most so much text, taken evenly from all of it."""
 
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json"),
+    *("sentencepiece.bpe.model", "tekken.json", "vocab.txt"),
 )
 """Any of these makes a folder a tokenizer's."""
 
@@ -55,28 +49,35 @@ def prepare_tokenizer(
     """Return `model` with `tokenizer_name_or_path` set to the tokenizer that the run will use.
 
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
-    byte-level BPE of the model's vocabulary size, trained on the training text into `folder` (or
-    found there from an earlier start on the same text). Where there is none and the data is
-    tokenised already, `model` comes back as it is. Collective: rank 0 first, which writes files.
-
-    Args:
-        model: the model, and what is said about its tokenizer.
-        data: the training text.
-        folder: where a trained tokenizer goes; it appears there whole or not at all.
-        keep: a run has trained with the one in `folder`: use it, whatever the text is now.
+    byte-level BPE of the model's vocabulary size, trained on the text into `folder` (or found there
+    from an earlier start on the same text; with `keep`, from a run on any). Where there is none and
+    the data is tokenised already, `model` comes back as it is. Collective: rank 0 writes.
 
     Raises:
         DataError: there is none, and the data is text.
         ConfigError: the model's vocabulary is too small for a byte-level tokenizer.
         ModelError: the model's config cannot be read.
     """
-    return ranks.main_first(lambda: _find_or_train(model, data, folder, keep))
-
-
-def _find_or_train(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
-    model = _own_tokenizer(model)
+    model = own_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
         return model
+    return ranks.main_first(lambda: _trained(model, data, folder, keep))
+
+
+@ranks.collective
+def own_tokenizer(model: ModelConfig) -> ModelConfig:
+    """Return `model` with its own tokenizer where none is named and it has one. Collective.
+
+    Raises:
+        ModelError: whether it has one cannot be seen.
+    """
+    if model.tokenizer_name_or_path is not None or not _has_tokenizer(model):
+        return model
+    return replace(model, tokenizer_name_or_path=model.name_or_path)
+
+
+def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
+    """Return `model` with the tokenizer in `folder`, which is trained where it is of other text."""
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     with_trained = replace(model, tokenizer_name_or_path=str(folder))
     if trained and keep:
@@ -116,23 +117,6 @@ def _find_or_train(model: ModelConfig, data: DataConfig, folder: Path, keep: boo
     return with_trained
 
 
-@ranks.collective
-def own_tokenizer(model: ModelConfig) -> ModelConfig:
-    """Return `model` with `tokenizer_name_or_path` set: the one that is named, or the model's own;
-    as it is where there is none. Collective.
-
-    Raises:
-        ModelError: whether the model has one cannot be seen.
-    """
-    return _own_tokenizer(model)
-
-
-def _own_tokenizer(model: ModelConfig) -> ModelConfig:
-    if model.tokenizer_name_or_path is not None or not _has_tokenizer(model):
-        return model
-    return replace(model, tokenizer_name_or_path=model.name_or_path)
-
-
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer at `model.tokenizer_name_or_path`; None where that is empty.
 
@@ -144,7 +128,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     if name is None:
         return None
     path = Path(name).expanduser()
-    if path.is_dir() and not _tokenizer_files(path):
+    if path.is_dir() and not _has_files(path):
         raise DataError(
             f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
             "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
@@ -157,16 +141,13 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
             revision=model.revision if name == model.name_or_path else None,
             trust_remote_code=model.trust_remote_code,
         )
-        size = len(tokenizer.get_vocab())
+        if not tokenizer.get_vocab():
+            raise ValueError("its vocabulary is empty: the vocabulary file is missing")
     except Exception as error:
         raise DataError(
             f"the tokenizer {name} cannot be loaded ({one_line(error)}); check the files of that "
             "folder, or set model.tokenizer_name_or_path to another one"
         ) from error
-    if not size:
-        raise DataError(
-            f"the tokenizer {name} has an empty vocabulary; its folder lacks the vocabulary file"
-        )
     return tokenizer
 
 
@@ -187,20 +168,15 @@ def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, resize: bool = False
 ) -> None:
-    """Refuse a tokenizer that gives ids for which the model has no embedding.
-
-    Raises:
-        DataError: its largest id is `vocab_size` or more, and the embedding will not be resized.
-    """
+    """Raise DataError where the tokenizer gives ids for which the model has no embedding."""
     largest = largest_id(tokenizer)
-    if largest < vocab_size or resize:
-        return
-    raise DataError(
-        f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, the model's embedding "
-        f"has {vocab_size} rows (ids up to {vocab_size - 1}); set model.resize_embeddings: true to "
-        f"grow it to {largest + 1}, or model.tokenizer_name_or_path to the tokenizer that the "
-        "model was trained with"
-    )
+    if largest >= vocab_size and not resize:
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, the model's "
+            f"embedding has {vocab_size} rows (ids up to {vocab_size - 1}); set "
+            f"model.resize_embeddings: true to grow it to {largest + 1}, or "
+            "model.tokenizer_name_or_path to the tokenizer that the model was trained with"
+        )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
@@ -253,36 +229,30 @@ def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]
     total = 0 if data.streaming else sum(s.rows.data.column(0).nbytes for s in sources)
     stride, before = max(1, math.ceil(total / TRAINING_BYTES)), 0
     for number, source in enumerate(sources):
-        room = left // (len(sources) - number) if data.streaming else left
+        rows, first, room = source.rows, 0, left // (len(sources) - number)
+        if not data.streaming:
+            first, room, before = -before % stride, left, before + len(rows)
+            rows = rows.select(range(first, len(rows), stride))
         left -= room
-        for text in _texts(source, -before % stride, stride, data):
-            yield text[:room]
-            room -= len(text[:room])
-            if room <= 0:
-                break
+        try:
+            for at, stored in zip(itertools.count(first, stride), rows, strict=False):
+                example = or_bad(source.example, stored)
+                if isinstance(example, BadRow) and data.on_bad_row == "error":
+                    raise source.refusal(stored, at, example)
+                text = example.text[:room] if isinstance(example, Text) else ""
+                yield text
+                room -= len(text)
+                if room <= 0:
+                    break
+        except Exception as error:
+            raise as_data_error(error, source.where) from error
         left += room
-        before += 0 if data.streaming else len(source.rows)
-
-
-def _texts(source: DataSource, first: int, stride: int, data: DataConfig) -> Iterator[str]:
-    """Yield the text of every `stride`-th row from `first` on; empty where it is left out."""
-    rows = source.rows
-    if not data.streaming:
-        rows = rows.select(range(first, len(rows), stride))
-    try:
-        for number, stored in zip(itertools.count(first, stride), rows, strict=False):
-            example = or_bad(source.example, stored)
-            if isinstance(example, BadRow) and data.on_bad_row == "error":
-                raise source.refusal(stored, number, example)
-            yield example.text if isinstance(example, Text) else ""
-    except Exception as error:
-        raise as_data_error(error, source.where) from error
 
 
 def _has_tokenizer(model: ModelConfig) -> bool:
     path = Path(model.name_or_path).expanduser()
     if path.is_dir():
-        return bool(_tokenizer_files(path))
+        return _has_files(path)
     if path.exists() or model.name_or_path.startswith((".", "/", "~")):
         raise ModelError(f"model.name_or_path {model.name_or_path} is not a folder")
     options = {"revision": model.revision, "_raise_exceptions_for_missing_entries": False}
@@ -296,8 +266,8 @@ def _has_tokenizer(model: ModelConfig) -> bool:
         ) from error
 
 
-def _tokenizer_files(folder: Path) -> list[str]:
-    return [name for name in _FILES if (folder / name).is_file()]
+def _has_files(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def _vocab_size(model: ModelConfig) -> int:
