@@ -77,11 +77,7 @@ def find_files(patterns: str | list[str], what: str) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        expanded = os.path.expanduser(pattern)
-        matches = _matches(expanded)
-        if not matches:
-            raise DataError(f"{what}: {_why_nothing(pattern, Path(expanded))}")
-        found |= dict.fromkeys(Path(os.path.abspath(m)) for m in matches)
+        found |= dict.fromkeys(Path(os.path.abspath(file)) for file in _matches(pattern, what))
     return list(found)
 
 
@@ -107,16 +103,26 @@ def stdlib_files() -> list[Path]:
     ]
 
 
-def _matches(pattern: str) -> list[Path]:
-    path = Path(pattern)
+def _matches(pattern: str, what: str) -> list[Path]:
+    path = Path(pattern).expanduser()
     if is_data_set(path):
-        return []
-    if path.is_dir():
-        known = TEXT_ENDINGS.union(DATA_ENDINGS)
-        return [p for p in _beneath(path) if _ending(p) in known]
+        raise DataError(f"{what}: {pattern} is a data set folder; give it as data.dataset_name")
     if path.is_file():  # before the glob: a file's own name may hold brackets
         return [path]
-    return sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
+    if path.is_dir():
+        known = [*DATA_ENDINGS, *sorted(TEXT_ENDINGS)]
+        found = [p for p in _beneath(path) if _ending(p) in known]
+        why = (
+            f"the folder {pattern} holds no file of a known ending ({' '.join(known)}); name files "
+            f"of other endings with a glob such as {pattern}/*.log"
+        )
+    else:
+        globbed = map(Path, glob.glob(str(path), recursive=True))
+        found = sorted(p for p in globbed if p.is_file())
+        why = f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
+    if not found:
+        raise DataError(f"{what}: {why}")
+    return found
 
 
 def _beneath(root: Path) -> Iterator[Path]:
@@ -124,18 +130,6 @@ def _beneath(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
         yield from (Path(folder, n) for n in sorted(names) if not n.startswith("."))
-
-
-def _why_nothing(pattern: str, path: Path) -> str:
-    if is_data_set(path):
-        return f"{pattern} is a data set folder; give it as data.dataset_name instead"
-    if path.is_dir():
-        known = " ".join([*DATA_ENDINGS, *sorted(TEXT_ENDINGS)])
-        return (
-            f"the folder {pattern} holds no file of a known ending ({known}); name files of other "
-            f"endings with a glob such as {pattern}/*.log"
-        )
-    return f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
 
 
 def is_data_set(folder: Path) -> bool:

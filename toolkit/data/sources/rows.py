@@ -18,11 +18,12 @@ from toolkit.data.examples.recognise import (
     recognise,
 )
 from toolkit.data.sources import instructions, lines
-from toolkit.data.sources.files import Kind, What, configured, find_files, kind_of, stdlib_files
+from toolkit.data.sources.files import What, configured, find_files, kind_of, stdlib_files
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.tables import (
     FILE,
     PLACE,
+    Reader,
     RowDataset,
     arrow_tables,
     as_data_error,
@@ -105,24 +106,24 @@ def load_sources(
     """
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
-    if configs or what == "eval" or builtin is None:
-        return [_source(source, setting, cfg, streaming, documents) for setting, source in configs]
-    where = f"the built-in {builtin} (Python's standard library)"
-    if builtin == "instructions":
-        rows = instructions.pairs()
+    if not configs and what == "train" and builtin == "instructions":
+        where, rows = "the built-in instructions (Python's standard library)", instructions.pairs()
         stream = rows.to_iterable_dataset() if streaming else rows
         return [DataSource("stdlib-instructions", where, stream, Layout("messages", ("messages",)))]
-    files = stdlib_files()
-    stream = _rows(files, "text", where, streaming, ())
-    layout = replace(PIECE_LAYOUT, whole=documents)
-    return [DataSource("stdlib", where, stream, layout, files=tuple(map(str, files)))]
+    if not configs and what == "train" and builtin == "text":
+        source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
+        configs = [("the built-in text", source)]
+    return [_source(source, setting, cfg, streaming, documents) for setting, source in configs]
 
 
 def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
 ) -> DataSource:
     files: list[Path] = []
-    known, kind = known_columns(cfg.text_column), None
+    known = known_columns(cfg.text_column)
+    reader: Reader = arrow_tables
+    options: dict[str, Any] = {}
+    schema, kind = None, None
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
         rows = read_named(source, where, known, streaming=streaming)
@@ -133,27 +134,19 @@ def _source(
         where = f"{setting} ({files[0]}{more})"
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
-        rows = _rows(files, kind, where, streaming, known)
-    layout = replace(PIECE_LAYOUT, whole=documents)
+        if kind == "text":
+            reader, schema = text_tables, PIECES
+        elif kind == "json" or kind == "csv":
+            reader, schema = lines.line_tables, lines.LINES
+            options = {"kind": kind, "limit": lines.ROW_BYTES}
+        else:
+            options = {"kind": kind, "columns": known}
+        rows = read_files(reader, files, where, schema, options, streaming=streaming)
     made = DataSource(
-        *(str(source.name), where, rows, layout, source.weight, source.max_repeats),
-        tuple(map(str, files)),
+        *(str(source.name), where, rows, replace(PIECE_LAYOUT, whole=documents)),
+        *(source.weight, source.max_repeats, tuple(map(str, files))),
     )
     return made if kind == "text" else _recognised(made, cfg, documents)
-
-
-def _rows(
-    files: list[Path], kind: Kind, where: str, streaming: bool, columns: tuple[str, ...]
-) -> RowDataset:
-    if kind == "text":
-        return read_files(text_tables, files, where, PIECES, streaming=streaming)
-    if kind == "json" or kind == "csv":
-        options: dict[str, Any] = {"kind": kind, "limit": lines.ROW_BYTES}
-        return read_files(
-            lines.line_tables, files, where, lines.LINES, streaming=streaming, **options
-        )
-    options = {"kind": kind, "columns": columns}
-    return read_files(arrow_tables, files, where, streaming=streaming, **options)
 
 
 def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSource:

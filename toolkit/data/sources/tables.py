@@ -123,10 +123,10 @@ def read_files(
     reader: Reader,
     files: list[Path],
     where: str,
-    schema: pa.Schema | None = None,
+    schema: pa.Schema | None,
+    options: dict[str, Any],
     *,
     streaming: bool,
-    **options: Any,
 ) -> RowDataset:
     """Return the rows of `files`, in order, with `FILE` and `PLACE`.
 
@@ -268,12 +268,12 @@ def read_named(
 
 def as_data_error(error: BaseException, where: str) -> DataError:
     """Return the DataError within `error`, or a new one with the cause that `datasets` hid."""
-    chain = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(inner)
-    if found := next((e for e in chain if isinstance(e, DataError)), None):
-        return found
-    said = "; ".join(dict.fromkeys(map(_line, (error, chain[-1]))))
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DataError):
+        last, cause = cause, cause.__cause__ or cause.__context__
+    if cause is not None:
+        return cause
+    said = "; ".join(dict.fromkeys(map(_line, (error, last))))
     if "corresponds to no data" in said:  # how `datasets` says that a split has no rows
         return DataError(f"{where}: expected documents, found no row")
     return DataError(f"{where} cannot be read: {said[:600]}")

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -88,15 +88,14 @@ class Encoder:
         check_vocabulary(tokenizer, vocab_size)
         self._texts = TextTokenizer(tokenizer)
         self._before, self._after = self._texts.around()
-        self._eos = [tokenizer.eos_token_id] if cfg.append_eos else []
-        if self._eos == [None]:
-            self._eos = []
-            if ranks.rank() == 0:
-                log.warning(
-                    "data.append_eos: the tokenizer %s has no end-of-sequence token, so nothing "
-                    "marks where a document ends",
-                    tokenizer.name_or_path,
-                )
+        eos = tokenizer.eos_token_id
+        self._eos = [eos] if cfg.append_eos and eos is not None else []
+        if cfg.append_eos and eos is None and ranks.rank() == 0:
+            log.warning(
+                "data.append_eos: the tokenizer %s has no end-of-sequence token, so nothing marks "
+                "where a document ends",
+                tokenizer.name_or_path,
+            )
 
     def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedExample | BadRow]:
         """Return each example as token ids, or what is wrong with it, in order.
@@ -154,42 +153,32 @@ class Encoder:
     def _of_ids(self, example: Tokens) -> EncodedExample | BadRow:
         ids = np.asarray(example.input_ids, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
             said = (
                 f"expected token ids from 0 to {self.vocab_size - 1} (the model's embedding has "
-                f"{self.vocab_size} rows), got {wrong}"
+                f"{self.vocab_size} rows), got {ids[(ids < 0) | (ids >= self.vocab_size)][0]}"
             )
-            if self.finetune is None:  # of pretraining: no row is at fault
-                cure = "the tokenizer of this model, or the model a larger embedding"
-                said = f"{said}; the data needs {cure} (model.resize_embeddings)"
-                return EndsRun(said, "token id out of the vocabulary")
-            return BadRow(said, "token id out of the vocabulary")
-        whole = [(0, len(ids))] if len(ids) else []
-        if self.finetune is None:
-            return EncodedExample(ids.astype(np.int32), whole)
+            if self.finetune:
+                return BadRow(said, "token id out of the vocabulary")
+            cure = "the tokenizer of this model, or the model a larger embedding"  # no row's fault
+            said = f"{said}; the data needs {cure} (model.resize_embeddings)"
+            return EndsRun(said, "token id out of the vocabulary")
         if example.labels is None:
             self._check_mode("token ids without labels", "auto", "all")
-            return self._fitted(ids, whole, {}, self.limit)
+            return self._fitted(example, ids, [(0, len(ids))] if len(ids) else [])
         learned = np.concatenate([[0], np.asarray(example.labels) != IGNORED, [0]]).astype(np.int8)
         edges = np.flatnonzero(np.diff(learned)).tolist()
-        return self._fitted(ids, list(zip(edges[::2], edges[1::2], strict=True)), {}, self.limit)
+        return self._fitted(example, ids, list(zip(edges[::2], edges[1::2], strict=True)))
 
     def _of_text(
         self, example: Example | BadRow, marked: TokenSpans | BadRow, notes: dict[str, int]
     ) -> EncodedExample | BadRow:
         if isinstance(marked, BadRow):
             return marked
-        notes = notes | ({ACROSS: marked.across} if marked.across else {})
         ids, spans = marked.ids, marked.spans
         if not isinstance(example, Conversation):
             ids, spans = self._framed(example, ids, spans)
-        if not isinstance(example, Text):
-            return self._fitted(ids, spans, notes, self.limit)
-        # A part of a document may be one token, which only the document learns.
-        if self.finetune is None or (len(ids) and not (example.start and example.end)):
-            return EncodedExample(ids, spans, notes=notes, piece=self.limit)
-        fitted = self._fitted(ids, spans, notes, None)
-        return replace(fitted, piece=self.limit) if isinstance(fitted, EncodedExample) else fitted
+        across = {ACROSS: marked.across} if marked.across else {}
+        return self._fitted(example, ids, spans, notes | across)
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
@@ -212,9 +201,13 @@ class Encoder:
         return framed, spans
 
     def _fitted(
-        self, ids: np.ndarray, spans: list[Span], notes: dict[str, int], limit: int | None
+        self, of: object, ids: np.ndarray, spans: list[Span], notes: dict[str, int] | None = None
     ) -> EncodedExample | BadRow:
-        if not len(ids):
+        """Return an example that is short enough and of which something is learned."""
+        limit, piece, part = self.limit, None, False
+        if isinstance(of, Text):  # packing cuts it; a part of it may be one token
+            limit, piece, part = None, self.limit, len(ids) > 0 and not (of.start and of.end)
+        if not len(ids) and self.finetune:
             return LeftOut("the tokenizer gives no token for it", "no token")
         cut = 0 if limit is None else max(0, len(ids) - limit)
         if limit is not None and cut:
@@ -226,8 +219,8 @@ class Encoder:
                 return LeftOut(said, "too long")
             ids = ids[:limit]
             spans = [(begin, min(end, limit)) for begin, end in spans if begin < limit]
-        example = EncodedExample(ids.astype(np.int32, copy=False), spans, cut, notes)
-        if example.supervised:
+        example = EncodedExample(ids.astype(np.int32, copy=False), spans, cut, notes or {}, piece)
+        if self.finetune is None or part or example.supervised:
             return example
         if cut:
             return LeftOut(

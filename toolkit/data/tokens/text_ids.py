@@ -13,16 +13,16 @@ sees that one. They are counted. Many tokenizers leave the white space before a 
 offsets of its token, which is looked for in the token itself.
 """
 
+import copy
 import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sources.row_values import BadRow
@@ -54,7 +54,11 @@ class TextTokenizer:
     """Texts to ids without special tokens around them, spans of characters to spans of tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.backend = tokenizer, None
+        if tokenizer.is_fast:
+            self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
+            self.backend.no_truncation()
+            self.backend.no_padding()
 
     def encode(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
@@ -88,11 +92,10 @@ class TextTokenizer:
         """Return the ids of texts, with the special tokens around each where `special`; truncation
         and padding are off.
         """
-        if not self.tokenizer.is_fast:
+        if self.backend is None:
             options = {"truncation": False, "padding": False, "verbose": False}
             return self.tokenizer(texts, add_special_tokens=special, **options)["input_ids"]
-        with _whole_texts(self.tokenizer) as backend:
-            batch = backend.encode_batch_fast(texts, add_special_tokens=special)
+        batch = self.backend.encode_batch_fast(texts, add_special_tokens=special)
         return [encoded.ids for encoded in batch]
 
     def around(self) -> tuple[list[int], list[int]]:
@@ -112,15 +115,14 @@ class TextTokenizer:
 
     def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
         """Return the ids of texts that are not learned whole."""
-        if not self.tokenizer.is_fast:
+        if self.backend is None:
             return [_too_long(text) or self._in_pieces(text, spans) for text, spans in pairs]
-        with _whole_texts(self.tokenizer) as backend:
-            short = ["" if _too_long(text) else text for text, _ in pairs]
-            batch = backend.encode_batch(short, add_special_tokens=False)
-            return [
-                _too_long(text) or _marked(text, encoded, spans, backend.id_to_token)
-                for (text, spans), encoded in zip(pairs, batch, strict=True)
-            ]
+        short = ["" if _too_long(text) else text for text, _ in pairs]
+        batch = self.backend.encode_batch(short, add_special_tokens=False)
+        return [
+            _too_long(text) or _marked(text, encoded, spans, self.backend.id_to_token)
+            for (text, spans), encoded in zip(pairs, batch, strict=True)
+        ]
 
     def _in_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
         (whole,) = self.lists([text])
@@ -150,22 +152,6 @@ def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
         tokenizer.save_pretrained(folder)
         files = sorted(p for p in Path(folder).rglob("*") if p.is_file())
         return b"".join(p.name.encode() + p.read_bytes() for p in files)
-
-
-@contextmanager
-def _whole_texts(tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenizer]:
-    """Give the Rust tokenizer with truncation and padding off."""
-    backend = tokenizer.backend_tokenizer
-    truncation, padding = backend.truncation, backend.padding
-    backend.no_truncation()
-    backend.no_padding()
-    try:
-        yield backend
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
 
 
 def _too_long(text: str) -> BadRow | None:
