@@ -20,37 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from toolkit.data.examples import turns
 from toolkit.data.examples.token_columns import MASKS, ids_and_labels
-from toolkit.data.examples.turns import (
-    from_alpaca,
-    from_messages,
-    from_sharegpt,
-    says_something,
-    template_kwargs_of,
-    tools_of,
-    with_system,
-)
-from toolkit.data.sources.row_values import (
-    BadRow,
-    json_value,
-    named,
-    parsed,
-    shown,
-    string,
-    wrong,
-)
+from toolkit.data.sources.row_values import BadRow, json_value, named, parsed, shown, string, wrong
 
 Format = Literal["text", "prompt_completion", "conversation", "tokenised"]
-RowShape = Literal[
-    "text",
-    "pieces",
-    "prompt_completion",
-    "turn_lists",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "tokenised",
-]
+TextShape = Literal["text", "pieces"]
+ChatShape = Literal["turn_lists", "messages", "sharegpt", "alpaca"]
+RowShape = TextShape | ChatShape | Literal["prompt_completion", "tokenised"]
 
 
 class _Shape(NamedTuple):
@@ -209,13 +186,13 @@ def _layout_of(row: dict[str, Any], text_column: str) -> Layout | None:
     return Layout("text", (text_column,)) if text_column in row else None
 
 
-def _turn_style(turns: Any, column: str) -> RowShape:
+def _turn_style(value: Any, column: str) -> RowShape:
     try:
-        turns = json_value(turns) if isinstance(turns, str) else turns
+        value = json_value(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        turns = None  # judged with the row
-    turns = turns if isinstance(turns, list) else []
-    keys = {key for turn in turns if isinstance(turn, dict) for key in turn}
+        value = None  # judged with the row
+    listed = value if isinstance(value, list) else []
+    keys = {key for turn in listed if isinstance(turn, dict) for key in turn}
     if "role" in keys:
         return "messages"
     return "sharegpt" if "from" in keys or column == "conversations" else "messages"
@@ -262,21 +239,23 @@ def _example(row: dict[str, Any], layout: Layout) -> Example:
                 wrong(completion, "completion", "text", "empty completion")
             return PromptCompletion(prompt, completion)
         case "turn_lists":
-            turns = [from_messages(row[name], name) for name in layout.columns]
-            return _conversation(row, [*turns[0], *turns[1]], supervised_from=len(turns[0]))
+            before, after = (turns.from_messages(row[name], name) for name in layout.columns)
+            return _conversation(row, [*before, *after], supervised_from=len(before))
         case "messages":
-            return _conversation(row, from_messages(row[column], column))
+            return _conversation(row, turns.from_messages(row[column], column))
         case "sharegpt":
-            return _conversation(row, with_system(row, from_sharegpt(row[column], column)))
+            return _conversation(
+                row, turns.with_system(row, turns.from_sharegpt(row[column], column))
+            )
         case "alpaca":
-            return _conversation(row, with_system(row, from_alpaca(row)))
+            return _conversation(row, turns.with_system(row, turns.from_alpaca(row)))
 
 
 def _conversation(
     row: dict[str, Any], messages: list[dict[str, Any]], supervised_from: int = 0
 ) -> Conversation:
     for i, turn in enumerate(messages):
-        if turn["role"] == "assistant" and not says_something(turn):
+        if turn["role"] == "assistant" and not turns.says_something(turn):
             raise BadRow(
                 f"expected an answer in turn {i} (assistant), got content "
                 f"{shown(turn.get('content'))} and no tool_calls",
@@ -289,4 +268,6 @@ def _conversation(
             f"{', '.join(learned)}{' in the completion' if supervised_from else ''}",
             "no assistant turn",
         )
-    return Conversation(messages, tools_of(row), template_kwargs_of(row), supervised_from)
+    return Conversation(
+        messages, turns.tools_of(row), turns.template_kwargs_of(row), supervised_from
+    )

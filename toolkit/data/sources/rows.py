@@ -17,22 +17,13 @@ from toolkit.data.examples.recognise import (
     known_columns,
     recognise,
 )
-from toolkit.data.sources import instructions, lines
+from toolkit.data.sources import instructions, lines, tables
 from toolkit.data.sources.files import What, configured, find_files, kind_of, stdlib_files
 from toolkit.data.sources.row_values import BadRow, or_bad
-from toolkit.data.sources.tables import (
-    FILE,
-    PLACE,
-    Reader,
-    RowDataset,
-    arrow_tables,
-    as_data_error,
-    plain,
-    read_files,
-    read_named,
-)
 from toolkit.data.sources.text_files import PIECES, text_tables
 from toolkit.errors import DataError
+
+_OF_FILES = (tables.FILE, tables.PLACE)
 
 LOOK_AT = 100
 """First rows of a source that its format is recognised by."""
@@ -45,7 +36,7 @@ class DataSource:
     name: str
     where: str
     """The setting and the first file, for messages."""
-    rows: RowDataset
+    rows: tables.RowDataset
     """As they are stored; `row` makes plain columns of one. A stream has a shard a file."""
     layout: Layout
     weight: float | None = None
@@ -56,7 +47,7 @@ class DataSource:
         """Return the columns of a stored row; raise BadRow where it cannot be read."""
         if lines.RAW in stored:
             return lines.decoded(stored)
-        return plain({k: v for k, v in stored.items() if k not in (FILE, PLACE)})
+        return {k: tables.plain(v, k) for k, v in stored.items() if k not in _OF_FILES}
 
     def example(self, stored: dict[str, Any]) -> Example:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
@@ -66,8 +57,8 @@ class DataSource:
         """Return where the `number`-th row of the source, or of a pass over a stream, stands:
         `data/a.jsonl line 7`, `b.parquet row 12 (counted from 0)`.
         """
-        if FILE in stored:
-            return f"{self.files[stored[FILE]]} {stored[PLACE]}"
+        if tables.FILE in stored:
+            return f"{self.files[stored[tables.FILE]]} {stored[tables.PLACE]}"
         of_pass = "" if isinstance(self.rows, datasets.Dataset) else " of a pass"
         return f"{self.where} row {number}{of_pass} (counted from 0)"
 
@@ -121,12 +112,12 @@ def _source(
 ) -> DataSource:
     files: list[Path] = []
     known = known_columns(cfg.text_column)
-    reader: Reader = arrow_tables
+    reader: tables.Reader = tables.arrow_tables
     options: dict[str, Any] = {}
     schema, kind = None, None
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
-        rows = read_named(source, where, known, streaming=streaming)
+        rows = tables.read_named(source, where, known, streaming=streaming)
     else:
         files = find_files(source.files, setting)
         kind = kind_of(files, setting)
@@ -141,7 +132,7 @@ def _source(
             options = {"kind": kind, "limit": lines.ROW_BYTES}
         else:
             options = {"kind": kind, "columns": known}
-        rows = read_files(reader, files, where, schema, options, streaming=streaming)
+        rows = tables.read_files(reader, files, where, schema, options, streaming=streaming)
     made = DataSource(
         *(str(source.name), where, rows, replace(PIECE_LAYOUT, whole=documents)),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
@@ -154,7 +145,7 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
     try:
         first = [(stored, or_bad(source.row, stored)) for stored in islice(source.rows, LOOK_AT)]
     except Exception as error:
-        raise as_data_error(error, source.where) from error
+        raise tables.as_data_error(error, source.where) from error
     if not first:
         raise DataError(f"{source.where}: expected examples, found no row")
     readable = [(i, row) for i, (_, row) in enumerate(first) if isinstance(row, dict)]
@@ -169,6 +160,6 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
-    wanted = (*layout.columns, *layout.optional, lines.RAW, "_fault", FILE, PLACE)
+    wanted = (*layout.columns, *layout.optional, lines.RAW, "_fault", *_OF_FILES)
     columns = [name for name in wanted if name in source.rows.column_names]
     return replace(source, layout=layout, rows=source.rows.select_columns(columns))

@@ -295,29 +295,26 @@ def _binary(feature: Any) -> Any:
     return feature
 
 
-def plain(value: Any, where: str = "") -> Any:
-    """Return a row with bytes as text again, and without the nulls that Arrow filled in.
+def plain(value: Any, where: str) -> Any:
+    """Return the value of a column with bytes as text, without the nulls that Arrow filled in.
 
-    Arrow gives all mappings of a column the same keys, so keys below a column that are null are
-    left out, but for a turn's `content`: an assistant that only calls tools says null.
+    Arrow gives all mappings of a column the same keys, so keys that are null are left out, but for
+    a turn's `content`: an assistant that only calls tools says null.
     """
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BadRow(
-                f"expected UTF-8 in {where!r}, got byte 0x{value[error.start]:02x} at offset "
-                f"{error.start} of it",
-                "not UTF-8",
-            ) from error
+            byte = f"byte 0x{value[error.start]:02x} at offset {error.start} of it"
+            raise BadRow(f"expected UTF-8 in {where!r}, got {byte}", "not UTF-8") from error
     if isinstance(value, list):
         if value and isinstance(value[0], int):  # token ids: many, and nothing to decode
             return value
         return [plain(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
     if isinstance(value, dict):
         return {
-            key: plain(inner, f"{where}.{key}" if where else key)
+            key: plain(inner, f"{where}.{key}")
             for key, inner in value.items()
-            if inner is not None or not where or (key == "content" and "role" in value)
+            if inner is not None or (key == "content" and "role" in value)
         }
     return value

@@ -22,15 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import TODAY, chat_templates
+from toolkit.data.sources import tables
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource
-from toolkit.data.sources.tables import (
-    cache_folder,
-    digest_of,
-    open_tables,
-    replacing,
-    write_tables,
-)
 from toolkit.data.tokens.encoder import EncodedExample, Encoder, EndsRun, LeftOut
 from toolkit.data.tokens.text_ids import BATCH_BYTES, content_of
 from toolkit.errors import DataError
@@ -161,20 +155,20 @@ def encode(
     """
     encoder = RowEncoder(source, tokenizer, cfg, vocab_size)
     key = _key(source, tokenizer, cfg, vocab_size)
-    file = cache_folder() / f"encoded-{key}.arrow"
+    file = tables.cache_folder() / f"encoded-{key}.arrow"
     counted = file.with_suffix(".json")
     if not (datasets.is_caching_enabled() and file.is_file() and counted.is_file()):
         counted.unlink(missing_ok=True)  # it says that the tokens are whole: it comes after them
         counts = Counts()
         schema = _WHOLE if source.layout.whole else _IN_PART
-        tables = _encoded(encoder, cfg, counts)
-        write_tables(file, tables, schema, f"Encoding {source.name}")
-        with replacing(counted) as scratch:
+        encoded = _encoded(encoder, cfg, counts)
+        tables.write_tables(file, encoded, schema, f"Encoding {source.name}")
+        with tables.replacing(counted) as scratch:
             scratch.write_text(json.dumps(asdict(counts)), "utf-8")
     counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
         _check_documents(source, counts)
-    tokens = open_tables(file, key)
+    tokens = tables.open_tables(file, key)
     return EncodedSource(source.name, tokens, counts, source.weight, source.max_repeats)
 
 
@@ -265,7 +259,7 @@ def _key(
         names += ["supervise", "too_long", "sequence_length", "packing"]
         if source.layout.format == "conversation" and tokenizer is not None:
             templates = chat_templates(tokenizer, cfg.chat_template)
-    return digest_of(
+    return tables.digest_of(
         source.rows._fingerprint,
         _VERSION,
         source.layout,

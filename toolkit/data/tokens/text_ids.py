@@ -2,9 +2,8 @@
 
 [Note: threads, not processes]
 The Rust tokenizer has threads of its own, one per core (`RAYON_NUM_THREADS`), which share the text
-and the vocabulary; worker processes would fork and pickle to come no further. So a few megabytes of
-text go to it at a time, and where all of a text is learned through `encode_batch_fast`, which skips
-the character offsets that nobody reads; `benchmarks/tokenise.py` compares.
+and the vocabulary; worker processes would fork and pickle to come no further. Where all of a text
+is learned, `encode_batch_fast` skips the character offsets; `benchmarks/tokenise.py` compares.
 
 [Note: tokens across an edge]
 A token is learned when all its characters are. One that holds the end of a prompt and the beginning

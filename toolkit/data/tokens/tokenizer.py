@@ -206,9 +206,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
-    )
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.tmp-"))
     try:
