@@ -3,13 +3,12 @@
 import json
 import reprlib
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 4
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -29,10 +28,10 @@ class BadRow(Exception):
         return str(self.args[0])
 
 
-def or_bad(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | BadRow:
-    """Return what `fn` returns, or the BadRow that it raises."""
+def or_bad(fn: Callable[[Any], T], value: Any) -> T | BadRow:
+    """Return what `fn` returns for a value, or the BadRow that it raises."""
     try:
-        return fn(*args, **kwargs)
+        return fn(value)
     except BadRow as bad:
         return bad
 
