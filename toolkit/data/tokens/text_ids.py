@@ -197,8 +197,10 @@ def _marked(
 
     out: list[Span] = []
     across: set[int] = set()
-    for begin, end in spans:
-        across.update(at for edge in (begin, end) for at in range(before(edge), after(edge)))
-        if before(end) > after(begin):
-            out.append((after(begin), before(end)))
+    for span in spans:
+        # Before an edge stand `inner` whole tokens; those up to `outer` lie across it.
+        (first_inner, first), (last, last_outer) = ((before(edge), after(edge)) for edge in span)
+        across.update(range(first_inner, first), range(last, last_outer))
+        if last > first:
+            out.append((first, last))
     return TokenSpans(ids, out, len(across))
