@@ -24,7 +24,7 @@ from datasets.utils import tqdm
 from toolkit.config.settings import SourceConfig
 from toolkit.data.sources.files import Kind, is_data_set
 from toolkit.data.sources.row_values import BadRow
-from toolkit.errors import DataError
+from toolkit.errors import DataError, one_line
 
 T = TypeVar("T")
 RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -185,7 +185,9 @@ def _tables(
         except DataError:
             raise
         except Exception as error:  # the file comes from outside: it may hold anything
-            raise DataError(f"{file} cannot be read from row {row} on: {_line(error)}") from error
+            raise DataError(
+                f"{file} cannot be read from row {row} on: {one_line(error)}"
+            ) from error
 
 
 def arrow_tables(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -273,14 +275,10 @@ def as_data_error(error: BaseException, where: str) -> DataError:
         last, cause = cause, cause.__cause__ or cause.__context__
     if cause is not None:
         return cause
-    said = "; ".join(dict.fromkeys(map(_line, (error, last))))
+    said = "; ".join(dict.fromkeys(map(one_line, (error, last))))
     if "corresponds to no data" in said:  # how `datasets` says that a split has no rows
         return DataError(f"{where}: expected documents, found no row")
-    return DataError(f"{where} cannot be read: {said[:600]}")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return DataError(f"{where} cannot be read: {said}")
 
 
 def _binary(feature: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from toolkit import ranks
@@ -21,9 +21,8 @@ from toolkit.data.examples.recognise import Text
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.sources.tables import as_data_error
-from toolkit.errors import ConfigError, DataError, ModelError
-from toolkit.formats import check_config
-from toolkit.models.causal_lm import load_config, one_line
+from toolkit.errors import ConfigError, DataError, ModelError, one_line
+from toolkit.formats import check_config, local_folder
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer; its id is 0."""
@@ -271,8 +270,10 @@ def _has_files(folder: Path) -> bool:
 
 def _vocab_size(model: ModelConfig) -> int:
     try:
-        return int(load_config(model).get_text_config().vocab_size)
-    except (ModelError, AttributeError) as error:
+        folder = local_folder(model.name_or_path, model.revision)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        return int(config.get_text_config().vocab_size)
+    except Exception as error:  # the file comes from outside: it may hold anything
         raise ModelError(
             f"expected a config.json with a vocab_size in {model.name_or_path}, to train a "
             f"tokenizer of that size ({one_line(error)})"
