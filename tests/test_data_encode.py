@@ -3,6 +3,8 @@ number of processes, from the cache, and from a stream.
 """
 
 import json
+import os
+import signal
 from dataclasses import replace
 from itertools import pairwise
 
@@ -410,6 +412,17 @@ def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path):
     encoded = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
     assert encoded.counts.dropped == {"too long": 1}
     assert encoded.tokens["row"][:] == [0]
+
+
+def killed(first: int, count: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_ends_the_run(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode_module, "_results_here", killed)
+    cfg = config(dataset_num_proc=2)
+    with pytest.raises(DataError, match=r"one of 2 processes .* was killed.*dataset_num_proc"):
+        encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), tokenizer, cfg, 300)
 
 
 def test_a_source_of_which_nothing_is_left(tokenizer, tmp_path):

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -203,8 +204,14 @@ def _each(
     if processes == 1:
         yield from (_results(encoder, first, starts.step) for first in starts)
         return
-    with ProcessPoolExecutor(processes, initializer=_set_encoder, initargs=(encoder,)) as pool:
-        yield from pool.map(_results_here, starts, [starts.step] * len(starts))
+    try:
+        with ProcessPoolExecutor(processes, initializer=_set_encoder, initargs=(encoder,)) as pool:
+            yield from pool.map(_results_here, starts, [starts.step] * len(starts))
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"{encoder.source.where}: one of {processes} processes that encode it was killed, "
+            "perhaps for its memory; lower data.dataset_num_proc"
+        ) from error
 
 
 def _results(encoder: RowEncoder, first: int, count: int) -> list[EncodedExample | BadRow]:
