@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from toolkit.checkpoint import newest
 from toolkit.export import consolidate
-from toolkit.verify.reports import Report, verify_checkpoint, verify_export
+from toolkit.verify import Report, verify_checkpoint, verify_export
 
 KINDS = ("flip", "truncate", "zero page", "delete", "swap")
 _PAGE = 4096

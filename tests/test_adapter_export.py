@@ -44,7 +44,7 @@ from toolkit.models.causal_lm import build_on_meta, vocabulary_size
 from toolkit.models.peft_model import trained_tensors
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
-from toolkit.verify.reports import verify_checkpoint, verify_export
+from toolkit.verify import verify_checkpoint, verify_export
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 BF16 = {"dtype": torch.bfloat16}

@@ -83,7 +83,7 @@ def test_a_changed_manifest_and_a_lost_commit_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "dcp/../../x", "", ".", "dcp//data", "a\0b", "..\\x"]
+    "name", ["../x", "/etc/passwd", "dcp/../../x", "", ".", "dcp//data", "a\0b", "..\\x", "C:x"]
 )
 def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
     checkpoint = save(tmp_path, 3)

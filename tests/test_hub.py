@@ -197,7 +197,7 @@ def test_what_was_pushed_loads_and_verifies(hub, push, export, tmp_path):
     push("push", export, NAME)
     for name, content in hub.repos[NAME].content().items():
         (tmp_path / name).write_bytes(content)
-    from toolkit.verify.reports import verify_export
+    from toolkit.verify import verify_export
 
     assert verify_export(None, tmp_path).ok
 

@@ -19,7 +19,7 @@ from toolkit.formats import export_manifest
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
-from toolkit.verify.reports import verify_export
+from toolkit.verify import verify_export
 
 KINDS = ("llama", "tied", "moe")
 

@@ -52,7 +52,7 @@ from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
 from toolkit.training.loss import _linear_head
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import train_step
-from toolkit.verify.reports import verify_checkpoint
+from toolkit.verify import verify_checkpoint
 
 FP32 = ShardingConfig(param_dtype="float32")
 KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2")

@@ -34,7 +34,7 @@ from toolkit.export import consolidate
 from toolkit.formats import HFAssets, export_manifest, read_header, read_metadata, weight_files
 from toolkit.loading.pretrained import load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.verify.reports import verify_checkpoint, verify_export
+from toolkit.verify import verify_checkpoint, verify_export
 
 CANARY = "canary_7f3a9c51"
 STEP = "step-00000002"

@@ -15,6 +15,7 @@ from typing import Any
 import damage
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate
 from toolkit.formats import export_manifest, read_metadata, tensor_chunks
 from toolkit.verify import findings as verify_findings
-from toolkit.verify.reports import verify_checkpoint, verify_export
+from toolkit.verify import verify_checkpoint, verify_export
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -166,6 +167,16 @@ def test_a_checkpoint_of_another_tool_has_no_digests(root: Path) -> None:
         assert report.logits_difference == 0.0
     report = verify_export(dcp, root / "llama" / "export-10", hf_assets=source)
     assert len(report.findings) == report.tensors
+
+
+def test_a_tensor_that_the_checkpoint_lacks_is_not_proven(root: Path, tmp_path: Path) -> None:
+    tensors = load_file(root / "llama/export/model.safetensors")
+    del tensors["model.norm.weight"]
+    dcp.save({f"model.{n}": t for n, t in tensors.items()}, checkpoint_id=tmp_path, no_dist=True)
+    report = verify_export(tmp_path, root / "llama/export", hf_assets=root / "llama/source")
+    (finding,) = report.findings
+    assert finding[1] == "model.norm.weight"
+    assert "not in the checkpoint" in finding[2]
 
 
 def test_an_export_of_another_step_is_not_the_checkpoint(root: Path) -> None:

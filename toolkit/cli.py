@@ -169,7 +169,7 @@ def _verify(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from toolkit.checkpoint.fetch import local_copy
-    from toolkit.verify.reports import is_export, verify_checkpoint, verify_export
+    from toolkit.verify import is_export, verify_checkpoint, verify_export
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -47,12 +47,13 @@ import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.durable import disk_errors, sync, sync_above, write_synced
 from toolkit.checkpoint.store import BLOCK, Folder, Place, files_below, where
 from toolkit.errors import CheckpointError
+from toolkit.formats import is_inner_path
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 CHECKPOINTS = "checkpoints"
@@ -171,16 +172,24 @@ def read_manifest(checkpoint: Folder) -> dict[str, Any]:
     content = _committed_manifest(checkpoint)
     if content is None:
         raise CheckpointError(f"{checkpoint} is not committed")
-    file = checkpoint / MANIFEST
-    manifest = parse_json(content, file, CheckpointError)
+    return parse_manifest(content, checkpoint / MANIFEST)
+
+
+def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
+    """Return the manifest that `content` is; `source` names it in errors, which are those of
+    `read_manifest`.
+    """
+    manifest = parse_json(content, source, CheckpointError)
     try:
-        entries = [(n, e["size"], e["sha256"]) for n, e in manifest["files"].items()]
-        manifest["tensors"].items()
+        files = [(n, e["size"], e["sha256"]) for n, e in manifest["files"].items()]
+        tensors = [(e["shape"], e["dtype"], e["digest"]) for e in manifest["tensors"].values()]
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not a manifest of this toolkit: {error!r}") from error
-    for name, size, sha256 in entries:
-        if not is_inside(name) or type(size) is not int or not isinstance(sha256, str):
-            raise CheckpointError(f"{file} names {name!r}, which is no file of the checkpoint")
+        raise CheckpointError(f"{source} is not a manifest of this toolkit: {error!r}") from error
+    for name, size, sha256 in files:
+        if not is_inner_path(name) or type(size) is not int or not isinstance(sha256, str):
+            raise CheckpointError(f"{source} names {name!r}, which is no file of the checkpoint")
+    if not all(isinstance(s, list) and isinstance(d, str) for s, d, _ in tensors):
+        raise CheckpointError(f"{source} is not a manifest of this toolkit: shapes and dtypes")
     return manifest
 
 
@@ -203,18 +212,6 @@ def damaged_files(
         )
     found = [(name, fault) for name, fault in zip(names, faults, strict=True) if fault is not None]
     return found + [(n, "is not in the manifest") for n in strangers]
-
-
-def is_inside(name: str) -> bool:
-    """Whether a manifest's name is that of a file below its folder, written in the one way."""
-    path = PurePosixPath(name)
-    return (
-        bool(path.parts)
-        and not path.is_absolute()
-        and ".." not in path.parts
-        and str(path) == name
-        and not {"\0", "\\"} & set(name)
-    )
 
 
 def sha256_of(file: Any) -> str:

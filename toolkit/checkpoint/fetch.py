@@ -17,6 +17,7 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.run_dir import CONFIG
 from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, where
 from toolkit.errors import CheckpointError
+from toolkit.formats import is_inner_path
 from toolkit.formats.metrics_file import METRICS
 from toolkit.parsing import parse_yaml
 
@@ -81,7 +82,7 @@ def files_of(checkpoint: Folder, *names: str) -> Iterator[Path]:
 
 def _copy(checkpoint: Place, folder: Path, names: list[str]) -> dict[str, str]:
     """Copy objects into a folder; return name -> sha256."""
-    if odd := [n for n in names if not commit.is_inside(n)]:
+    if odd := [n for n in names if not is_inner_path(n)]:
         raise CheckpointError(f"{checkpoint} holds {odd[0]!r}, which is no name of a file")
 
     def copy(name: str) -> str:

@@ -28,11 +28,13 @@ from toolkit.checkpoint.commit import (
     is_committed,
     read_manifest,
 )
+from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
 from toolkit.formats import (
     METADATA_FILE,
     Box,
     Chunk,
+    StoredTensor,
     TensorEntry,
     boxes_fault,
     header_metadata,
@@ -86,6 +88,17 @@ class Source:
         stats = ((p.name, p.stat()) for p in sorted(self.folder.iterdir()) if p.is_file())
         facts = [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts)).encode()).hexdigest()
+
+    def stored(self, key: str) -> StoredTensor:
+        """Return the tensor `key`, to be read some rows at a time."""
+        entry = self.tensors[key]
+        return StoredTensor(entry.dtype, entry.shape, tuple(self.locate(key)))
+
+    def digests(self) -> dict[str, str]:
+        """Return key -> digest of live memory at saving; empty where there are none as of today."""
+        manifest = {} if self.checkpoint is None else read_manifest(self.checkpoint)
+        known = manifest["tensors"] if manifest.get("version") == MANIFEST_VERSION else {}
+        return {key: entry["digest"] for key, entry in known.items()}
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:

@@ -1,11 +1,8 @@
 """What a PEFT folder consists of: the adapter's tensors under PEFT's keys, its config, a tokenizer.
 
-    adapter_config.json         as trained; names the base model, so that readers find it
-    adapter_model.safetensors   every trained tensor, and none of the base
-    tokenizer, chat template    as trained with
-
-Owns the plan of that folder, from shapes alone; bytes, the commit of the folder and its manifest
-are those of every export. Does not know where the bytes come from.
+adapter_config.json         as trained; names the base model, so that readers find it
+adapter_model.safetensors   every trained tensor, and none of the base
+tokenizer, chat template    as trained with
 """
 
 import json
@@ -15,12 +12,7 @@ from typing import Any
 
 import torch
 
-from toolkit.adapters.peft_folder import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    peft_layout,
-    read_config,
-)
+from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
 from toolkit.checkpoint.adapter import travels
 from toolkit.checkpoint.facts import base_model
 from toolkit.errors import ExportError
@@ -73,19 +65,29 @@ def make_adapter_plan(
         ExportError: `stored` is not what the config describes; names the tensor.
     """
     config = read_config(hf)
-    base_model, assets = model_of_assets(hf)
-    layout = peft_layout(base_model, config)
+    base_on_meta, assets = model_of_assets(hf)
+    layout = peft_layout(base_on_meta, config)
     shapes = {name: tuple(t.shape) for name, t in layout.model.state_dict().items()}
-    _match(layout.keys, shapes, stored, where)
+    wanted = set(layout.keys.values())
+    for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise ExportError(
+                f"{where} {kind} {min(names)}{more}: the adapter is not the one that its "
+                f"{CONFIG_FILE} describes"
+            )
     placed = {}
     for key, name in layout.keys.items():
-        dtype = stored[name][0]
-        if override is not None and dtype.is_floating_point:
-            dtype = override
-        placed[key] = dtype, shapes[name]
+        dtype, shape = stored[name]
+        if shape != shapes[name]:
+            raise ExportError(f"{name} is {shape} in {where}, {CONFIG_FILE} says {shapes[name]}")
+        placed[key] = override if override and dtype.is_floating_point else dtype, shape
     tensors, headers = lay_out(placed, math.inf, WEIGHTS_FILE)
     files = {name: content for name, content in assets.files.items() if travels(name)}
-    files[CONFIG_FILE] = _config_file(config, base)
+    # For inference, and with the base that it is for.
+    named = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
+    content = {**config, "inference_mode": True, **named}
+    files[CONFIG_FILE] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return ExportPlan(
         model=layout.base,
         stored={name: name for name in layout.keys.values()},
@@ -95,31 +97,3 @@ def make_adapter_plan(
         headers=headers,
         assets=files,
     )
-
-
-def _match(
-    keys: dict[str, str],
-    shapes: dict[str, tuple[int, ...]],
-    stored: TensorShapes,
-    where: str,
-) -> None:
-    wanted = set(keys.values())
-    for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
-        if names:
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise ExportError(
-                f"{where} {kind} {min(names)}{more}: the adapter is not the one that its "
-                f"{CONFIG_FILE} describes"
-            )
-    for name in sorted(wanted):
-        if stored[name][1] != shapes[name]:
-            raise ExportError(
-                f"{name} is {stored[name][1]} in {where}, {CONFIG_FILE} describes {shapes[name]}"
-            )
-
-
-def _config_file(config: dict[str, Any], base: dict[str, Any]) -> bytes:
-    """Return adapter_config.json: as trained, for inference, with the base that it is for."""
-    named = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
-    content = {**config, "inference_mode": True, **named}
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

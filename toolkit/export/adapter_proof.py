@@ -5,11 +5,10 @@
 Exporting and PEFT's names are those of the offline commands, so that what is proven is what a user
 will do. What the model computes with the adapter is proven by `toolkit verify --logits`.
 
-[Note: from_pretrained at any size] A reader calls `PeftModel.from_pretrained(base, folder)`, and
-the base may not fit into one process. PEFT needs the base's shapes to find its layers, and none of
-its bytes: rank 0 makes that very call on a base without bytes (`peft_folder.without_storage`), at
-the cost of the adapter alone. What it loaded goes to the ranks tensor by tensor, each compares its
-rows.
+[Note: from_pretrained at any size] The base may not fit into one process. PEFT needs the base's
+shapes to find its layers, and none of its bytes: rank 0 makes a reader's very call on a base
+without bytes (`peft_folder.without_storage`). What it loaded goes to the ranks tensor by tensor,
+each compares its rows.
 """
 
 import tempfile
@@ -53,18 +52,14 @@ def prove_adapter(model: nn.Module, checkpoint: str) -> str:
 
 
 def prove(model: nn.Module, checkpoint: str | Path) -> str:
-    """Prove that the adapter of a checkpoint that was just saved is the one in `model`. Collective.
+    """Prove that the adapter of a checkpoint that was just saved is the one in `model`, to the bit
+    on every rank; return a line for the log. Collective.
 
-    The checkpoint's adapter is exported into a temporary folder and loaded by PEFT (see the note
-    above). It must equal the live one to the bit on every rank. Waits for a save in the background.
-    Rank 0 reads and writes the adapter once and holds it twice.
+    Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
 
     Args:
         model: with adapters, sharded or not, with the values that were saved.
         checkpoint: what `checkpoint.save` returned: a path or a URL.
-
-    Returns:
-        a line for the log.
 
     Raises:
         CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
@@ -84,19 +79,14 @@ def prove(model: nn.Module, checkpoint: str | Path) -> str:
                 f"{checkpoint} does not give back what was trained: on rank {rank} "
                 f"{len(names)} of {len(trained)} tensors differ, such as {names[0]}; {_ADVICE}"
             )
+    how = "through PeftModel.from_pretrained, equal to the bit"
     seconds = time.perf_counter() - begun
-    return (
-        f"adapter proven: {len(trained)} tensors reloaded through PeftModel.from_pretrained, equal "
-        f"to the bit ({seconds:.1f} s)"
-    )
+    return f"adapter proven: {len(trained)} tensors reloaded {how} ({seconds:.1f} s)"
 
 
 def _load(checkpoint: str | Path, trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the adapter as PEFT loads it: name -> whole tensor, in the dtypes of `trained`."""
-    with (
-        local_copy(checkpoint) as folder,
-        tempfile.TemporaryDirectory(prefix="toolkit-") as scratch,
-    ):
+    with local_copy(checkpoint) as folder, tempfile.TemporaryDirectory() as scratch:
         exported = Path(consolidate(folder, Path(scratch, "adapter")))
         base = build_on_meta(ModelConfig(name_or_path=str(Path(folder, "hf")), init="random"))
         model, problems = read_as_peft(without_storage(base), exported, empty=True)

@@ -78,10 +78,8 @@ def consolidate(
     source = adapter or find_source(checkpoint, hf_assets)
     target = check_output(output, source.checkpoint or source.folder)
     if merge and adapter is None:
-        raise ExportError(
-            f"{source.checkpoint or source.folder} is not an adapter checkpoint: there is nothing "
-            "to merge"
-        )
+        which = source.checkpoint or source.folder
+        raise ExportError(f"{which} is not an adapter checkpoint: there is nothing to merge")
     origin = _origin(source, dtype)
     read_group: ReadGroup
     if adapter is None:
@@ -93,10 +91,8 @@ def consolidate(
         plan, read_group = merged.plan, merged.read_group
         origin |= {"adapter": adapter_origin(source.hf, base_entry(source)), "merged": True}
     else:
-        base, tensors = named_base(source, hf_assets), SavedTensors(source)
-        plan = make_adapter_plan(
-            source.hf, tensors.shapes(), override, where=str(source.folder), base=base
-        )
+        base, tensors, where = named_base(source, hf_assets), SavedTensors(source), source.folder
+        plan = make_adapter_plan(source.hf, tensors.shapes(), override, where=str(where), base=base)
         read_group = functools.partial(_read_group, plan, tensors)
         origin |= {"adapter": adapter_origin(source.hf, base)}
     tensors.check()
@@ -109,18 +105,11 @@ def consolidate(
 def _plan_model(
     source: Source, override: torch.dtype | None, limit: int
 ) -> tuple[ExportPlan, SavedTensors]:
-    model, assets = model_of_assets(source.hf)
+    hf, where = source.hf, str(source.folder)
+    model, assets = model_of_assets(hf)
     tensors = SavedTensors(source, model.state_dict())
-    plan = make_plan(
-        source.hf,
-        model,
-        assets,
-        tensors.shapes(),
-        override,
-        limit,
-        where=str(source.folder),
-        prefix=tensors.prefix,
-    )
+    shapes, prefix = tensors.shapes(), tensors.prefix
+    plan = make_plan(hf, model, assets, shapes, override, limit, where=where, prefix=prefix)
     return plan, tensors
 
 

@@ -1,8 +1,7 @@
 """One group of parameters becomes the tensors of the source checkpoint, without a copy if possible.
 
-transformers converts back (`formats.hf_folder.convert_back`). Its conversions mostly cut and turn
-and then copy what they cut; here such copies stay views, so that fused experts need their own
-memory once instead of twice.
+transformers' conversions mostly cut and turn and then copy what they cut; here such copies stay
+views, so that fused experts need their own memory once instead of twice.
 """
 
 from typing import Any

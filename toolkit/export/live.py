@@ -33,7 +33,6 @@ from toolkit.formats import ExportGroup, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
 
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name
-_ORIGIN = {"checkpoint": None, "step": None, "run": None}
 
 
 def export_live(
@@ -55,8 +54,7 @@ def export_live(
     Args:
         model: of `build_on_meta`, with its weights; sharded or not.
         output: a folder that does not exist or is empty, on a disk that rank 0 sees.
-        dtype: as for `consolidate`.
-        max_shard_size: as for `consolidate`.
+        dtype, max_shard_size: as for `consolidate`.
         origin: what the export's manifest says of where the weights are from: `checkpoint` (sha256
             of its manifest), `step` and `run`.
 
@@ -64,6 +62,7 @@ def export_live(
         ExportError: on every rank: the output is in the way, there is no space, or rank 0 could not
             write.
     """
+    known = {"checkpoint": None, "step": None, "run": None, **(origin or {})}
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:
         _serve(tensors)
@@ -78,7 +77,7 @@ def export_live(
                 target,
                 weights=os.urandom(16).hex(),  # they go on changing: never taken up again
                 read_group=functools.partial(_gather_group, plan, tensors),
-                origin={**_ORIGIN, **(origin or {}), **facts, "dtype": dtype},
+                origin={**known, **facts, "dtype": dtype},
             )
             return str(Path(output).expanduser())
         finally:
@@ -97,21 +96,20 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int) -> str:
         ExportError: see `export_live`.
     """
     target = Path(run_dir) / EXPORTS / step_name(step)
-    ranks.on_main(lambda: _step_aside(target))
-    facts = ranks.on_main(lambda: run_facts(run_dir, step) or None)
-    return export_live(model, target, origin={"step": step, "run": facts})
+
+    def prepare() -> dict[str, Any] | None:
+        if os.path.lexists(target):
+            old = target.with_name(f"{target.name}.old-{os.urandom(4).hex()}")
+            os.rename(target, old)
+            print(f"NOTE: {target} was there already; it is now {old}", flush=True)
+        return run_facts(run_dir, step) or None
+
+    return export_live(model, target, origin={"step": step, "run": ranks.on_main(prepare)})
 
 
 def exported(run_dir: str | Path, step: int) -> bool:
     """Whether the run has an export of `step`; the same on every rank. Collective."""
     return ranks.on_main((Path(run_dir) / EXPORTS / step_name(step)).exists)
-
-
-def _step_aside(target: Path) -> None:
-    if os.path.lexists(target):
-        old = target.with_name(f"{target.name}.old-{os.urandom(4).hex()}")
-        os.rename(target, old)
-        print(f"NOTE: {target} was there already; it is now {old}", flush=True)
 
 
 def _plan_live(

@@ -6,14 +6,15 @@
             |
     checkpoint's shards (A, B, magnitudes, modules trained as a whole)
 
-The arithmetic is PEFT's (`adapters.peft_folder.merge_layer`), names and conversions are
-transformers', so that the result is what `merge_and_unload` gives, to the bit.
+The arithmetic is PEFT's (`adapters.peft_folder.merge_layer`), so that the result is what
+`merge_and_unload` gives, to the bit.
 
 Memory: the largest adapted tensor of the base, and two of its size in fp32 (DoRA: five); of tensors
 that transformers converts (fused experts) their group.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -64,11 +65,10 @@ def plan_merge(
     entries = read_weights(weight_files(folder))
     hf = tensors.source.hf
     model, assets = model_of_assets(hf)
-    # Models of their own: PEFT takes this one apart, and reading changes the third.
-    layout = peft_layout(model_of_assets(hf)[0], read_config(hf))
-    reader, _ = model_of_assets(hf)
-    odd = sorted(set(layout.keys.values()) ^ tensors.keys.keys())
-    if odd:
+    # Models of their own: PEFT takes the second apart, and reading changes the third.
+    (model, assets), (adapted, _), (reader, _) = (model_of_assets(hf) for _ in range(3))
+    layout = peft_layout(adapted, read_config(hf))
+    if odd := sorted(set(layout.keys.values()) ^ tensors.keys.keys()):
         raise ExportError(
             f"{odd[0]} is not in both {tensors.source.folder} and what {hf / CONFIG_FILE} "
             "describes: the checkpoint is of another adapter"
@@ -78,9 +78,9 @@ def plan_merge(
     state = model.state_dict()
     stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in aliases}
     plan = make_plan(hf, model, assets, stored, override, limit, where=str(folder))
-    merge = AdapterMerge(plan, layout, reader, entries, tensors)
+    merge = AdapterMerge(plan, layout, reader, entries, tensors, aliases)
     for group in plan.groups:
-        if not all(part is not None and part.kind == "saved" for part in merge.parts(group)):
+        if merge.needs_base(group):
             _check_base(plan, group, entries, folder)
     return merge
 
@@ -121,43 +121,38 @@ def _check_parts(layout: PeftLayout, families: dict[str, list[str]]) -> None:
             )
 
 
+@dataclass(frozen=True)
 class AdapterMerge:
-    """The way from the base's files and the adapter's shards to the tensors of `plan`.
+    """The way from the base's files and the adapter's shards to the tensors of `plan`."""
 
-    Args:
-        reader: the base on meta, through which transformers converts what the base's files hold.
-        entries: the base's tensors.
-    """
+    plan: ExportPlan
+    layout: PeftLayout
+    reader: PreTrainedModel
+    """The base on meta, through which transformers converts what the base's files hold."""
+    entries: dict[str, TensorEntry]
+    """The base's tensors."""
+    tensors: SavedTensors
+    aliases: dict[str, str]
 
-    def __init__(
-        self,
-        plan: ExportPlan,
-        layout: PeftLayout,
-        reader: PreTrainedModel,
-        entries: dict[str, TensorEntry],
-        tensors: SavedTensors,
-    ):
-        self.plan, self.layout, self.reader = plan, layout, reader
-        self.entries, self.tensors = entries, tensors
-        self.aliases = tied_names(plan.model)
+    def parts(self, group: ExportGroup) -> dict[str, AdapterLayer | None]:
+        """Return each of the group's parameters and what adapts it."""
+        found = {n: self.layout.parts.get(self.aliases.get(n, n)) for n in group.sources}
+        return {name: parts[0] if parts else None for name, parts in found.items()}
 
-    def parts(self, group: ExportGroup) -> list[AdapterLayer | None]:
-        """Return what adapts each of the group's parameters."""
-        found = [self.layout.parts.get(self.aliases.get(name, name)) for name in group.sources]
-        return [parts[0] if parts else None for parts in found]
+    def needs_base(self, group: ExportGroup) -> bool:
+        """Whether one of the group's parameters was not trained as a whole."""
+        return any(part is None or part.kind != "saved" for part in self.parts(group).values())
 
     def read_group(self, group: ExportGroup) -> Mapping[str, TensorValues]:
         """Return the group's outputs: the base's bytes, or the base with the adapter merged in."""
         names = {name: self.plan.names[name] for name in group.outputs}
-        parts = dict(zip(group.sources, self.parts(group), strict=True))
+        parts = self.parts(group)
         if not any(parts.values()):
             files = {name: in_file(self.entries[exported]) for name, exported in names.items()}
             return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
         # Rounded once, when it is written.
         wanted = {self.plan.tensors[exported].dtype for exported in names.values()}
-        base: dict[str, torch.Tensor] = {}
-        if not all(part is not None and part.kind == "saved" for part in parts.values()):
-            base = self._read_base(group, list(names.values()))
+        base = self._read_base(group, list(names.values())) if self.needs_base(group) else {}
         parameters = {}
         for name, part in parts.items():
             if part is None:
@@ -179,8 +174,7 @@ class AdapterMerge:
         found: dict[str, torch.Tensor] = {}
         for part in load_groups(self.reader, names):
             found |= load_group(self.reader, part, self.entries)
-        missing = sorted(set(group.sources) - found.keys())
-        if missing:
+        if missing := sorted(set(group.sources) - found.keys()):
             raise ExportError(
                 f"transformers makes {sorted(found)} of {', '.join(names[:3])}, not {missing[0]}"
             )

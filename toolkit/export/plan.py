@@ -1,7 +1,6 @@
 """What an exported folder consists of: names, dtypes, files. From shapes alone, no bytes.
 
-A checkpoint on the disk and a model that is still training give the same plan, and so the same
-folder. Knows neither DCP nor ranks.
+A checkpoint on the disk and a model that is still training give the same plan, so the same folder.
 """
 
 import copy
@@ -11,7 +10,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from toolkit.formats import (
     SINGLE_FILE,
     ExportGroup,
     HFAssets,
+    TensorEntry,
     export_groups,
     use_source_names,
 )
-from toolkit.models import build_on_meta, tied_families
+from toolkit.models import build_on_meta, tied_families, tied_names
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -40,22 +40,6 @@ _WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.jso
 
 TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Parameter or buffer name -> dtype and shape of what is stored."""
-
-
-@dataclass(frozen=True)
-class ExportedTensor:
-    """Where one tensor lies in the exported folder."""
-
-    file: str
-    begin: int
-    """Offset of its first byte in the file."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -70,8 +54,8 @@ class ExportPlan:
     """In the order in which their outputs fill the files."""
     names: dict[str, str]
     """Name in a group's outputs -> exported name."""
-    tensors: dict[str, ExportedTensor]
-    """Exported name -> place."""
+    tensors: dict[str, TensorEntry]
+    """Exported name -> place; the file is a name in the folder."""
     headers: dict[str, bytes]
     """File name -> its first bytes: the length and the JSON of a safetensors file."""
     assets: dict[str, bytes]
@@ -168,14 +152,22 @@ def make_plan(
             raise ExportError(f"{group.sources} are exported together but stored as {dtypes}")
         (dtype,) = dtypes
         for name, shape in group.outputs.items():
-            exported = names[name]
-            shapes[exported] = _export_dtype(exported, dtype, assets, override, default), shape
+            said = (assets.source or {}).get(names[name])
+            wanted: torch.dtype | None = dtype
+            if dtype.is_floating_point:
+                wanted = override or (default if said is None else DTYPES.get(said))
+            if wanted is None or (dtype.is_floating_point and wanted not in CASTABLE):
+                raise ExportError(
+                    f"{names[name]} is {said} in the source checkpoint (quantized): trained "
+                    "weights cannot be cast to that; pass --dtype bfloat16"
+                )
+            shapes[names[name]] = wanted, shape
     tensors, headers = lay_out(shapes, limit)
     written = override if override is not None else default if assets.source is None else None
     files = {**assets.files, "config.json": _config_file(hf, assets, model, written)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
-        placed = {name: tensors[name].file for name in sorted(tensors)}
+        placed = {name: tensors[name].file.name for name in sorted(tensors)}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
     return ExportPlan(model, origin, groups, names, tensors, headers, files)
@@ -194,33 +186,28 @@ def _match(
     Of tied parameters one name is exported: the one that the source has, else the one that
     transformers keeps.
     """
-    state = model.state_dict()
-    families = tied_families(model)
-    aliases = {name for family in families.values() for name in family[1:]}
+    state, families, aliases = model.state_dict(), tied_families(model), tied_names(model)
+    described = f"{type(model).__name__} of {hf / 'config.json'}"
+    doubt = "is it the config of this checkpoint?"
     unknown = sorted(set(stored) - set(state))
     if unknown:
-        raise ExportError(
-            f"{where} holds {prefix}{unknown[0]}{_more(unknown)}, which "
-            f"{type(model).__name__} of {hf / 'config.json'} does not have; is it the "
-            "config of this checkpoint?"
-        )
+        names = f"{prefix}{unknown[0]}{_more(unknown)}"
+        raise ExportError(f"{where} holds {names}, which {described} does not have; {doubt}")
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
-    missing = [
-        name for name, family in owned.items() if not any(member in stored for member in family)
-    ]
+    missing = [name for name, family in owned.items() if not stored.keys() & set(family)]
     if missing:
         raise ExportError(
-            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which "
-            f"{type(model).__name__} needs; the checkpoint is incomplete or of another model"
+            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} "
+            "needs; the checkpoint is incomplete or of another model"
         )
     origin = {}
     for name, family in owned.items():
         held = next(member for member in family if member in stored)
         shape, expected = stored[held][1], tuple(state[name].shape)
         if shape != expected:
+            model_of = f"the model of {hf / 'config.json'}"
             raise ExportError(
-                f"{prefix}{held} is {shape} in {where}, {expected} in the model of "
-                f"{hf / 'config.json'}; is it the config of this checkpoint?"
+                f"{prefix}{held} is {shape} in {where}, {expected} in {model_of}; {doubt}"
             )
         origin[_exported_name(model, assets, family)] = held
     return origin
@@ -234,8 +221,8 @@ def _exported_name(model: PreTrainedModel, assets: HFAssets, family: list[str]) 
     ranked = sorted(family, key=lambda name: name in dropped)
     for name in ranked:
         (group,) = export_groups(model, [name])
-        outputs = [_spelling(output, model, assets) for output in group.outputs]
-        if assets.source is not None and all(output in assets.source for output in outputs):
+        outputs = {_spelling(output, model, assets) for output in group.outputs}
+        if outputs <= (assets.source or {}).keys():
             return name
     return ranked[0]
 
@@ -245,12 +232,11 @@ def _spelling(name: str, model: PreTrainedModel, assets: HFAssets) -> str:
 
     transformers accepts both when it loads and always writes the prefix.
     """
-    prefix, source = f"{model.base_model_prefix}.", assets.source
-    if source is None or name in source:
-        return name
-    if name.startswith(prefix) and name.removeprefix(prefix) in source:
-        return name.removeprefix(prefix)
-    return prefix + name if prefix + name in source else name
+    prefix, source = f"{model.base_model_prefix}.", assets.source or {}
+    spellings = [name]
+    if name.startswith(prefix):
+        spellings.append(name.removeprefix(prefix))
+    return next((n for n in (*spellings, prefix + name) if n in source), name)
 
 
 def _config_dtype(assets: HFAssets) -> torch.dtype:
@@ -263,31 +249,9 @@ def _config_dtype(assets: HFAssets) -> torch.dtype:
     return max(CASTABLE, key=kinds.count) if set(kinds) & set(CASTABLE) else torch.bfloat16
 
 
-def _export_dtype(
-    name: str,
-    stored: torch.dtype,
-    assets: HFAssets,
-    override: torch.dtype | None,
-    default: torch.dtype,
-) -> torch.dtype:
-    if not stored.is_floating_point:
-        return stored
-    if override is not None:
-        return override
-    said = None if assets.source is None else assets.source.get(name)
-    if said is None:
-        return default
-    if DTYPES.get(said) not in CASTABLE:
-        raise ExportError(
-            f"{name} is {said} in the source checkpoint (quantized): trained weights cannot be "
-            "cast to that; pass --dtype bfloat16"
-        )
-    return DTYPES[said]
-
-
 def lay_out(
     shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
-) -> tuple[dict[str, ExportedTensor], dict[str, bytes]]:
+) -> tuple[dict[str, TensorEntry], dict[str, bytes]]:
     """Return exported name -> place and file name -> header; files are filled in the given order.
 
     Args:
@@ -295,38 +259,35 @@ def lay_out(
         single: name of the file where there is one only.
     """
     shards: list[list[str]] = [[]]
+    sizes: dict[str, int] = {}
     filled = 0
     for name, (dtype, shape) in shapes.items():
         if dtype not in DTYPE_NAMES:
             raise ExportError(f"{name} is {dtype}, which safetensors cannot store")
-        nbytes = math.prod(shape) * dtype.itemsize
-        if shards[-1] and filled + nbytes > limit:
+        sizes[name] = math.prod(shape) * dtype.itemsize
+        if shards[-1] and filled + sizes[name] > limit:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += nbytes
+        filled += sizes[name]
     tensors, headers = {}, {}
     for i, members in enumerate(shards):
         file = single if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
         # Widest dtype first, as safetensors' writer does: all tensors are aligned to their items.
-        for name in sorted(members, key=lambda n: -shapes[n][0].itemsize):
+        members.sort(key=lambda n: -shapes[n][0].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in members:
             dtype, shape = shapes[name]
-            tensors[name] = ExportedTensor(file, offset, dtype, shape)
-            end = offset + tensors[name].nbytes
-            header[name] = {
-                "dtype": DTYPE_NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
+            begin, end = end, end + sizes[name]
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape)}
+            header[name]["data_offsets"] = [begin, end]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = struct.pack("<Q", len(text)) + text
         for name in members:
-            begin = tensors[name].begin + len(headers[file])
-            tensors[name] = replace(tensors[name], begin=begin)
+            begin = len(headers[file]) + header[name]["data_offsets"][0]
+            tensors[name] = TensorEntry(Path(file), *shapes[name], begin, sizes[name])
     return tensors, headers
 
 
@@ -336,10 +297,9 @@ def _config_file(
     """Return config.json: the source's bytes, unless those would change the bits that are loaded.
 
     `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
-    replaced.
+    replaced. Wrappers of training in `architectures` give way to the model's class.
     """
     config = copy.deepcopy(assets.config)
-    changed = False
     if written is not None:
         name = str(written).removeprefix("torch.")
         for section in [config, *(v for v in config.values() if isinstance(v, dict))]:
@@ -347,16 +307,13 @@ def _config_file(
             if said != name and (said is not None or section is config):
                 section.pop("torch_dtype", None)
                 section["dtype"] = name
-                changed = True
-    said = config.get("architectures") or []
+    own, said = type(model).__name__, config.get("architectures") or []
     plain = [name.removeprefix(_WRAPPER) for name in said]
-    if plain != said and type(model).__name__ in plain:  # written by a sharded model
-        config["architectures"] = said = plain
-        changed = True
-    if type(model).__name__ not in said and (not said or said[0].endswith("Model")):
-        config["architectures"] = [type(model).__name__]  # also where a base model gained its head
-        changed = True
-    if not changed:
+    if own in plain and plain != said:  # written by a sharded model
+        config["architectures"] = plain
+    elif own not in plain and (not said or said[0].endswith("Model")):
+        config["architectures"] = [own]  # also where a base model gained its head
+    if config == assets.config:
         return (hf / "config.json").read_bytes()
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -4,13 +4,11 @@
                            compared with what was written, and only then noted as finished
     OUTPUT                 the same folder under its final name, once everything is in it
 
-Does not know where the tensors come from: neither checkpoints nor ranks. Memory: blocks of 1 MB,
-and what `read_group` holds of one group.
+Memory: blocks of 1 MB, and what `read_group` holds of one group.
 
-[Note: what an interrupted export leaves] The note names the plan and the weights it was made of
-(their hashes), and sizes and sha256 of each finished file and its tensors. A later start of the
-same export reads the finished files again and keeps those that are still the same to the byte; with
-any other plan or other weights everything is written anew.
+[Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
+and sizes and sha256 of each finished file and its tensors. A later start of the same export keeps
+the finished files that are still the same to the byte; any other one writes everything anew.
 """
 
 import contextlib
@@ -31,7 +29,7 @@ import torch
 import xxhash
 from tqdm import tqdm
 
-from toolkit.checkpoint.commit import sync, sync_above
+from toolkit.checkpoint.durable import replace_synced, sync, sync_above
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name
@@ -57,14 +55,11 @@ def check_output(output: str | Path, inside: Path | None = None) -> Path:
     if target.is_file():
         raise ExportError(f"output {output} is a file; give a folder that does not exist yet")
     if target.is_dir() and any(target.iterdir()):
-        raise ExportError(
-            f"output {output} exists and is not empty; give another folder or remove it first"
-        )
-    if inside is not None and (inside.resolve() == target or inside.resolve() in target.parents):
-        raise ExportError(
-            f"output {output} lies inside the checkpoint {inside.resolve()}; give a folder "
-            "elsewhere"
-        )
+        what = "exists and is not empty; give another folder or remove it first"
+        raise ExportError(f"output {output} {what}")
+    if inside is not None and inside.resolve() in (target, *target.parents):
+        what = f"lies inside the checkpoint {inside.resolve()}; give a folder elsewhere"
+        raise ExportError(f"output {output} {what}")
     return target
 
 
@@ -99,20 +94,18 @@ def write_export(
         export_manifest.write(staging.folder, described, origin)
 
 
-# --------------------------------------------------------------------------------------------------
-# Weight files
-# --------------------------------------------------------------------------------------------------
-
-
 def _write_weights(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup) -> None:
     """Write every weight file that is not finished yet, each from its first byte to its last."""
-    files = {name: [n for n, t in plan.tensors.items() if t.file == name] for name in plan.headers}
-    todo = [name for name in files if name not in staging.finished]
-    values = _values(plan, [name for file in todo for name in files[file]], read_group)
-    with _progress(sum(plan.tensors[n].nbytes for f in todo for n in files[f])) as advance:
-        for file in todo:
+    files: dict[str, list[str]] = {f: [] for f in plan.headers if f not in staging.finished}
+    for name, entry in plan.tensors.items():
+        if entry.file.name in files:
+            files[entry.file.name].append(name)
+    todo = [name for names in files.values() for name in names]
+    values = _values(plan, todo, read_group)
+    with _progress(sum(plan.tensors[name].nbytes for name in todo)) as advance:
+        for file, names in files.items():
             path = staging.folder / file
-            staging.finish(file, _write_file(plan, path, files[file], values, advance))
+            staging.finish(file, _write_file(plan, path, names, values, advance))
 
 
 def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterator[TensorValues]:
@@ -184,7 +177,10 @@ def _append(
     hashing: ThreadPoolExecutor,
     advance: Callable[[int], object],
 ) -> int:
-    """Write the blocks of one tensor and hash them; return the number of bytes."""
+    """Write the blocks of one tensor and hash them; return the number of bytes.
+
+    A function of its own, so that no block, which may be a view of its whole group, outlives it.
+    """
     count = 0
     pending: list[Future[None]] = []
     for content in contents:
@@ -238,11 +234,6 @@ def _progress(total: int) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-# --------------------------------------------------------------------------------------------------
-# The folder
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Staging:
     """The folder that is being written, and the note of what is finished in it."""
@@ -255,10 +246,7 @@ class _Staging:
     def finish(self, name: str, described: dict[str, Any]) -> None:
         """Note that the weight file `name` is complete and on the disk."""
         self.finished[name] = described
-        temporary = self.folder / f"{_MARK}.tmp"
-        temporary.write_text(json.dumps({**self.key, "finished": self.finished}), "utf-8")
-        sync(temporary)
-        os.replace(temporary, self.folder / _MARK)
+        replace_synced(self.folder / _MARK, json.dumps({**self.key, "finished": self.finished}))
 
     def leave(self) -> str:
         """Remove the folder unless there is something in it to go on with; return what is left."""
@@ -361,9 +349,7 @@ def _take_over(staging: _Staging) -> None:
 
 
 def _is_as_described(folder: Path, name: str, described: dict[str, Any]) -> bool:
-    if not is_plain_name(name) or (folder / name).is_symlink() or not (folder / name).is_file():
-        return False
     try:
-        return export_manifest.describe(folder, only=[name]) == described
-    except ExportError:  # its header is damaged: written anew
+        return is_plain_name(name) and export_manifest.describe(folder, only=[name]) == described
+    except ExportError:  # no plain file, or its header is damaged: written anew
         return False

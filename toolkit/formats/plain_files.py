@@ -17,10 +17,17 @@ def is_inner_path(name: str) -> bool:
     return all(is_plain_name(part) for part in name.split("/"))
 
 
+def is_cached(path: Path) -> bool:
+    """Whether `path` is a link as the Hub's cache has them: from a snapshot to its blobs."""
+    of_snapshot = path.is_symlink() and path.parent.parent.name == "snapshots"
+    blobs = path.parent.parent.parent / "blobs"
+    return of_snapshot and path.resolve().parent == blobs.resolve()
+
+
 def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
     """Return the path of the file `name` of `folder`.
 
-    A snapshot of the Hub's cache holds links to the `blobs` of its model: those belong to it.
+    Links of the Hub's cache to its blobs belong to their folder.
 
     Raises:
         error: it is not there, no regular file, a link that leads out of the folder, or `name` is
@@ -29,8 +36,7 @@ def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
     path, home = folder / name, folder.resolve()
     if not is_plain_name(name):
         raise error(f"{name!r:.200} is no file of its folder, {folder}")
-    own = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if path.is_symlink() and path.resolve().parent not in own:
+    if path.is_symlink() and path.resolve().parent != home and not is_cached(home / name):
         raise error(
             f"{path} is a link that leaves its folder, to {path.resolve()}; copy the file here, or "
             "give the folder that holds it"

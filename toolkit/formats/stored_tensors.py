@@ -72,6 +72,8 @@ def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch
         return
     width = tensor.nbytes // tensor.rows // tensor.dtype.itemsize
     step = max(1, _BLOCK // (width * max(itemsize, tensor.dtype.itemsize)))
+    if any(chunk.raw is None for chunk in tensor.chunks):  # blobs that are read as a whole
+        step = tensor.rows
     for first in range(0, tensor.rows, step):
         yield first, tensor.block(first, min(first + step, tensor.rows))
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils.sha import git_hash
+
+from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.checkpoint.facts import is_path
 from toolkit.errors import ExportError, holds_token
@@ -31,22 +34,18 @@ class LocalExport:
     def blob(self, name: str) -> str | None:
         """Return git's id of a file's content; None where the Hub keeps none in git itself."""
         content = self.contents[name]
-        if isinstance(content, Path):
-            return None
-        header = b"blob %d\0" % len(content)
-        return hashlib.sha1(header + content, usedforsecurity=False).hexdigest()
+        return None if isinstance(content, Path) else git_hash(content)
 
 
 def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     """Verify an export and return its files. Costs one read of it.
 
     Raises:
-        ExportError: it is no export, has a finding, holds a token or a link to another folder, or
-            is an adapter that names its base by a path.
+        ExportError: it is no export, has a finding, holds a token or a link, or is an adapter that
+            names its base by a path.
     """
     folder = folder.expanduser()
     _check_kind(folder)
-    _check_links(folder)
     report = verify_export(None, folder)
     if not report.ok:
         file, tensor, what = report.findings[0]
@@ -56,7 +55,13 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
             f"{folder} is not published, it does not verify: {name}: {what}{more}; see `toolkit "
             f"verify {folder}`, or consolidate again"
         )
-    _check_adapter(folder)
+    config = folder / CONFIG_FILE
+    base = read_json(config, ExportError)["base_model_name_or_path"] if config.is_file() else None
+    if base is not None and is_path(base, folder):
+        raise ExportError(
+            f"{folder} is not published: {CONFIG_FILE} names its base by a path, {base!r}. Export "
+            "again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
+        )
     manifest = export_manifest.read(folder)
     entries = dict(manifest["files"])
     # A small file is read now, so that what is sent is what was verified.
@@ -65,8 +70,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
         for name, entry in entries.items()
     }
     raw = (folder / export_manifest.FILE).read_bytes()
-    own = folder / CARD
-    own_card = own.is_file()
+    own_card = (folder / CARD).is_file()
     if own_card:
         card = plain_file(folder, CARD, ExportError).read_text("utf-8")
     else:
@@ -79,9 +83,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
         if _entry(content) != entries[name]:
             raise ExportError(f"{folder / name} changed while it was read; push again")
         if (token and token.encode() in content) or (name == CARD and holds_token(card)):
-            raise ExportError(
-                f"{folder / name} holds what looks like a token; remove it before it is public"
-            )
+            raise ExportError(f"{folder / name} holds what looks like a token; remove it")
     return LocalExport(entries, contents, own_card)
 
 
@@ -90,41 +92,18 @@ def _entry(content: bytes) -> dict[str, Any]:
 
 
 def _check_kind(folder: Path) -> None:
-    """Refuse what is not an export; a run or a checkpoint with the command that makes one."""
+    """Refuse what is not an export, and links: what they lead to may not be meant for it."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ExportError(f"{folder} {what}; give the folder that `toolkit consolidate` wrote")
-    if (folder / export_manifest.FILE).is_file():
-        return
     if any((folder / name).exists() for name in (CHECKPOINTS, COMMIT, "dcp")):
         raise ExportError(
             f"{folder} is a run or a checkpoint, not an export; make one first: toolkit "
             f"consolidate {folder} --output {folder}-hf"
         )
-    raise ExportError(
-        f"{folder} has no {export_manifest.FILE}, so nothing proves its content; publish a folder "
-        "that `toolkit consolidate` wrote"
-    )
-
-
-def _check_links(folder: Path) -> None:
-    """Refuse links to files elsewhere: what they lead to was not meant to be published."""
     for file in folder.iterdir():
-        if file.is_symlink() and file.resolve().parent != folder.resolve():
-            raise ExportError(
-                f"{file} is a link to a file outside of the export; copy the file here instead"
-            )
-
-
-def _check_adapter(folder: Path) -> None:
-    """Refuse an adapter whose config names its base by a path, which nobody should read."""
-    file = folder / "adapter_config.json"
-    if not file.is_file():
-        return
-    base = read_json(file, ExportError).get("base_model_name_or_path")
-    if is_path(str(base or ""), folder):
-        raise ExportError(
-            f"{folder} is not published: {file.name} names its base by a path, {base!r}, where no "
-            "reader finds it, and which would be published. Export again with --hf_assets "
-            "ORG/NAME, the base's id on the Hub, or with --merge"
-        )
+        if file.is_symlink():
+            raise ExportError(f"{file} is a link, which is not published; copy the file here")
+    if not (folder / export_manifest.FILE).is_file():
+        what = "nothing proves its content; publish a folder that `toolkit consolidate` wrote"
+        raise ExportError(f"{folder} has no {export_manifest.FILE}: {what}")

@@ -20,25 +20,22 @@ from toolkit.verify import verify_export
 def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> None:
     """Refuse before training what publishing would be refused for at its end. Collective.
 
-    Creates the repository when there is none: nothing else proves that it may be created. A few
-    requests, from rank 0.
+    Creates the repository when there is none: nothing else proves that it may be created.
 
     Args:
         adapted: base of the adapters that the run trains; None where it trains none.
 
     Raises:
-        HubError: no token, no such name, no permission, the Hub cannot be reached, or the base of
-            the adapters is a path.
+        HubError: as `push`, or the base of the adapters is a path.
     """
     if not cfg.push_to_hub:
         return
     if adapted is not None and is_path(adapted):
         raise HubError(
-            f"the base {adapted!r} is a path of this machine, and a published adapter names its "
-            "base: no reader would find it there, and the path would be published. Give the base's "
-            "Hub id as model.name_or_path, or leave hub.push_to_hub out and export with `toolkit "
-            "consolidate RUN --output FOLDER --hf_assets ORG/NAME` (or --merge) before `toolkit "
-            "push`"
+            f"the base {adapted!r} is a path of this machine, which a published adapter would "
+            "name. Give the base's Hub id as model.name_or_path, or leave hub.push_to_hub out and "
+            "export with `toolkit consolidate RUN --output FOLDER --hf_assets ORG/NAME` (or "
+            "--merge) before `toolkit push`"
         )
     private = cfg.hub_private_repo
     ranks.on_main(lambda: check_access(str(cfg.hub_model_id), private=private, say=say))
@@ -55,7 +52,7 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
         HubError: the push failed; names the command that does it again.
         ExportError: the checkpoint cannot be exported, or the export does not verify.
     """
-    return ranks.on_main(lambda: _publish(run_dir, cfg, say)) if cfg.push_to_hub else None
+    return ranks.on_main(lambda: _publish(Path(run_dir), cfg, say)) if cfg.push_to_hub else None
 
 
 def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
@@ -70,10 +67,9 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
         url = push(output, str(cfg.hub_model_id), revision=revision, private=private, say=say)
     except HubError as error:
         branch = f" --revision {revision}" if revision else ""
-        public = "" if private else " --public"
         raise HubError(
             f"{error}. The run and its export are whole; publish it with: toolkit push {output} "
-            f"--repo_id {cfg.hub_model_id}{branch}{public}"
+            f"--repo_id {cfg.hub_model_id}{branch}{'' if private else ' --public'}"
         ) from error
     say(f"published  {url}")
     return url
@@ -81,20 +77,14 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
 
 def export_of(checkpoint: Path, run_dir: Path) -> Path:
     """Return the folder of a checkpoint's export: one that holds it already, or a free name."""
-    live = Path(run_dir) / EXPORTS / checkpoint.name
+    live, own = run_dir / EXPORTS / checkpoint.name, export_path(run_dir)
     if live.exists() and verify_export(checkpoint, live).ok:
         return live
-    own = export_path(Path(run_dir))
-    if not own.exists() or _is_of(checkpoint, own):
+    try:
+        of = export_manifest.read(own)["origin"].get("checkpoint")
+    except ExportError:
+        of = None
+    # `push` verifies it.
+    if not own.exists() or of == hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest():
         return own
     return own.with_name(f"{own.name}-{checkpoint.name}")
-
-
-def _is_of(checkpoint: Path, export: Path) -> bool:
-    """Return whether an export names this checkpoint as its source; `push` verifies it."""
-    try:
-        origin = export_manifest.read(export)["origin"]
-    except ExportError:
-        return False
-    digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
-    return origin.get("checkpoint") == digest

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from huggingface_hub import HfApi, get_session
 from huggingface_hub.errors import (
@@ -94,44 +94,40 @@ def translated(api: HfApi, repo_id: str, what: str) -> Iterator[None]:
 
 
 def _translation(error: Exception, api: HfApi, repo_id: str, what: str) -> HubError:
-    cause: BaseException | None = error
-    while cause is not None:  # the threads of an upload wrap their errors
-        response = getattr(cause, "response", None)
-        if isinstance(cause, OfflineModeIsEnabled):
+    known = (OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError)
+    cause: BaseException = error
+    while not isinstance(cause, known) and cause.__cause__ is not None:
+        cause = cause.__cause__  # the threads of an upload wrap their errors
+    lines = str(getattr(cause, "server_message", None) or cause).split("\n")
+    reason = next((line.strip() for line in lines if line.strip()), type(cause).__name__)
+    reason = scrub(reason, [str(api.token)])[:300]
+    response = getattr(cause, "response", None)
+    match cause:
+        case OfflineModeIsEnabled():
             return HubError(f"{what}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
-        if isinstance(cause, RevisionNotFoundError):
+        case RevisionNotFoundError():
             return NoRevisionError(f"{what}: there is no such branch")
-        if isinstance(cause, RepositoryNotFoundError):
+        case RepositoryNotFoundError():
             return NoRepositoryError(f"{repo_id} does not exist, or this token may not read it")
-        if isinstance(cause, HTTPError) and response is not None:
-            message = _first_line(getattr(cause, "server_message", None) or cause, api)
-            return _refusal(response, f"{response.status_code}: {message}", api, repo_id, what)
-        if isinstance(cause, HTTPError | ConnectionError | TimeoutError):
-            reason = _first_line(cause, api)
+        case HTTPError() if response is not None:
+            reason = f"{response.status_code}: {reason}"
+        case HTTPError() | ConnectionError() | TimeoutError():
             return TryAgainError(f"the connection was lost ({type(cause).__name__}: {reason})")
-        if isinstance(cause, json.JSONDecodeError):
+        case json.JSONDecodeError():
             return TryAgainError("the answer was cut off or no JSON")
-        cause = cause.__cause__
-    return HubError(f"{what}: {_first_line(error, api)}")
-
-
-def _refusal(response: Any, message: str, api: HfApi, repo_id: str, what: str) -> HubError:
+        case _:
+            return HubError(f"{what}: {reason}")
     status, headers = response.status_code, response.headers
     if status in TRY_AGAIN:
         limit = re.search(r"\bt=(\d+)", headers.get("RateLimit") or "")
         asked = re.fullmatch(r"(\d+)", headers.get("Retry-After") or "") or limit
         return TryAgainError(f"the Hub answered {status}", float(asked[1]) if asked else 0.0)
     if status in _CONFLICT:
-        return ConflictError(f"the repository changed meanwhile ({message})")
+        return ConflictError(f"the repository changed meanwhile ({reason})")
     if status in (401, 403):
         return HubError(
-            f"{what}: the Hub does not accept the token for that ({message}); it needs the write "
+            f"{what}: the Hub does not accept the token for that ({reason}); it needs the write "
             f"role for {repo_id.split('/')[0]} ({api.endpoint}/settings/tokens); run `hf auth "
             "login` again, or set HF_TOKEN"
         )
-    return HubError(f"{what}: the Hub refused ({message})")
-
-
-def _first_line(text: object, api: HfApi) -> str:
-    lines = [line.strip() for line in str(text).splitlines() if line.strip()]
-    return scrub(lines[0] if lines else type(text).__name__, [str(api.token)])[:300]
+    return HubError(f"{what}: the Hub refused ({reason})")

@@ -3,11 +3,10 @@
     folder -> verified -> compared with the repository -> large files sent -> ONE commit -> compared
 
 [Note: never half] A reader of the repository sees the files of its last commit. Large files are
-stored beside the commits first, by their sha256; those the Hub already has are not sent again, so
-that an interrupted push goes on where it stopped. Then one commit names them all. It names its
-parent, too: where an answer was lost, or somebody else committed in between, the Hub refuses it,
-and the repository is read and compared anew before anything else is tried. So the whole attempt
-may be repeated, and is.
+stored beside the commits first, by their sha256; those that are there are not sent again, so that
+an interrupted push goes on where it stopped. One commit then names them all, and its parent: where
+an answer was lost, or somebody else committed in between, the Hub refuses it, and everything is
+read and compared anew. So the whole attempt may be repeated, and is.
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
-    ModelInfo,
     get_session,
     get_token,
     hf_hub_url,
@@ -81,11 +79,9 @@ def push(
 ) -> str:
     """Publish an export as one commit; return the commit's URL.
 
-    The export is verified first and the Hub's list of files is compared with it afterwards. Nothing
-    is deleted from the repository but weight files that the export does not have. Pushing the same
-    again makes no commit. See [Note: never half].
-
-    Costs one read of the export to verify it, one to hash and one to send it.
+    The export is verified first, which reads it once, and the Hub's list of files is compared with
+    it afterwards. Nothing is deleted but weight files that the export does not have. Pushing the
+    same again makes no commit. See [Note: never half].
 
     Args:
         folder: as `toolkit consolidate` wrote it. Its README.md is published as it is; without one
@@ -98,76 +94,50 @@ def push(
     Raises:
         HubError: no token, no such name, no permission, or the Hub could not be reached. The
             repository is unchanged, or complete where the error says so.
-        ExportError: the folder is no export, it has a finding, or it holds what must not be
-            published.
+        ExportError: the folder is no verified export, or holds what must not be published.
     """
-    _check_id(repo_id, revision)
-    api = _api()
-    with _scrubbed_logs(api.token):
-        export = read_export(Path(folder), repo_id, str(api.token))
-        attempt = _Push(_Repository(api, repo_id, revision, say), export)
-        return retried(f"publishing on {repo_id}", lambda: attempt.once(private), say)
+    with _repository(repo_id, private, revision, say) as repo:
+        export = read_export(Path(folder), repo_id, str(repo.api.token))
+        return retried(f"publishing on {repo_id}", lambda: repo.publish(export), say)
 
 
 def preview(
     folder: str | Path, repo_id: str, *, revision: str | None = None, private: bool = True
 ) -> Preview:
-    """Return what `push` would do. Sends nothing; reads the repository where there is a token.
-
-    Works offline: what could not be read is in the notes.
-
-    Raises:
-        HubError: the repository id is not one, or the repository is public and `private` was asked.
-        ExportError: as `push`.
+    """Return what `push` would do; raises as it does. Sends nothing, and works offline: what could
+    not be read is in the notes.
     """
-    _check_id(repo_id, revision)
     token, notes, state = get_token(), [], None
-    with _scrubbed_logs(token):
+    with _repository(repo_id, private, revision, token=token or False, answer=10.0) as repo:
         export = read_export(Path(folder), repo_id, token)
-        if token is None:
-            notes.append(f"the repository was not read: {_NO_TOKEN}")
-        else:
-            repo = _Repository(_api(), repo_id, revision, lambda _: None, answer=10.0)
-            try:
-                state = repo.read()
-            except NoRevisionError:
-                notes.append(f"branch {revision} would be created from main")
-                state = repo.read(main=True)
-            except NoRepositoryError:
-                notes.append(f"{repo_id} would be created, {'private' if private else 'public'}")
-            except HubError as error:
-                notes.append(f"the repository was not read: {error}")
-        if state is not None:
-            repo.check_visibility(state, private)
-    card = bytes(export.contents[CARD]).decode()
+        try:
+            if token is None:
+                raise HubError(_NO_TOKEN)
+            state = repo.read()
+        except NoRevisionError:
+            notes.append(f"branch {revision} would be created from main")
+            state = repo.read(main=True)
+        except NoRepositoryError:
+            notes.append(f"{repo_id} would be created, {'private' if private else 'public'}")
+        except HubError as error:
+            notes.append(f"the repository was not read: {error}")
     sizes = {name: entry["size"] for name, entry in export.entries.items()}
+    card = bytes(export.contents[CARD]).decode()
     if state is None:
         return Preview(sizes, {}, [], card, notes)
+    repo.check_visibility(state)
     send, delete = state.difference(export)
-    same = {n: s for n, s in sizes.items() if n not in send}
+    same = {name: size for name, size in sizes.items() if name not in send}
     if state.keeps_card(export):
         notes.append(f"{CARD} of the repository was edited there and would stay")
         same.pop(CARD, None)
-    return Preview({n: sizes[n] for n in send}, same, delete, card, notes)
+    return Preview({name: sizes[name] for name in send}, same, delete, card, notes)
 
 
 def check_access(repo_id: str, *, private: bool = True, say: Say = print) -> None:
-    """Refuse now what `push` would be refused for; create the repository when there is none.
-
-    Raises:
-        HubError: no token or not a valid one, no such name, no permission to write, or a public
-            repository where a private one was asked for.
-    """
-    _check_id(repo_id)
-    api = _api()
-    with _scrubbed_logs(api.token):
-        repo = _Repository(api, repo_id, None, say)
-        retried(f"asking for access to {repo_id}", lambda: repo.check_access(private), say)
-
-
-# --------------------------------------------------------------------------------------------------
-# The repository
-# --------------------------------------------------------------------------------------------------
+    """Refuse now what `push` would be refused for; create the repository when there is none."""
+    with _repository(repo_id, private, None, say) as repo:
+        retried(f"asking for access to {repo_id}", repo.check_access, say)
 
 
 @dataclass(frozen=True)
@@ -186,20 +156,16 @@ class _State:
 
     def difference(self, export: LocalExport) -> tuple[list[str], list[str]]:
         """Return the names to send and the names to delete."""
-        send = [
-            name
-            for name in export.entries
-            if not (name in self.files and _equal(self.files[name], export, name))
-            and not (name == CARD and self.keeps_card(export))
-        ]
+        kept = {name for name in export.entries if self._holds(name, export)}
+        kept |= {CARD} if self.keeps_card(export) else set()
         stale = [n for n in self.files if _WEIGHTS.fullmatch(n) and n not in export.entries]
-        return send, sorted(stale)
+        return [name for name in export.entries if name not in kept], sorted(stale)
 
-
-def _equal(remote: RepoSibling, export: LocalExport, name: str) -> bool:
-    if remote.lfs:
+    def _holds(self, name: str, export: LocalExport) -> bool:
+        remote = self.files.get(name)
+        if remote is None or not remote.lfs:
+            return remote is not None and remote.blob_id == export.blob(name)
         return remote.lfs.sha256 == export.entries[name]["sha256"]
-    return remote.blob_id == export.blob(name)
 
 
 @dataclass
@@ -208,9 +174,12 @@ class _Repository:
 
     api: HfApi
     repo_id: str
+    private: bool
     revision: str | None
     say: Say
-    answer: float = _ANSWER
+    answer: float
+    additions: dict[str, CommitOperationAdd] = field(default_factory=dict)
+    """Kept between tries: they remember what was hashed and sent."""
 
     def request(self, what: str) -> contextlib.AbstractContextManager[None]:
         return translated(self.api, self.repo_id, what)
@@ -223,25 +192,19 @@ class _Repository:
                 self.repo_id, revision=revision, files_metadata=True, timeout=self.answer
             )
             files = {s.rfilename: s for s in info.siblings or []}
-            ours = CARD not in files or self._card_is_ours(info)
+            ours = True
+            if CARD in files:
+                url = hf_hub_url(self.repo_id, CARD, revision=info.sha, endpoint=self.api.endpoint)
+                headers = build_hf_headers(token=self.api.token)
+                answer = get_session().get(url, headers=headers, timeout=self.answer)
+                answer.raise_for_status()
+                ours = model_card.is_unedited(answer.text)
             return _State(str(info.sha), bool(info.private), files, ours)
 
-    def _card_is_ours(self, info: ModelInfo) -> bool:
-        url = hf_hub_url(self.repo_id, CARD, revision=info.sha, endpoint=self.api.endpoint)
-        headers = build_hf_headers(token=self.api.token)
-        answer = get_session().get(url, headers=headers, timeout=self.answer)
-        answer.raise_for_status()
-        return model_card.is_unedited(answer.text)
-
-    def open(self, private: bool) -> _State:
+    def open(self) -> _State:
         """Return the revision's state; create the repository and the branch when missing."""
-        try:
-            state = self.read(main=True)
-        except NoRepositoryError:
-            state = self._create(private)
-        # The visibility of the whole is decided before anything is added to it.
-        self.check_visibility(state, private)
-        if not private and state.private:
+        state = self.open_main()
+        if not self.private and state.private:
             self.say(f"{self.repo_id} is private and stays so; its settings page makes it public")
         if self.revision is None:
             return state
@@ -249,14 +212,34 @@ class _Repository:
             self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
         return self.read()
 
-    def check_visibility(self, state: _State, private: bool) -> None:
-        if private and not state.private:
+    def open_main(self) -> _State:
+        """Return the state of main; create the repository when missing."""
+        try:
+            state = self.read(main=True)
+        except NoRepositoryError:
+            # There already: an earlier try arrived and its answer did not, or the name is taken.
+            with contextlib.suppress(ConflictError), self.request(f"creating {self.repo_id}"):
+                self.api.create_repo(self.repo_id, private=self.private)
+            try:
+                state = self.read(main=True)
+            except NoRepositoryError:
+                raise HubError(
+                    f"{self.repo_id} cannot be created: the name is taken, and not by a model that "
+                    "this token may read; give another --repo_id"
+                ) from None
+            self.say(f"created {self.repo_id}, {'private' if self.private else 'public'}")
+        # The visibility of the whole is decided before anything is added to it.
+        self.check_visibility(state)
+        return state
+
+    def check_visibility(self, state: _State) -> None:
+        if self.private and not state.private:
             raise HubError(
-                f"{self.repo_id} is public, and a push is private unless it is told otherwise; add "
-                "--public (private=False) to publish there, or give another --repo_id"
+                f"{self.repo_id} is public; add --public (private=False) to publish there, or give "
+                "another --repo_id"
             )
 
-    def check_access(self, private: bool) -> None:
+    def check_access(self) -> None:
         """Refuse a token that may not write; create the repository when missing."""
         with self.request("asking whose the token is"):
             who = self.api.whoami()
@@ -265,150 +248,101 @@ class _Repository:
                 "the Hugging Face token may only read; make one with the write role at "
                 f"{self.api.endpoint}/settings/tokens and run `hf auth login`, or set HF_TOKEN"
             )
-        try:
-            state = self.read(main=True)
-        except NoRepositoryError:
-            self._create(private)
-            return
-        self.check_visibility(state, private)
+        self.open_main()
         if "write" in inspect.signature(self.api.auth_check).parameters:  # huggingface_hub 2
             with self.request("asking for permission to write"):
                 self.api.auth_check(self.repo_id, write=True)
 
-    def _create(self, private: bool) -> _State:
-        # There already: an earlier try arrived and its answer did not, or the name is taken.
-        with contextlib.suppress(ConflictError), self.request(f"creating {self.repo_id}"):
-            self.api.create_repo(self.repo_id, private=private)
-        try:
-            state = self.read(main=True)
-        except NoRepositoryError:
-            raise HubError(
-                f"{self.repo_id} cannot be created: the name is taken, and not by a model that "
-                "this token may read; give another --repo_id"
-            ) from None
-        self.say(f"created {self.repo_id}, {'private' if private else 'public'}")
-        return state
-
-
-# --------------------------------------------------------------------------------------------------
-# One commit
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Push:
-    """One export on its way to one repository; `once` may be called again after a failure."""
-
-    repo: _Repository
-    export: LocalExport
-    additions: dict[str, CommitOperationAdd] = field(default_factory=dict)
-    """Kept between tries: they remember what was hashed and sent."""
-
-    def once(self, private: bool) -> str:
-        """Make the commit, or find that it is there; return its URL."""
-        repo = self.repo
-        state = repo.open(private)
-        send, delete = state.difference(self.export)
-        where = f"{repo.repo_id} ({repo.revision or 'main'})"
+    def publish(self, export: LocalExport) -> str:
+        """Make the commit, or find that it is there; return its URL. May be called again."""
+        state = self.open()
+        send, delete = state.difference(export)
+        where = f"{self.repo_id} ({self.revision or 'main'})"
         if not send and not delete:
-            repo.say(f"nothing to do: {where} holds this export, all sizes and hashes agree")
-            return f"{repo.api.endpoint}/{repo.repo_id}/commit/{state.head}"
-        if state.keeps_card(self.export):
-            repo.say(
-                f"{CARD} of {repo.repo_id} was edited there and stays; put a {CARD} into the "
-                "folder to replace it"
-            )
-        sizes = {name: entry["size"] for name, entry in self.export.entries.items()}
+            self.say(f"nothing to do: {where} holds this export, all sizes and hashes agree")
+            return f"{self.api.endpoint}/{self.repo_id}/commit/{state.head}"
+        if state.keeps_card(export):
+            instead = f"put a {CARD} into the folder to replace it"
+            self.say(f"{CARD} of {self.repo_id} was edited there and stays; {instead}")
+        sizes = {name: entry["size"] for name, entry in export.entries.items()}
         total = sum(sizes[name] for name in send)
-        repo.say(f"sending {len(send)} files, {total:,} bytes; deleting {len(delete)}")
+        self.say(f"sending {len(send)} files, {total:,} bytes; deleting {len(delete)}")
         try:
-            url = self._commit(state.head, [self._addition(name) for name in send], delete)
+            url = self._commit(export, state.head, send, delete)
         except ConflictError:
             self.additions.clear()  # what they remember of the repository is old
             raise
-        self._compare(url)
-        repo.say(
-            f"{where} holds the export: {len(sizes)} files, {sum(sizes.values()):,} bytes, all "
-            "sizes and hashes agree"
-        )
+        state = self.read()
+        if wrong := [name for names in state.difference(export) for name in names]:
+            if not url.endswith(state.head):
+                raise TryAgainError("the Hub does not list the commit yet")
+            raise HubError(
+                f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
+                "again, and look at the repository's history"
+            )
+        total = sum(sizes.values())
+        what = f"{len(sizes)} files, {total:,} bytes, all sizes and hashes agree"
+        self.say(f"{where} holds the export: {what}")
         return url
 
-    def _addition(self, name: str) -> CommitOperationAdd:
-        """Return the client's operation, which hashes the file."""
-        if name not in self.additions:
-            added = CommitOperationAdd(name, self.export.contents[name])
-            if added.upload_info.sha256.hex() != self.export.entries[name]["sha256"]:
-                raise ExportError(
-                    f"{name} changed after it was verified; nothing was committed: consolidate "
-                    "again"
-                )
+    def _commit(self, export: LocalExport, parent: str, send: list[str], delete: list[str]) -> str:
+        for name in (n for n in send if n not in self.additions):
+            added = CommitOperationAdd(name, export.contents[name])  # hashes the file
+            if added.upload_info.sha256.hex() != export.entries[name]["sha256"]:
+                what = "changed after it was verified; nothing was committed: consolidate again"
+                raise ExportError(f"{name} {what}")
             self.additions[name] = added
-        return self.additions[name]
-
-    def _commit(self, parent: str, send: list[CommitOperationAdd], delete: list[str]) -> str:
-        repo = self.repo
-        with repo.request("sending files"):
-            repo.api.preupload_lfs_files(
-                repo.repo_id,
-                send,
-                revision=repo.revision,
+        additions = [self.additions[name] for name in send]
+        with self.request("sending files"):
+            self.api.preupload_lfs_files(
+                self.repo_id,
+                additions,
+                revision=self.revision,
                 free_memory=False,
                 gitignore_content=_IGNORE_NOTHING,
             )
-        digest = self.export.entries[MANIFEST]["sha256"]
-        with repo.request("making the commit"):
-            info = repo.api.create_commit(
-                repo.repo_id,
-                [*send, *(CommitOperationDelete(name) for name in delete)],
+        with self.request("making the commit"):
+            info = self.api.create_commit(
+                self.repo_id,
+                [*additions, *map(CommitOperationDelete, delete)],
                 commit_message="Upload a verified export",
-                commit_description=f"sha256 of its manifest: {digest}",
-                revision=repo.revision,
+                commit_description=f"sha256 of its manifest: {export.entries[MANIFEST]['sha256']}",
+                revision=self.revision,
                 parent_commit=parent,
             )
         return str(info.commit_url)
 
-    def _compare(self, url: str) -> None:
-        """Refuse a commit after which the Hub lists other content than the export's."""
-        state = self.repo.read()
-        send, delete = state.difference(self.export)
-        if not send and not delete:
-            return
-        if not url.endswith(state.head):
-            raise TryAgainError("the Hub does not list the commit yet")
-        raise HubError(
-            f"{url} was made, but the Hub lists other content of "
-            f"{', '.join([*send, *delete][:3])}; push again, and look at the repository's history"
-        )
 
+@contextlib.contextmanager
+def _repository(
+    repo_id: str,
+    private: bool,
+    revision: str | None,
+    say: Say = print,
+    *,
+    token: str | bool | None = None,
+    answer: float = _ANSWER,
+) -> Iterator[_Repository]:
+    """Yield the repository; keep secrets out of what the client logs meanwhile.
 
-# --------------------------------------------------------------------------------------------------
-# The client
-# --------------------------------------------------------------------------------------------------
-
-
-def _api() -> HfApi:
-    token = get_token()
-    if not token:
-        raise HubError(_NO_TOKEN)
-    return HfApi(token=token, library_name="fsdp2-toolkit")
-
-
-def _check_id(repo_id: str, revision: str | None = None) -> None:
+    Args:
+        token: None: that of the machine, which must be there.
+    """
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise HubError(f"repo id {scrub(repo_id)!r} is not one: {scrub(str(error))}") from None
+        raise HubError(f"repo id {repo_id!r} is not one: {error}") from None
     if repo_id.count("/") != 1:
-        raise HubError(f"repo id {scrub(repo_id)!r} is not ORG/NAME: put your user name before it")
+        raise HubError(f"repo id {repo_id!r} is not ORG/NAME: put your user name before it")
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise HubError(f"revision {revision} is a commit; give the name of a branch")
-
-
-@contextlib.contextmanager
-def _scrubbed_logs(token: str | bool | None) -> Iterator[None]:
-    """Keep secrets out of what the client logs: it writes signed addresses when it tries again."""
+    token = get_token() if token is None else token
+    if token is None:
+        raise HubError(_NO_TOKEN)
+    api = HfApi(token=token, library_name="fsdp2-toolkit")
 
     def clean(record: logging.LogRecord) -> bool:
+        # Signed addresses, when it tries again.
         record.msg, record.args = scrub(record.getMessage(), [str(token or "")]), None
         return True
 
@@ -416,7 +350,7 @@ def _scrubbed_logs(token: str | bool | None) -> Iterator[None]:
     for handler in handlers:
         handler.addFilter(clean)
     try:
-        yield
+        yield _Repository(api, repo_id, private, revision, say, answer)
     finally:
         for handler in handlers:
             handler.removeFilter(clean)

@@ -1,14 +1,9 @@
-"""Whether a checkpoint is intact: its files, and the tensors that were in live memory.
+"""Whether a checkpoint is intact: its files, and the tensors that were in live memory."""
 
-Owns the checks of one checkpoint folder.
-"""
-
-import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +25,18 @@ from toolkit.formats import (
     read_metadata,
     tensor_chunks,
 )
-from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded, read_json
-from toolkit.verify.findings import Findings, is_regular, on_threads
+from toolkit.parsing import MAX_JSON_BYTES, read_bounded, read_json
+from toolkit.verify.findings import Findings, is_regular
 
-_HEX = re.compile(rb"[0-9a-f]{64}\n")
+_METADATA = f"dcp/{METADATA_FILE}"
 
 
 class CheckpointCheck:
-    """One checkpoint folder and what is found in it."""
+    """One checkpoint folder and what is found in it.
+
+    Args:
+        inside: path of the folder in what is verified, for findings.
+    """
 
     def __init__(self, folder: Path, inside: str, findings: Findings) -> None:
         self.folder, self.inside, self.findings = folder, inside, findings
@@ -54,7 +53,11 @@ class CheckpointCheck:
         if manifest is None:
             return
         self.files = manifest["files"]
-        self._strangers()
+        for name in sorted(commit.files_below(self.folder)):
+            if (self.folder / name).is_symlink():
+                self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
+            elif name not in self.files and name not in (MANIFEST, COMMIT):
+                self.add(name, None, "is not in the manifest")
         faults = self.findings.hash_files(self.folder, self.files)
         self.damaged = set(faults)
         metadata = self._metadata()
@@ -62,7 +65,8 @@ class CheckpointCheck:
             self._locate(name, what, metadata)
         if metadata is not None:
             self._tensors(metadata, manifest)
-        self._state(manifest)
+        if STATE in self.files and STATE not in self.damaged:
+            self._state(manifest.get("step"))
 
     def _manifest(self) -> dict[str, Any] | None:
         """Return the manifest, also one that is not committed where it can be understood."""
@@ -77,49 +81,47 @@ class CheckpointCheck:
                 self.add(name, None, str(error))
         if MANIFEST not in raw:
             return None
-        manifest, fault = _understood(raw[MANIFEST])
-        step = re.match(r"step-([0-9]+)", self.folder.name)
-        if manifest is not None and step and manifest.get("step") != int(step[1]):
-            fault = fault or f"is of step {manifest.get('step')}"
+        self.findings.report.files += 2
+        self.findings.report.bytes += sum(map(len, raw.values()))
+        manifest, fault = None, None
+        try:
+            manifest = commit.parse_manifest(raw[MANIFEST], "it")
+            step = re.match(r"step-([0-9]+)", self.folder.name)
+            if json.dumps(manifest, indent=1, sort_keys=True).encode() != raw[MANIFEST]:
+                fault = "is not as it was written: its bytes are not those of its content"
+            elif step and manifest.get("step") != int(step[1]):
+                fault = f"is of step {manifest.get('step')}"
+        except CheckpointError as error:
+            fault = str(error)
         if fault is not None:
             self.add(MANIFEST, None, fault)
         if COMMIT in raw:
             self._seal(raw[COMMIT], raw[MANIFEST], fault)
-        self.findings.report.files += 2
-        self.findings.report.bytes += sum(map(len, raw.values()))
         return manifest
 
     def _seal(self, actual: bytes, manifest: bytes, fault: str | None) -> None:
         """Compare COMMIT, to the byte, with the manifest; report which of the two is wrong."""
-        seal = hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+        seal = commit.seal(manifest).encode()
         if actual == seal:
             return
         alike = sum(a == b for a, b in zip(actual, seal, strict=False))
-        if not _HEX.fullmatch(actual) or alike > 32:  # two hashes agree in 4 of 64 places
+        # Two hashes agree in 4 of 64 places.
+        if not re.fullmatch(rb"[0-9a-f]{64}\n", actual) or alike > 32:
             self.add(COMMIT, None, "is not, to the byte, the sha256 of the manifest")
         elif fault is None:
             self.add(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
             self.add(MANIFEST, None, f"does not have the sha256 that {COMMIT} says")
 
-    def _strangers(self) -> None:
-        for name in sorted(commit.files_below(self.folder)):
-            if (self.folder / name).is_symlink():
-                self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
-            elif name not in self.files and name not in (MANIFEST, COMMIT):
-                self.add(name, None, "is not in the manifest")
-
     def _metadata(self) -> Metadata | None:
         """Return DCP's metadata; a damaged one is not read."""
-        name = f"dcp/{METADATA_FILE}"
-        if name not in self.files:
-            self.add(MANIFEST, None, f"does not name {name}")
-        if name not in self.files or name in self.damaged:
-            return None
-        try:
-            return read_metadata(self.folder / "dcp", blobs=False)
-        except CheckpointError as error:
-            self.add(name, None, str(error))
-            return None
+        if _METADATA not in self.files:
+            self.add(MANIFEST, None, f"does not name {_METADATA}")
+        elif _METADATA not in self.damaged:
+            try:
+                return read_metadata(self.folder / "dcp", blobs=False)
+            except CheckpointError as error:
+                self.add(_METADATA, None, str(error))
+        return None
 
     def _locate(self, name: str, what: str, metadata: Metadata | None) -> None:
         """Add what is wrong with a file, by tensor where its bytes belong to tensors."""
@@ -141,10 +143,8 @@ class CheckpointCheck:
             try:
                 found = damaged_pieces(file, read_header(file, whole=False), header_metadata(file))
             except LoadingError:
-                lost = rng_state.PIECES if name.startswith("rng/") else ()
-                found = [
-                    (piece, f"is lost with the header of its file, which {what}") for piece in lost
-                ]
+                lost = f"is lost with the header of its file, which {what}"
+                found = [(n, lost) for n in rng_state.PIECES if name.startswith("rng/")]
         if not found:
             self.add(name, None, what)
         for tensor, damage in found:
@@ -153,94 +153,54 @@ class CheckpointCheck:
 
     def _tensors(self, metadata: Metadata, manifest: dict[str, Any]) -> None:
         """Check that every tensor is there once, and holds what was in live memory."""
-        name = f"dcp/{METADATA_FILE}"
-        stored = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.findings.report.tensors += len(stored)
-        for key in stored:
+        stored, described = {}, {}
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            stored[key] = entry
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            described[key] = list(entry.size), dtype
             if fault := coverage_fault(metadata, key):
-                self.add(name, key, f"is not whole: {fault}")
+                self.add(_METADATA, key, f"is not whole: {fault}")
                 self.hit.add(key)
-        known = manifest.get("tensors") or {}
+        self.findings.report.tensors += len(stored)
+        known = manifest["tensors"]
         if not known or manifest.get("version") != MANIFEST_VERSION:
             self.findings.note(
                 f"{self.inside}{MANIFEST} has no digests of tensors as version {MANIFEST_VERSION} "
                 "has them: only the files were compared"
             )
             return
-        described = {
-            k: (list(e.size), str(e.properties.dtype).removeprefix("torch."))
-            for k, e in stored.items()
-        }
         for key in sorted(known.keys() | {k for k in stored if k.startswith("model.")}):
             expected = (known[key]["shape"], known[key]["dtype"]) if key in known else None
-            actual = described.get(key)
-            if actual != expected:
-                where = name if key in stored else MANIFEST
-                self.add(where, key, f"is {actual} in {name}, {expected} in {MANIFEST}")
+            if (actual := described.get(key)) != expected:
+                where = _METADATA if key in stored else MANIFEST
+                self.add(where, key, f"is {actual} in {_METADATA}, {expected} in {MANIFEST}")
                 self.hit.add(key)
-        whole = {k: stored[k] for k in known.keys() & stored.keys() - self.hit}
-        self._digests(metadata, whole, known)
-
-    def _digests(
-        self,
-        metadata: Metadata,
-        entries: dict[str, TensorStorageMetadata],
-        known: dict[str, dict[str, Any]],
-    ) -> None:
-        sizes = {k: math.prod(e.size) * e.properties.dtype.itemsize for k, e in entries.items()}
-        self.findings.expect(total := sum(sizes.values()))
+        tensors = {
+            key: StoredTensor(stored[key].properties.dtype, tuple(stored[key].size), ())
+            for key in known.keys() & stored.keys() - self.hit
+        }
 
         def check(key: str) -> None:
-            entry = entries[key]
             try:
                 chunks = tuple(tensor_chunks(self.folder / "dcp", metadata, key))
-                tensor = StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
-                if digest(tensor, key) != known[key]["digest"]:
-                    self.add(self._shard(chunks), key, "does not hold what was in memory at saving")
+                if digest(replace(tensors[key], chunks=chunks), key) != known[key]["digest"]:
+                    files = [f"dcp/{chunk.file.name}" for chunk in chunks] or ["dcp"]
+                    file = next((name for name in files if name in self.damaged), files[0])
+                    self.add(file, key, "does not hold what was in memory at saving")
             except (CheckpointError, OSError) as error:
-                self.add(f"dcp/{METADATA_FILE}", key, f"cannot be read: {error}")
-            self.findings.advance(sizes[key])
+                self.add(_METADATA, key, f"cannot be read: {error}")
 
-        on_threads(check, entries, total)
+        self.findings.each(check, {key: tensor.nbytes for key, tensor in tensors.items()})
 
-    def _shard(self, chunks: Iterable[Any]) -> str:
-        """Return which of the shards of a tensor to name: a damaged one, if one is."""
-        names = [f"dcp/{chunk.file.name}" for chunk in chunks]
-        return next((n for n in names if n in self.damaged), names[0] if names else "dcp")
-
-    def _state(self, manifest: dict[str, Any]) -> None:
-        if STATE not in self.files or STATE in self.damaged:
-            return
+    def _state(self, step: object) -> None:
         try:
             state = read_json(self.folder / STATE, CheckpointError)
         except CheckpointError as error:
             self.add(STATE, None, str(error))
             return
-        if not isinstance(state, dict) or state.get("step") != manifest.get("step"):
-            what = f"is of step {state.get('step')}" if isinstance(state, dict) else "is no object"
-            self.add(STATE, None, f"{what}, {MANIFEST} of step {manifest.get('step')}")
-
-
-def _understood(content: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Return (manifest or None, what is wrong with it). One that is damaged may still be of use."""
-    try:
-        manifest = parse_json(content, "it", CheckpointError)
-        rendered = json.dumps(manifest, indent=1, sort_keys=True).encode()
-        files = {n: (e["size"], e["sha256"]) for n, e in manifest["files"].items()}
-        tensors = [(e["shape"], e["dtype"], e["digest"]) for e in manifest["tensors"].values()]
-    except (CheckpointError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return None, f"is not a manifest of this toolkit: {type(error).__name__}: {error}"
-    for name, (size, sha256) in files.items():
-        if not commit.is_inside(name):
-            return None, f"names {name!r}, which is no file of the checkpoint"
-        if type(size) is not int or not isinstance(sha256, str):
-            return None, f"has no size and sha256 of {name!r}"
-    if not all(isinstance(s, list) and isinstance(d, str) for s, d, _ in tensors):
-        return None, "has no shapes and dtypes"
-    if rendered != content:
-        return manifest, "is not as it was written: its bytes are not those of its content"
-    return manifest, None
+        if not isinstance(state, dict):
+            self.add(STATE, None, "is no JSON object")
+        elif state.get("step") != step:
+            self.add(STATE, None, f"is of step {state.get('step')}, {MANIFEST} of step {step}")

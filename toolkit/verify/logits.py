@@ -1,7 +1,4 @@
-"""The logits of exports and checkpoints, computed as their readers would.
-
-Needs the memory of the model in one plain process. Does not judge what is different.
-"""
+"""The logits of exports and checkpoints, computed as their readers would, in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -59,8 +56,7 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     Raises:
         CheckpointError: a parameter is not in the checkpoint.
     """
-    model = model_of(source)
-    dtypes = {n: t.dtype for n, t in like.state_dict().items()}
+    model, dtypes = model_of(source), {n: t.dtype for n, t in like.state_dict().items()}
     for name, parameter in model.named_parameters():
         parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
     materialise(model, "cpu")
@@ -68,9 +64,9 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     found = expected_of(source, model.state_dict())
     stored = {first_name.get(name, name): expected.stored for name, expected in found.items()}
     for name, tensor in model.state_dict().items():
-        if first_name.get(name, name) not in stored:
+        if (first := first_name.get(name, name)) not in stored:
             raise CheckpointError(f"{source.folder} lacks {name}")
-        tensor.copy_(whole(stored[first_name.get(name, name)]))
+        tensor.copy_(whole(stored[first]))
     return model
 
 

@@ -2,16 +2,19 @@
 
 [Note: equal, and equal to rounding] What no adapter touches must be the base's, to the bit. A
 merged value must be the one that PEFT's own layer computes here. Another machine may add the
-products of A and B in another order, so that a sum at the border of two roundings falls to the
-other side: such values, and no others, are let pass, and counted in a note.
+products of A and B in another order, and round a sum at a border to the other side: such values,
+and no others, pass, and are counted in a note.
 
 Memory: the largest adapted tensor and a few of its size in fp32; of tensors that transformers
 converts two groups at a time.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from toolkit.adapters.peft_folder import (
     AdapterLayer,
@@ -21,12 +24,14 @@ from toolkit.adapters.peft_folder import (
     weight_delta,
 )
 from toolkit.adapters.switch import without_adapters
+from toolkit.checkpoint.adapter import find_base
 from toolkit.checkpoint.sources import Source
-from toolkit.errors import ExportError, LoadingError
-from toolkit.formats import in_file, read_weights, weight_files, whole
+from toolkit.errors import ExportError
+from toolkit.formats import StoredTensor, in_file, read_weights, weight_files, whole
 from toolkit.loading import LoadGroup, load_group, load_groups
 from toolkit.verify.export import ExportCheck
-from toolkit.verify.logits import load_base, load_export, logits_of, model_of, noise, with_adapter
+from toolkit.verify.findings import Findings
+from toolkit.verify.logits import load_base, logits_of, model_of, noise, with_adapter
 from toolkit.verify.proof import Expected, Proof, different, expected_of, unlike
 
 _EPSILON = torch.finfo(torch.float32).eps
@@ -35,42 +40,40 @@ _EPSILON = torch.finfo(torch.float32).eps
 class MergedCheck(ExportCheck):
     """One Hugging Face folder that should be a base with an adapter merged in."""
 
-    def prove_merged(self, source: Source, folder: Path) -> None:
-        """Compare every value with base and adapter; `folder` holds the base."""
-        if self.model is None or not self.entries:
-            return  # the reason is a finding
-        proof = MergeProof(self.model, self.entries, self.findings)
-        try:
-            proof.expect(source, folder)
-        except (ExportError, LoadingError) as error:
-            self.add("", None, str(error))
-            return
+    def __init__(
+        self, folder: Path, findings: Findings, source: Source, hf_assets: str | Path | None
+    ) -> None:
+        super().__init__(folder, findings, source)
+        self.adapter, self.base = source, find_base(source, hf_assets)
+
+    def verdict(self, checkpoint: Path) -> str:
+        return f"is {self.base} with the adapter of {checkpoint} merged in"
+
+    def prove(self, model: PreTrainedModel, source: Source) -> None:
+        """Compare every value with base and adapter.
+
+        Raises:
+            ToolkitError: base or checkpoint is not whole, or the checkpoint is of another adapter.
+        """
+        proof = MergeProof(model, self.entries, load_groups(model, self.entries), self.findings)
+        proof.expect_merge(source, self.base)
         proof.run()
         if proof.rounded:
-            self.findings.note(
-                f"{proof.rounded:,} merged values lie at the border of two roundings, and are the "
-                "other one here"
-            )
+            what = "merged values lie at the border of two roundings, and are the other one here"
+            self.findings.note(f"{proof.rounded:,} {what}")
 
-    def compare_merged(self, source: Source, folder: Path) -> None:
-        """Compare logits with those of base and adapter kept apart.
+    def judge(self, loaded: Any, actual: torch.Tensor) -> None:
+        """Compare the logits with those of base and adapter kept apart.
 
         A merge rounds each weight to the export's dtype, so that they are near, not equal: the
         merged model must be nearer to the adapted one than half of the way from the base to it.
         """
-        if self.model is None or not self.entries:
-            return
-        model = with_adapter(load_base(folder, self.model), source)
+        model = with_adapter(load_base(self.base, loaded), self.adapter)
         expected = logits_of(model)
         with without_adapters(model):
             effect = float((logits_of(model) - expected).abs().max())
-        del model
-        loaded = self.load(lambda: load_export(self.folder, self.model)[0])  # type: ignore[arg-type]
-        if loaded is not None:
-            allowed = max(noise(loaded, expected), 0.5 * effect)
-            self.compare(
-                logits_of(loaded), expected, allowed, f" (the adapter's own: {effect:.3g})"
-            )
+        allowed = max(noise(loaded, expected), 0.5 * effect)
+        self.compare(actual, expected, allowed, f" (the adapter's own: {effect:.3g})")
 
 
 class MergeProof(Proof):
@@ -79,13 +82,8 @@ class MergeProof(Proof):
     rounded = 0
     """Values that are right to rounding only."""
 
-    def expect(self, source: Source, folder: Path) -> None:
-        """Match everything by name; `folder` holds the base.
-
-        Raises:
-            ExportError: the checkpoint is not whole, or of another adapter.
-            LoadingError: the base is damaged.
-        """
+    def expect_merge(self, source: Source, folder: Path) -> None:
+        """Expect the base in `folder` with the adapter of a checkpoint, matched by name."""
         self.layout = peft_layout(model_of(source), read_config(source.hf))
         self.trained = expected_of(source)
         if lacking := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
@@ -97,10 +95,8 @@ class MergeProof(Proof):
                 raise ExportError(fault)
         self.base = read_weights(weight_files(folder))
         self.base_groups = {self.own(g.parameter): g for g in load_groups(self.model, self.base)}
-        for name in self.model.state_dict():
+        for name in filter(lambda name: self.own(name) == name, self.model.state_dict()):
             layer, group = self._layer(name), self.base_groups.get(name)
-            if self.own(name) != name:
-                continue
             self.expected[name] = []
             if layer is not None and layer.kind == "saved":
                 self.expected[name] = [self.trained[layer.tensors["saved"]]]
@@ -112,28 +108,33 @@ class MergeProof(Proof):
         layers = self.layout.parts.get(parameter)
         return layers[0] if layers else None
 
-    def _is_stored(self, parameter: str) -> bool:
-        return bool(self.expected.get(parameter))
+    def is_computed(self, parameter: str) -> bool:
+        return self.expected.get(parameter) == []
 
-    def read(self, group: LoadGroup) -> dict[str, torch.Tensor]:
+    def read(self, group: LoadGroup) -> Mapping[str, StoredTensor | torch.Tensor]:
         """Return the parameters of a group of the export; keep those of the base for `fault`."""
-        of_base = self.base_groups.get(self.own(group.parameter))
-        found = {} if of_base is None else load_group(self.model, of_base, self.base)
-        self._weights = {self.own(name): tensor for name, tensor in found.items()}
+        own = self.own(group.parameter)
+        if group.converted or self.is_computed(own):
+            of_base = self.base_groups.get(own)
+            found = {} if of_base is None else load_group(self.model, of_base, self.base)
+            self._weights = {self.own(name): tensor for name, tensor in found.items()}
         return super().read(group)
 
-    def fault(self, parameter: str, actual: torch.Tensor, dtypes: set[torch.dtype]) -> str | None:
+    def fault(
+        self, parameter: str, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]
+    ) -> str | None:
         """Return in what a parameter of the export is not base and adapter."""
-        if self._is_stored(parameter):
+        if not self.is_computed(parameter):
             return super().fault(parameter, actual, dtypes)
         weight, layer = self._weights.pop(parameter, None), self._layer(parameter)
         if weight is None:
             return f"is {parameter}, which the base does not hold"
         if fault := unlike(weight, tuple(actual.shape), dtypes, "in the base"):
             return fault
-        if layer is None:
-            wrong = different(weight, actual, dtypes)
-        else:
+        if isinstance(actual, StoredTensor):
+            actual = whole(actual)
+        wrong = different(weight, actual, dtypes)
+        if layer is not None:
             wrong = torch.ones(actual.shape, dtype=torch.bool)
             factors = {r: whole(self.trained[n].stored).float() for r, n in layer.tensors.items()}
             for dtype in dtypes:

@@ -4,36 +4,34 @@
     export       every byte against its own manifest; index, headers, config and model agree
     both         every value of the export against the checkpoint (`proof`)
 
-Owns which path means what. Does not know the code that exports. Changes nothing.
+Owns which path means what. Changes nothing.
 """
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, is_adapter_folder
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.adapter import find_adapter, find_base
+from toolkit.checkpoint.adapter import find_adapter
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
-from toolkit.checkpoint.sources import Source, find_source
+from toolkit.checkpoint.sources import find_source
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import INDEX_FILE, SINGLE_FILE, export_manifest
 from toolkit.verify.adapter import AdapterCheck
 from toolkit.verify.checkpoint import CheckpointCheck
 from toolkit.verify.export import ExportCheck
-from toolkit.verify.findings import Finding, Findings, Report
+from toolkit.verify.findings import Findings, Report
 from toolkit.verify.merged import MergedCheck
-
-__all__ = ["Finding", "Report", "is_export", "verify_checkpoint", "verify_export"]
 
 
 def verify_checkpoint(checkpoint: str | Path) -> Report:
     """Return what is wrong with a checkpoint, or with every checkpoint of a run.
 
     Every byte of every file is compared with the manifest, and the stored bytes of every model
-    tensor with the digest that was taken of live memory. Of a damaged file the tensors are named
-    that the damage is in. Reads everything once for the files and the model's tensors once more, on
-    four threads; holds 4 MB (or one row) a thread.
+    tensor with the digest of live memory; of a damaged file the tensors are named. Reads files once
+    and the model's tensors once more, on four threads; holds 1 MB (or one row) a thread.
 
     Raises:
         CheckpointError: there is no checkpoint at the path; says which path would do.
@@ -60,10 +58,9 @@ def verify_export(
     By itself: every byte against the export's own manifest; headers, index, config and the model
     that the config describes must agree. With a checkpoint: every value is that of the checkpoint,
     cast to the export's dtype, every parameter is there exactly once, config and tokenizer are
-    those of the checkpoint. A PEFT folder is proven against a checkpoint of adapters in the same
-    way, and a merged model to be its base plus the adapter. Reads the export twice, and of the
-    checkpoint only what has another dtype or is converted. Holds two blocks of 4 MB (or one row) a
-    thread, and two groups of tensors that transformers converts.
+    those of the checkpoint; a PEFT folder is proven in the same way, and a merged model to be its
+    base plus the adapter. Reads the export twice, and of the checkpoint only what has another dtype
+    or is converted. Holds two blocks of 1 MB (or one row) a thread, and two converted groups.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
@@ -76,58 +73,31 @@ def verify_export(
         CheckpointError, ExportError: there is none at the path; says which path would do.
     """
     folder = _export_folder(Path(export).expanduser())
-    adapter = None if checkpoint is None else find_adapter(checkpoint)
-    if adapter is not None and not is_adapter_folder(folder):
-        return _verify_merged(folder, adapter, logits, hf_assets)
-    source = adapter
+    source = adapter = None if checkpoint is None else find_adapter(checkpoint)
     if checkpoint is not None and adapter is None:
-        source = find_source(Path(checkpoint).expanduser(), hf_assets)
+        source = find_source(checkpoint, hf_assets)
         if is_adapter_folder(folder):
             raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
     with Findings(folder, "export") as findings:
-        checked = ExportCheck(folder, findings)
+        check: ExportCheck
         if is_adapter_folder(folder):
-            checked = AdapterCheck(folder, findings, hf_assets)
-        checked.check()
-        if source is not None:
-            checked.compare_assets(source)
-            checked.prove(source)
-        if logits:
-            checked.compare_logits(source)
-        if findings.report.ok and source is not None:
-            what = "weights" if adapter is None else "adapter"
-            findings.note(f"holds the {what} of {source.checkpoint or source.folder}")
-    return findings.report
-
-
-def _verify_merged(
-    folder: Path, source: Source, logits: bool, given_base: str | Path | None
-) -> Report:
-    base = find_base(source, given_base)
-    with Findings(folder, "export") as findings:
-        checked = MergedCheck(folder, findings)
-        checked.check()
-        checked.compare_assets(source)
-        checked.prove_merged(source, base)
-        if logits:
-            checked.compare_merged(source, base)
-        if findings.report.ok:
-            where = source.checkpoint or source.folder
-            findings.note(f"is {base} with the adapter of {where} merged in")
+            check = AdapterCheck(folder, findings, source, hf_assets)
+        elif adapter is not None:
+            check = MergedCheck(folder, findings, adapter, hf_assets)
+        else:
+            check = ExportCheck(folder, findings, source)
+        check.run(logits)
     return findings.report
 
 
 def is_export(path: str | Path) -> bool:
     """Whether a folder is a Hugging Face folder with weights, or was one."""
     path = Path(path).expanduser()
-    names = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE, WEIGHTS_FILE)
+    weights = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE, WEIGHTS_FILE)
     configs = ("config.json", CONFIG_FILE)
     return not (path / CHECKPOINTS).is_dir() and (
-        any(os.path.lexists(path / name) for name in names)
-        or (
-            any((path / name).is_file() for name in configs)
-            and not commit.is_committed(path.parent)
-        )
+        any(os.path.lexists(path / name) for name in weights)
+        or (any((path / n).is_file() for n in configs) and not commit.is_committed(path.parent))
     )
 
 
@@ -135,16 +105,15 @@ def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
     """Return the checkpoint folders that `path` means, its kind, and notes on what is beside."""
     root = path / CHECKPOINTS
     if not root.is_dir():
-        if any(os.path.lexists(path / name) for name in (COMMIT, MANIFEST)) or (
-            path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name)
-        ):
+        was_saved = any(os.path.lexists(path / name) for name in (COMMIT, MANIFEST))
+        if was_saved or (path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name)):
             return [path], "checkpoint", []
         if is_export(path):
             raise CheckpointError(f"{path} is a Hugging Face folder, not a checkpoint")
         try:
             return [commit.find_checkpoint(path)], "checkpoint", []
         except CheckpointError as error:
-            raise CheckpointError(f"{error}{_near(path)}") from error
+            raise CheckpointError(f"{error}{_near(path, _is_saved, is_export)}") from error
     checked = [*commit.committed_steps(path).values()]
     checked += [folder for folder, _ in commit.broken_steps(path).values()]
     others = sorted(p.name for p in root.iterdir() if p not in checked)
@@ -155,14 +124,6 @@ def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
     return sorted(checked), "run", notes
 
 
-def _near(path: Path) -> str:
-    """Return which paths below would do, as the end of an error."""
-    below = sorted(p for p in path.iterdir() if p.is_dir())[:1000] if path.is_dir() else []
-    found = [p for p in below if commit.committed_steps(p) or commit.is_committed(p)]
-    found = found or [p for p in below if is_export(p)]
-    return f"; did you mean {' or '.join(map(str, found[:3]))}?" if found else ""
-
-
 def _export_folder(folder: Path) -> Path:
     if not folder.exists():
         raise ExportError(f"export {folder} does not exist (current folder: {Path.cwd()})")
@@ -170,8 +131,18 @@ def _export_folder(folder: Path) -> Path:
         raise ExportError(f"export {folder} is a file; give its folder: {folder.parent}")
     if is_export(folder):
         return folder
-    if commit.committed_steps(folder) or commit.is_committed(folder):
+    if _is_saved(folder):
         raise ExportError(f"{folder} is a checkpoint, not an export; give the checkpoint first")
-    near = sorted(p for p in folder.iterdir() if p.is_dir() and is_export(p))
-    hint = f"; did you mean {' or '.join(map(str, near[:3]))}?" if near else ""
+    hint = _near(folder, is_export)
     raise ExportError(f"{folder} is no Hugging Face folder: it has no weights and no config{hint}")
+
+
+def _is_saved(path: Path) -> bool:
+    return bool(commit.committed_steps(path)) or commit.is_committed(path)
+
+
+def _near(path: Path, *suits: Callable[[Path], bool]) -> str:
+    """Return which folders in `path` would do, as the end of an error: of the first kind there."""
+    below = sorted(p for p in path.iterdir() if p.is_dir())[:1000] if path.is_dir() else []
+    found = next((f for s in suits if (f := [p for p in below if s(p)])), [])
+    return f"; did you mean {' or '.join(map(str, found[:3]))}?" if found else ""
