@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from toolkit.checkpoint import commit
@@ -22,6 +23,7 @@ from toolkit.formats.metrics_file import read_metrics
 
 ROOT = Path(__file__).parent.parent
 CPU = ROOT / "accelerate_configs/cpu.yaml"
+RULE = "-" * 72
 PROMPT = "    def __init__(self"
 QUESTION = (
     "Write the body of this Python function.\n\n"
@@ -50,7 +52,7 @@ def pretrain(run: Path, fresh: bool) -> int:
     export = run.with_name(run.name + "-hf")
     if not prepare(run, "tiny_llama", fresh, export):
         return 1
-    ran = launch("pretrain", run) or run_toolkit("consolidate", run, "--output", export)
+    ran = launch("pretrain", run) or call("toolkit", "consolidate", run, "--output", export)
     if ran:
         return ran
     model, tokenizer = load(export)
@@ -59,7 +61,7 @@ def pretrain(run: Path, fresh: bool) -> int:
     torch.manual_seed(0)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.7, top_p=0.9)
-    show(tokenizer.decode(ids[0], skip_special_tokens=True))
+    print(RULE, tokenizer.decode(ids[0], skip_special_tokens=True), RULE, sep="\n")
     say_losses(run)
     print(f"export   {export.resolve()}")
     return 0
@@ -76,18 +78,17 @@ def finetune(base_run: Path, fresh: bool) -> int:
         return 1
     failed = (
         launch("finetune", run, "--model.name_or_path", base)
-        or run_toolkit("consolidate", run, "--output", adapter)
-        or run_toolkit("consolidate", run, "--output", merged, "--merge")
-        or run_toolkit("verify", run, adapter, "--logits")
-        or run_toolkit("verify", run, merged)
+        or call("toolkit", "consolidate", run, "--output", adapter)
+        or call("toolkit", "consolidate", run, "--output", merged, "--merge")
+        or call("toolkit", "verify", run, adapter, "--logits")
+        or call("toolkit", "verify", run, merged)
     )
     if failed:
         return failed
     model, tokenizer = load(merged)
-    print(f"\nThe question:\n{indented(QUESTION)}")
+    print(f"\nThe question:\n{indent(QUESTION, '    ')}")
     for what, asked in (("before", load(base, quiet=True)[0]), ("after, merged", model)):
-        print(f"\n{what}:")
-        show(answer(asked, tokenizer, QUESTION))
+        print(f"\n{what}:", RULE, answer(asked, tokenizer), RULE, sep="\n")
     say_losses(run)
     print(f"adapter  {adapter.resolve()}\nmerged   {merged.resolve()}")
     return 0
@@ -111,13 +112,8 @@ def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
 
 def launch(recipe: str, run: Path, *more: object) -> int:
     config = f"recipes/configs/{recipe}_tiny.yaml"
-    command = [Path(sys.executable).parent / "accelerate", "launch", *processes()]
-    command += [f"recipes/{recipe}.py", "--config", config, "--output_dir", run, *more]
-    return call([str(part) for part in command])
-
-
-def run_toolkit(*arguments: object) -> int:
-    return call([str(part) for part in (Path(sys.executable).parent / "toolkit", *arguments)])
+    flags = [*processes(), f"recipes/{recipe}.py", "--config", config, "--output_dir", run, *more]
+    return call("accelerate", "launch", *flags)
 
 
 def processes() -> list[str]:
@@ -131,8 +127,9 @@ def processes() -> list[str]:
     return ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(count)]
 
 
-def call(command: list[str]) -> int:
-    """Print and run a command from the repository's root; return its exit code."""
+def call(script: str, *arguments: object) -> int:
+    """Print and run an installed script from the repository's root; return its exit code."""
+    command = [str(part) for part in (Path(sys.executable).parent / script, *arguments)]
     print(f"\n$ {shlex.join(command)}", flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
@@ -152,29 +149,19 @@ def load(folder: Path, quiet: bool = False) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def answer(model: Any, tokenizer: Any, question: str) -> str:
-    """Return what the model answers to a user's message; the same at every call."""
+def answer(model: Any, tokenizer: Any) -> str:
+    """Return what the model answers to the question; the same at every call."""
     import torch
 
     torch.manual_seed(0)
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
+        [{"role": "user", "content": QUESTION}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
     )
     ids = model.generate(**prompt, max_new_tokens=60, do_sample=True, temperature=0.7, top_p=0.9)
     return tokenizer.decode(ids[0][prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def show(text: str) -> None:
-    print("-" * 72)
-    print(text)
-    print("-" * 72)
-
-
-def indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def say_losses(run: Path) -> None:

@@ -26,9 +26,8 @@ from toolkit.errors import ModelError, ShardingError
 from toolkit.formats import reshard
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fake_world import fake_world
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
-from toolkit.sharding.unit_table import dtype_ledger, ledger_line, unit_rows, unit_table
+from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
 from toolkit.training.loss import loss_sum
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import evaluate, train_step

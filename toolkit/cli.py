@@ -1,7 +1,7 @@
 """The command line `toolkit`: arguments in, one call of the library, exit code out.
 
-Exit 0 on success, 1 on a failure with one line on stderr, 2 on wrong usage. Owns the subcommands
-and what they print. Does no work of its own and imports no torch before a subcommand needs it.
+Exit 0 on success, 1 on a failure with one line on stderr, 2 on wrong usage. Imports no torch before
+a subcommand needs it.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from toolkit import __version__
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ToolkitError
 
+_FROM_PRETRAINED = "transformers.AutoModelForCausalLM.from_pretrained("
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
 
 
@@ -139,12 +140,10 @@ def _add_inspect(command: Callable) -> None:
 
 
 def _consolidate(args: argparse.Namespace) -> int:
-    from transformers.utils import logging
-
     from toolkit.checkpoint.fetch import local_copy
     from toolkit.export import consolidate
 
-    logging.set_verbosity_error()
+    _quiet()
     with local_copy(args.checkpoint) as source:
         folder = consolidate(
             source,
@@ -157,22 +156,17 @@ def _consolidate(args: argparse.Namespace) -> int:
     sizes = [file.stat().st_size for file in Path(folder).iterdir()]
     weights = len(list(Path(folder).glob("*.safetensors")))
     print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes):,} bytes")
-    print("load it with:")
-    if (Path(folder) / "adapter_config.json").is_file():
-        print(f"    peft.PeftModel.from_pretrained(BASE, {str(folder)!r})")
-    else:
-        print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    adapter = (Path(folder) / "adapter_config.json").is_file()
+    load = "peft.PeftModel.from_pretrained(BASE, " if adapter else _FROM_PRETRAINED
+    print(f"load it with:\n    {load}{str(folder)!r})")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from transformers.utils import logging
-
     from toolkit.checkpoint.fetch import local_copy
     from toolkit.verify import is_export, verify_checkpoint, verify_export
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _quiet(progress=False)
     with local_copy(args.path) as path:
         if args.export is not None:
             report = verify_export(path, args.export, logits=args.logits, hf_assets=args.hf_assets)
@@ -197,54 +191,39 @@ def _verify(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     if [args.path, args.plan, args.data].count(None) != 2:
         return _fail("give one of RUN_OR_CHECKPOINT, --plan CONFIG and --data CONFIG", code=2)
-    if args.plan is not None:
-        return _inspect_plan(args)
-    if args.data is not None and args.world_size is None:
-        return _inspect_data(args)
-    if args.world_size is not None:
+    if args.world_size is not None and args.plan is None:
         return _fail("--world_size goes with --plan CONFIG", code=2)
-    from toolkit.checkpoint.fetch import local_copy
-    from toolkit.checkpoint.summary import render, summarise
-
-    with local_copy(args.path) as path:
-        summary = summarise(path)
-    print(json.dumps(summary) if args.json else render(summary), flush=True)
-    return 0
-
-
-def _inspect_plan(args: argparse.Namespace) -> int:
     from toolkit import config
-    from toolkit.sharding.unit_table import plan_summary, render_plan
 
-    # What pretraining knows, fine-tuning knows too.
-    plan = plan_summary(config.load(config.FinetuneConfig, args.plan), args.world_size)
-    print(json.dumps(plan) if args.json else render_plan(plan), flush=True)
-    return 0
+    render: Callable[[dict], str]
+    if args.plan is not None:
+        from toolkit.sharding.unit_table import plan_summary, render_plan
 
+        # What pretraining knows, fine-tuning knows too.
+        found = plan_summary(config.load(config.FinetuneConfig, args.plan), args.world_size)
+        render = render_plan
+    elif args.data is not None:
+        from toolkit.data.finetune import inspect_data
+        from toolkit.data.report import render
 
-def _inspect_data(args: argparse.Namespace) -> int:
-    from transformers.utils import logging
+        _quiet()
+        found = inspect_data(config.load(config.FinetuneConfig, args.data))
+    else:
+        from toolkit.checkpoint.fetch import local_copy
+        from toolkit.checkpoint.summary import render, summarise
 
-    from toolkit import config
-    from toolkit.data.finetune import inspect_data
-    from toolkit.data.report import render
-
-    logging.set_verbosity_error()
-    report = inspect_data(config.load(config.FinetuneConfig, args.data))
-    if args.json:
-        print(json.dumps(report), flush=True)
-        return 0
-    print(render(report), flush=True)
-    print(f"\npacking {report['packing']}: {report['why']}", flush=True)
+        with local_copy(args.path) as path:
+            found = summarise(path)
+    print(json.dumps(found) if args.json else render(found), flush=True)
+    if args.data is not None and not args.json:
+        print(f"\npacking {found['packing']}: {found['why']}", flush=True)
     return 0
 
 
 def _push(args: argparse.Namespace) -> int:
-    from transformers.utils import logging
-
     from toolkit.hub import preview, push
 
-    logging.set_verbosity_error()
+    _quiet()
     where = {"revision": args.revision, "private": not args.public}
     if not args.dry_run:
         print(push(args.folder, args.repo_id, **where))
@@ -261,6 +240,14 @@ def _push(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     print(f"README.md:\n\n{seen.card}", end="")
     return 0
+
+
+def _quiet(progress: bool = True) -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not progress:
+        logging.disable_progress_bar()
 
 
 def _fail(message: str, code: int = 1) -> int:

@@ -1,7 +1,5 @@
-"""The errors a user can meet. Each says what was expected, what came and what to do next.
-
-Owns the exception classes, and what a secret looks like: no message repeats one. A text that looks
-like none of these and yet is one cannot be recognised: pass it as `known`.
+"""The errors a user can meet: what was expected, what came and what to do next; and what a secret
+looks like, which no message repeats.
 """
 
 import re

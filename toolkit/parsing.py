@@ -1,7 +1,6 @@
 """JSON and YAML that others wrote, parsed within bounds: size, depth and number of values.
 
-Owns the bounds. A file beyond them is refused before it is parsed, so that no file costs more than
-a few seconds and 200 MB, whatever is in it. Does not know what the values mean.
+What is beyond is refused before it is parsed: no file costs more than seconds and 200 MB.
 """
 
 import collections
@@ -21,7 +20,6 @@ MAX_YAML_EVENTS = 50_000
 MAX_DEPTH = 100
 MAX_DIGITS = 100
 """Characters of a number in YAML, whose integers to the base 60 take quadratic time."""
-_TOO_DEEP = object()
 
 
 def read_json(file: Path, error: type[ToolkitError], *, strict: bool = False) -> Any:
@@ -51,11 +49,12 @@ def parse_json(
     hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse}
     try:
         value = json.loads(given, **hooks if strict else {})
+        too_deep = _is_deep(value)
     except RecursionError:
-        value = _TOO_DEEP
+        too_deep = True
     except ValueError as problem:  # not UTF-8, not JSON, or an integer of thousands of digits
         raise error(f"{source} is not readable JSON: {_one_line(problem)}") from None
-    if value is _TOO_DEEP or _is_deep(value):
+    if too_deep:
         raise error(f"{source} is nested too deeply to be read")
     return value
 

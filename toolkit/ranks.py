@@ -3,7 +3,6 @@
 A rank that raises alone leaves the others waiting in a collective until a timeout. Everything that
 can fail on one rank only (reading files, checking data) goes through the functions here.
 
-Owns the small object exchanges between ranks. Knows nothing of models, devices or launchers.
 Without an initialised process group every function is the plain call.
 """
 
@@ -92,10 +91,7 @@ def on_all(fn: Callable[[], T]) -> T:
     class where it was one, with the first failing rank's message. Collective, one small exchange.
     """
     result, failure = _outcome(fn)
-    if world_size() > 1:
-        _raise_on_all(gather(_told(failure)), failure)
-    elif failure is not None:
-        raise failure
+    _raise_on_all(gather(_told(failure)), failure)
     return result  # type: ignore[return-value]
 
 
@@ -115,13 +111,9 @@ def gather_results(fn: Callable[[], T]) -> list[T]:
     Collective: one exchange for both, which pickles the results.
     """
     result, failure = _outcome(fn)
-    if world_size() == 1:
-        if failure is not None:
-            raise failure
-        return [result]  # type: ignore[list-item]
-    said = gather((_told(failure), result))
-    _raise_on_all([what for what, _ in said], failure)
-    return [one for _, one in said]  # type: ignore[misc]
+    outcomes = gather((_told(failure), result))
+    _raise_on_all([told for told, _ in outcomes], failure)
+    return [one for _, one in outcomes]  # type: ignore[misc]
 
 
 def on_main(fn: Callable[[], T]) -> T:
@@ -130,11 +122,8 @@ def on_main(fn: Callable[[], T]) -> T:
     Collective: one broadcast.
     """
     result, failure = _outcome(fn) if rank() == 0 else (None, None)
-    said, result = broadcast((_told(failure), result))
-    if world_size() > 1:
-        _raise_on_all([said], failure)
-    elif failure is not None:
-        raise failure
+    told, result = broadcast((_told(failure), result))
+    _raise_on_all([told], failure)
     return result  # type: ignore[return-value]
 
 
@@ -196,7 +185,7 @@ def _current_group() -> dist.ProcessGroup | None:
 
 
 def _is_fake() -> bool:
-    """Whether the other ranks do not exist (`sharding.fake_world`): each is taken to agree."""
+    """Whether the other ranks do not exist (sharding's `fake_world`): each is taken to agree."""
     return dist.get_backend() == "fake"
 
 
@@ -217,15 +206,15 @@ def _told(failure: BaseException | None) -> tuple[type[Exception], str] | None:
 
 
 def _raise_on_all(
-    said: list[tuple[type[Exception], str] | None], failure: BaseException | None
+    told: list[tuple[type[Exception], str] | None], failure: BaseException | None
 ) -> None:
-    """Raise where any of the ranks that `said` is of failed; `failure` is this rank's own."""
-    failed = [i for i, what in enumerate(said) if what is not None]
+    """Raise where any of the ranks that `told` is of failed; `failure` is this rank's own."""
+    failed = [i for i, what in enumerate(told) if what is not None]
     if not failed:
         return
     error = failure
     if error is None:
-        kind, text = said[failed[0]]  # type: ignore[misc]
+        kind, text = told[failed[0]]  # type: ignore[misc]
         error = kind(f"{text} (on rank {failed[0]})")
     # The first that failed prints it, whichever exchange outside of this one sees it fail again.
     if rank() != failed[0] and not getattr(error, "agreed", False):

@@ -1,7 +1,4 @@
-"""Text tables: columns that line up, and one line for names that differ in their numbers only.
-
-Owns the look of what `toolkit inspect` and a run's start print. Knows nothing of what is in a cell.
-"""
+"""Text tables: columns that line up, and one line for names that differ in their numbers only."""
 
 import itertools
 import math

@@ -1,6 +1,5 @@
-"""Which base a checkpoint of adapters belongs to, and whether a run goes on with the same.
-
-Owns the `adapter` entry of state.json and of the manifest, and the digest of a base model's files.
+"""Which base a checkpoint of adapters belongs to (the `adapter` entry of state.json and of the
+manifest), and whether a run goes on with the same.
 
 [Note: digest of a base] Two models that differ only in their values have the same headers, so the
 digest looks at values too: of every tensor name, dtype and shape, and four blocks of its bytes. A
@@ -16,13 +15,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import CheckpointError, LoadingError
-from toolkit.formats import (
-    DTYPE_NAMES,
-    TensorEntry,
-    assets_of,
-    read_weights,
-    weight_files,
-)
+from toolkit.formats import DTYPE_NAMES, TensorEntry, assets_of, read_weights, weight_files
 from toolkit.models.causal_lm import vocabulary_size
 from toolkit.models.peft_model import ADAPTER, adapter_config, base_of, has_adapters
 from toolkit.models.quantise import quantisation_settings
@@ -68,12 +61,8 @@ def _sample(entry: TensorEntry) -> bytes:
 
 
 def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
-    """Note in the assets of adapted `model` which base was loaded into it: here, and only here, is
-    it known whose values the adapters are trained on.
-
-    Args:
-        path: as the weights were asked for; `folder`: where they were read.
-        digest: `base_digest` of them.
+    """Note in the assets of adapted `model` which base was loaded into it: asked for as `path`,
+    read from `folder`, with that `base_digest`.
     """
     assets = assets_of(model)
     assets.digest = digest
@@ -103,25 +92,13 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
         CheckpointError: neither `load_pretrained` nor `init_weights` filled the base, so that
             nobody knows which one it is.
     """
-    entry = _entry(model, _known_digest(model))
-    if entry["digest"] is None:
+    assets, quantised = assets_of(model), quantisation_settings(model)
+    digest = _known_digest(model)
+    if digest is None:
         raise CheckpointError(
-            f"which base the adapters of {entry['name_or_path']} belong to is not known: nothing "
+            f"which base the adapters of {assets.name_or_path} belong to is not known: nothing "
             "was loaded into it. Fill it with load_pretrained or init_weights before a save"
         )
-    return entry
-
-
-def _known_digest(model: nn.Module) -> str | None:
-    assets = assets_of(model)
-    if assets.digest is None and assets.drawn_from is not None:
-        return f"random, seed {assets.drawn_from}"
-    return assets.digest
-
-
-def _entry(model: nn.Module, digest: str | None) -> dict[str, Any]:
-    assets = assets_of(model)
-    quantised = quantisation_settings(model)
     return {
         "name_or_path": assets.name_or_path,
         "revision": assets.revision,
@@ -131,6 +108,13 @@ def _entry(model: nn.Module, digest: str | None) -> dict[str, Any]:
         "quantised": quantised,
         "rows": vocabulary_size(base_of(model)) if assets.resized else None,
     }
+
+
+def _known_digest(model: nn.Module) -> str | None:
+    assets = assets_of(model)
+    if assets.digest is None and assets.drawn_from is not None:
+        return f"random, seed {assets.drawn_from}"
+    return assets.digest
 
 
 def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: object) -> None:
@@ -151,44 +135,50 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
         before and not isinstance(before.get("config"), dict | None)
     ):
         raise CheckpointError(f"{checkpoint}: what its state.json says of the adapter is no object")
-    if before is not None and not has_adapters(model):
-        raise CheckpointError(
-            f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model; "
-            "set lora.r and the other settings of that run, or another output_dir"
-        )
-    if not has_adapters(model):
-        return
-    if before is None:
-        raise CheckpointError(
-            f"{checkpoint} holds a whole model, not adapters; leave out lora.r, or give another "
-            "output_dir"
-        )
+    what = remedy = ""
+    if has_adapters(model) and before is not None:
+        what, remedy = _difference(model, before)
+    elif has_adapters(model):
+        what, remedy = "holds a whole model, not adapters", "Leave out lora.r"
+    elif before is not None:
+        what = f"holds adapters of {before.get('name_or_path')}, not a whole model"
+        remedy = "Set lora.r and the other settings of that run"
+    if what:
+        raise CheckpointError(f"{checkpoint} {what}. {remedy}, or another output_dir")
+
+
+def _difference(model: nn.Module, before: dict[str, Any]) -> tuple[str, str]:
+    """Return in what the entry `before` is of another base or other adapters, and what to do."""
     digest, assets = _known_digest(model), assets_of(model)
     if digest is None and assets.source is not None and assets.folder is not None:
         digest = base_digest(assets.folder, assets.name_or_path, assets.revision)
-    now = _entry(model, digest)
-    what, remedy = "", ""
-    if now["digest"] is not None and before.get("digest") != now["digest"]:
-        what = f"belongs to another base: its adapters were trained on {_base(before)}, this is "
-        what, remedy = what + _base(now), "Give that model as model.name_or_path"
-    elif before.get("quantised") != now["quantised"]:
-        what = f"has adapters that were trained on {_bits(before.get('quantised'))}, this run has "
-        what += _bits(now["quantised"])
-        remedy = "Give lora.load_in_4bit, lora.bnb_4bit_* and what leaves layers out as they were"
-    elif before.get("dtype") != now["dtype"]:
-        what = f"has adapters that were trained on a base stored in {before.get('dtype')}, this is "
-        what, remedy = f"{what}stored in {now['dtype']}", "Set model.dtype as it was"
-    else:
-        then, config = before.get("config") or {}, now["config"]
-        names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
-        # A setting that another version of PEFT does not know is off there.
-        changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
-        if changed:
-            pairs = (f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
-            what = f"has other adapters: {'; '.join(pairs)}"
-            remedy = "Give the lora settings it was trained with"
-    if what:
-        raise CheckpointError(f"{checkpoint} {what}. {remedy}, or another output_dir")
+    if digest is not None and before.get("digest") != digest:
+        now = _base(assets.name_or_path, assets.revision, digest)
+        earlier = _base(*map(before.get, ("name_or_path", "revision", "digest")))
+        return (
+            f"belongs to another base: its adapters were trained on {earlier}, this is {now}",
+            "Give that model as model.name_or_path",
+        )
+    quantised = quantisation_settings(model)
+    if before.get("quantised") != quantised:
+        return (
+            f"has adapters that were trained on {_bits(before.get('quantised'))}, this run has "
+            f"{_bits(quantised)}",
+            "Give lora.load_in_4bit, lora.bnb_4bit_* and what leaves layers out as they were",
+        )
+    stored = _stored(model) if quantised is None else None
+    if before.get("dtype") != stored:
+        return (
+            f"has adapters that were trained on a base stored in {before.get('dtype')}, this is "
+            f"stored in {stored}",
+            "Set model.dtype as it was",
+        )
+    then, config = before.get("config") or {}, adapter_config(model)
+    names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
+    # A setting that another version of PEFT does not know is off there.
+    changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
+    pairs = "; ".join(f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
+    return pairs and f"has other adapters: {pairs}", "Give the lora settings it was trained with"
 
 
 def _stored(model: nn.Module) -> str:
@@ -196,9 +186,8 @@ def _stored(model: nn.Module) -> str:
     return "/".join(sorted(kinds))
 
 
-def _base(entry: dict[str, Any]) -> str:
-    revision = f" at {entry['revision']}" if entry.get("revision") else ""
-    return f"{entry.get('name_or_path')}{revision} (digest {str(entry.get('digest'))[:20]})"
+def _base(name: Any, revision: Any, digest: Any) -> str:
+    return f"{name}{f' at {revision}' if revision else ''} (digest {str(digest)[:20]})"
 
 
 def _bits(settings: dict[str, Any] | None) -> str:

@@ -32,7 +32,6 @@ class CoverageRow:
     name: str
     """Of the parameter, in the base."""
     shape: tuple[int, ...]
-    elements: int
     how: str
     """`LoRA`, `rsLoRA` or `DoRA`, `in full`, or `-`: stays as it is."""
     trained: int
@@ -41,8 +40,11 @@ class CoverageRow:
     """`layer`, `experts` (routed), `router`, or `embedding` (the head too)."""
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def covered(self) -> bool:
-        """Whether anything is trained for it."""
         return self.how != "-"
 
 
@@ -57,9 +59,8 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     copied = {f"{name}.{leaf}": p for name, m in saved for leaf, p in m.named_parameters()}
     rows = []
     with unwrapped_base(model) as base:
-        outside: set[int] = set()
-        for module in (base.get_input_embeddings(), base.get_output_embeddings()):
-            outside.update(map(id, () if module is None else module.parameters()))
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        outside = {id(p) for end in ends if end is not None for p in end.parameters()}
         experts = _numbers_of_experts(base)
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
@@ -67,15 +68,14 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
             shape = tuple(getattr(owner, "shape", parameter.shape))  # of what is in 4 bits its own
             if len(shape) < 2 or "bias" in leaf:  # experts have a bias each, stacked
                 continue
-            inner = id(parameter) not in outside
-            part = _part(name, owner, shape, experts) if inner else "embedding"
+            part = "embedding" if id(parameter) in outside else _part(name, owner, shape, experts)
             how, trained = "-", 0
             if name in copied:
                 how, trained = "in full", copied[name].numel()
             elif name in layers:
                 how = _kind(model)
                 trained = sum(p.numel() for p in layer_parameters(layers[name]).values())
-            rows.append(CoverageRow(name, shape, math.prod(shape), how, trained, part))
+            rows.append(CoverageRow(name, shape, how, trained, part))
     return rows
 
 
@@ -103,12 +103,9 @@ def coverage_lines(model: nn.Module) -> list[str]:
     if left := [row for row in rows if row.part == "experts" and not row.covered]:
         names = ", ".join(sorted({_short(row.name) for row in left}))
         share = sum(r.elements for r in left) / total
-        remedy = "PEFT has no adapter for them"
-        if all(len(row.shape) > 2 for row in left):
-            remedy = (
-                f"If they are to learn too: lora.target_parameters: [{names}] (without dropout "
-            )
-            remedy += "and DoRA)"
+        stacked = f"lora.target_parameters: [{names}] trains them (without dropout and DoRA)"
+        fused = all(len(row.shape) > 2 for row in left)
+        remedy = stacked if fused else "PEFT has no adapter for them"
         lines.append(
             f"WARNING    the routed experts are not adapted: {names} ({share:.0%} of the base's "
             f"matrices). {remedy}"
@@ -126,9 +123,8 @@ def idle_adapters(model: nn.Module) -> list[str]:
     """Return the modules of the base whose adapters still add nothing, after a step or more.
 
     Some architectures read a weight without calling its module (mamba's `dt_proj`): an adapter on
-    it gets no gradient, and nothing says so. None are named while all of them add nothing: the
-    learning rate was still zero. Routed experts are not named: no token may have come to them yet.
-    Collective; counts this rank's shards of B.
+    it gets no gradient. None are named while all add nothing (the learning rate was still zero),
+    and no routed experts: no token may have come to them yet. Collective.
     """
     layers = adapted_parameters(model)
     experts = {row.name for row in coverage(model) if row.part == "experts"}
@@ -140,6 +136,17 @@ def idle_adapters(model: nn.Module) -> list[str]:
     if len(idle) == len(layers):
         return []
     return [n.removesuffix(".weight") for n in idle if n not in experts]
+
+
+def idle_adapter_lines(model: nn.Module) -> list[str]:
+    """Return a warning where adapters of `model` get no gradient; see `idle_adapters`."""
+    idle = idle_adapters(model) if has_adapters(model) else []
+    if not idle:
+        return []
+    return [
+        f"WARNING: {len(idle)} adapters get no gradient, such as {idle[0]}: the model reads their "
+        "weights without a forward; name them in lora.exclude_modules"
+    ]
 
 
 def _short(name: str) -> str:
@@ -187,14 +194,3 @@ def _table(rows: list[CoverageRow]) -> list[str]:
             trained = f"{first.trained * count:,}" if first.covered else ""
             lines.append([f"  {name}", str(count), shape, first.how, trained])
     return table(lines, right={1, 4})
-
-
-def idle_adapter_lines(model: nn.Module) -> list[str]:
-    """Return a warning where adapters of `model` get no gradient; see `idle_adapters`."""
-    idle = idle_adapters(model) if has_adapters(model) else []
-    if not idle:
-        return []
-    return [
-        f"WARNING: {len(idle)} adapters get no gradient, such as {idle[0]}: the model reads their "
-        "weights without a forward; name them in lora.exclude_modules"
-    ]

@@ -1,13 +1,13 @@
 """The first values of adapters: the same for any number of ranks, each rank its own rows.
 
-Owns which distribution each trained tensor begins with, which is PEFT's. PEFT's own
-`reset_lora_parameters` draws a shard's rows on every rank alike, and computes DoRA's magnitudes
-from weights that are not there yet.
+The distributions are PEFT's, whose own `reset_lora_parameters` draws a shard's rows on every rank
+alike, and computes DoRA's magnitudes from weights that are not there yet.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,67 +69,63 @@ def copied_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Value]:
     """Return how each trained parameter begins, by its id."""
-    rules: dict[int, _Value] = {id(copy): _as_in(own) for own, copy in copies(model)}
+    rules: dict[int, _Value] = {}
+    for original, copy in copies(model):
+        rules[id(copy)] = partial(_copied, original)
     prefix = next(n for n, m in model.named_modules() if m is base_of(model))
     for name, module in model.named_modules():
         if "lora_A" not in module._modules:
             continue
         own = name.removeprefix(prefix + ".")
-        values = {
-            "lora_A": _drawn(_kaiming, f"{seed}/{own}.lora_A"),
+        values: dict[str, _Value] = {
+            "lora_A": partial(_drawn, _kaiming, f"{seed}/{own}.lora_A"),
             "lora_B": _zeros,
             "lora_embedding_A": _zeros,
-            "lora_embedding_B": _drawn(nn.init.normal_, f"{seed}/{own}.lora_embedding_B"),
-            "lora_magnitude_vector": _norms(module, device),
+            "lora_embedding_B": partial(_drawn, nn.init.normal_, f"{seed}/{own}.lora_embedding_B"),
+            "lora_magnitude_vector": partial(_norms, module, device),
         }
         rules |= {id(p): values[part] for part, p in layer_parameters(module).items()}
     return rules
 
 
-def _kaiming(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+_kaiming = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
 
 
-def _drawn(draw: Callable[..., torch.Tensor], key: str) -> _Value:
-    def value(parameter: torch.Tensor) -> torch.Tensor:
-        digest = hashlib.sha256(key.encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        whole = draw(torch.empty(parameter.shape, dtype=torch.float32), generator=generator)
-        return part_of(whole, parameter)
-
-    return value
+def _drawn(draw: Callable[..., torch.Tensor], key: str, parameter: torch.Tensor) -> torch.Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    whole = draw(torch.empty(parameter.shape, dtype=torch.float32), generator=generator)
+    return part_of(whole, parameter)
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(local_tensor(parameter), device="cpu")
 
 
-def _as_in(original: torch.Tensor) -> _Value:
-    def value(parameter: torch.Tensor) -> torch.Tensor:
-        if isinstance(original, DTensor) == isinstance(parameter, DTensor):
-            return local_tensor(original).detach().clone()
-        # One of them is replicated: what the model keeps in fp32, or was told to keep whole.
-        whole = original.full_tensor() if isinstance(original, DTensor) else original
-        return part_of(whole.detach(), parameter).clone()
-
-    return value
+def _copied(original: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    return original_part(original, copy).clone()
 
 
-def _norms(layer: Any, device: torch.device) -> _Value:
-    """Return how DoRA's magnitudes begin: the norms of the base weight's rows, in fp32."""
+def original_part(original: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of `original`, laid out as `copy` is."""
+    if isinstance(original, DTensor) == isinstance(copy, DTensor):
+        return local_tensor(original.detach())
+    # One of them is replicated: what the model keeps in fp32, or was told to keep whole.
+    whole = original.full_tensor() if isinstance(original, DTensor) else original
+    return part_of(whole.detach(), copy)
 
-    def value(parameter: torch.Tensor) -> torch.Tensor:
-        weight: Any = layer.get_base_layer().weight.detach()
-        dora = layer.lora_magnitude_vector[ADAPTER]
-        own = local_tensor(weight)
-        by_row = type(layer.get_base_layer()) is nn.Linear and not dora.fan_in_fan_out
-        alike = isinstance(weight, DTensor) == isinstance(parameter, DTensor)
-        if by_row and alike and own.shape[:1] == local_tensor(parameter).shape:
-            return torch.linalg.norm(own.float(), dim=1)
-        if isinstance(weight, DTensor):
-            weight = laid_out_as(weight, own.to(device)).full_tensor()
-        # With B at zero the adapter adds nothing.
-        norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
-        return part_of(norms, parameter)
 
-    return value
+def _norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
+    """Return DoRA's first magnitudes: the norms of the base weight's rows, in fp32."""
+    weight: Any = layer.get_base_layer().weight.detach()
+    dora = layer.lora_magnitude_vector[ADAPTER]
+    own = local_tensor(weight)
+    by_row = type(layer.get_base_layer()) is nn.Linear and not dora.fan_in_fan_out
+    alike = isinstance(weight, DTensor) == isinstance(parameter, DTensor)
+    if by_row and alike and own.shape[:1] == local_tensor(parameter).shape:
+        return torch.linalg.norm(own.float(), dim=1)
+    if isinstance(weight, DTensor):
+        weight = laid_out_as(weight, own.to(device)).full_tensor()
+    # With B at zero the adapter adds nothing.
+    norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
+    return part_of(norms, parameter)

@@ -1,8 +1,5 @@
 """Adapters (LoRA, rsLoRA, DoRA, modules trained in full) on a model that has no bytes yet.
 
-Owns what is adapted and refuses what PEFT would take without a word: names that match nothing, ties
-that come apart. Values come from `first_values`.
-
 [Note: order] Adapters go on while the model is on meta and before `apply_fsdp`, so that each layer
 and its adapters are gathered, reduced and freed together. Put on afterwards they are plain
 parameters whose gradients nobody reduces: every rank then trains adapters of its own.
@@ -19,24 +16,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.adapters.targets import Targets, check_adapted, check_saved, refusal, targets_of
+from toolkit.adapters.targets import Targets, check_adapted, refusal, targets_of
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import kept_in_fp32, plain_name
-from toolkit.models.peft_model import (
-    ADAPTER,
-    adapted_modules,
-    adapted_parameters,
-    adapter_config,
-    base_of,
-    copies,
-    has_adapters,
-    saved_modules,
-)
+from toolkit.models.peft_model import ADAPTER, copies, has_adapters
 from toolkit.models.quantise import quantise_on_meta
-
-__all__ = ["adapter_config", "add_adapters", "base_of", "has_adapters"]
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
@@ -53,10 +39,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
     """
     _refuse(model, cfg)
     targets = targets_of(model, cfg)
-    if targets.unfit:
-        raise ModelError(refusal(model, cfg, targets))
     kept = {id(model.get_parameter(n)) for n in kept_in_fp32(model)}
-    config = _peft_config(cfg, targets)
     with warnings.catch_warnings():
         # PEFT settles the orientation of each module itself, and says so for each.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
@@ -66,19 +49,20 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         try:
             with torch.device("meta"):
-                adapted = get_peft_model(model, config, ADAPTER, autocast_adapter_dtype=False)
+                adapted = get_peft_model(
+                    model, _peft_config(targets), ADAPTER, autocast_adapter_dtype=False
+                )
         except Exception as error:  # PEFT refuses by any class of error
-            raise ModelError(refusal(model, cfg, targets, error)) from error
+            raise refusal(model, targets, error) from error
+    check_adapted(adapted, targets)
+    # What is trained gets its storage dtype; copies of what the model keeps in fp32 stay so.
+    kept = {id(copy) for original, copy in copies(adapted) if id(original) in kept}
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
+            parameter.data = torch.empty_like(parameter, dtype=getattr(torch, cfg.adapter_dtype))
     settled: Any = adapted.peft_config[ADAPTER]
-    parameters = set(adapted_parameters(adapted))
-    check_adapted(
-        cfg, targets, set(adapted_modules(adapted)), parameters, settled.target_modules or ()
-    )
-    check_saved(targets, saved_modules(adapted))
-    _store(adapted, getattr(torch, cfg.adapter_dtype), kept)
     assets = assets_of(adapted)
-    settled.base_model_name_or_path = assets.name_or_path
-    settled.revision = assets.revision
+    settled.base_model_name_or_path, settled.revision = assets.name_or_path, assets.revision
     return adapted
 
 
@@ -89,15 +73,14 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         if cfg.target_parameters and given:
             raise ConfigError(
                 f"lora.target_parameters {cfg.target_parameters} cannot be adapted with "
-                f"lora.{name}: the adapter is added to the weight itself, not to what a module "
-                f"answers. Leave out one of the two"
+                f"lora.{name}: the adapter is added to the weight itself; leave out one of the two"
             )
     if has_adapters(model):
         raise ModelError("the model has adapters already; build it anew to adapt it otherwise")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ModelError(
-            f"{plain_name(model)} is sharded already: adapters that are put on now would be "
-            "reduced by nobody. Call add_adapters before apply_fsdp"
+            f"{plain_name(model)} is sharded already: nobody would reduce the adapters. Call "
+            "add_adapters before apply_fsdp"
         )
     if not all(p.is_meta for p in model.parameters()):
         raise ModelError(
@@ -106,7 +89,8 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         )
 
 
-def _peft_config(cfg: LoraConfig, targets: Targets) -> PeftConfig:
+def _peft_config(targets: Targets) -> PeftConfig:
+    cfg = targets.cfg
     alpha, named = cfg.lora_alpha, cfg.target_modules
     return PeftConfig(
         task_type="CAUSAL_LM",
@@ -122,14 +106,6 @@ def _peft_config(cfg: LoraConfig, targets: Targets) -> PeftConfig:
         ensure_weight_tying=targets.ties,
         bias="none",
     )
-
-
-def _store(adapted: PeftModel, dtype: torch.dtype, kept: set[int]) -> None:
-    """Give what is trained its storage dtype; copies of what the model keeps in fp32 stay so."""
-    own = {id(copy) for original, copy in copies(adapted) if id(original) in kept}
-    for parameter in adapted.parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in own:
-            parameter.data = torch.empty_like(parameter, dtype=dtype)
 
 
 @ranks.collective

@@ -1,10 +1,6 @@
 """Adapters as PEFT keeps them: their config, their key names, and what each of them adapts.
 
-    adapter_config.json          what is adapted, and of which base model
-    adapter_model.safetensors    the trained tensors under PEFT's own keys, without adapter names
-
-Owns everything that is asked of PEFT about a folder or about a model on meta: nothing here spells a
-key by hand. Knows nothing of ranks, of DCP, or of training.
+Key names are asked of PEFT; nothing here spells one by hand.
 
 [Note: a base without bytes] PEFT loads an adapter into a model that is there. `without_storage`
 gives it one whose parameters have their shapes and one element of memory each (stride 0): PEFT's
@@ -139,10 +135,8 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
             peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**config))
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
-        raise ExportError(
-            f"PEFT cannot put the adapter of {CONFIG_FILE} into {type(base).__name__}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        what = f"PEFT cannot put the adapter of {CONFIG_FILE} into {type(base).__name__}"
+        raise ExportError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
@@ -237,24 +231,21 @@ def read_as_peft(
 
     Args:
         base: with its weights, or as `without_storage` returns it.
-        empty: whether it has no storage. PEFT then begins with adapters on meta, where it can, and
-            computes no first values; what was not in the folder is still on meta.
+        empty: whether it has no storage. PEFT then begins with adapters on meta, where it can;
+            what was not in the folder is still on meta.
 
     Raises:
-        ExportError: PEFT cannot load it.
+        ExportError: PEFT cannot load it, or `read_config` refuses it.
     """
     from peft import PeftModel
 
+    # Copies of whole modules would lose their ties on meta.
+    lean = empty and not read_config(folder).get("modules_to_save")
     try:
         with warnings.catch_warnings(record=True) as caught, forked_rng():
             warnings.simplefilter("always")
             model = PeftModel.from_pretrained(
-                base,
-                str(folder),
-                ADAPTER,
-                torch_device="cpu",
-                # Copies of whole modules would lose their ties there.
-                low_cpu_mem_usage=empty and not read_config(folder).get("modules_to_save"),
+                base, str(folder), ADAPTER, torch_device="cpu", low_cpu_mem_usage=lean
             )
     except Exception as error:  # whatever is in the folder: PEFT may raise anything
         raise ExportError(

@@ -1,17 +1,14 @@
-"""An adapter switched off, or turned up: what a model computes without it, and whether it matters.
-
-Works in place on the local shards of any adapted model and puts everything back.
-"""
+"""An adapter switched off, or turned up, in place on local shards; everything is put back."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from toolkit.adapters.first_values import original_part
 from toolkit.errors import ExportError
-from toolkit.formats import local_tensor, part_of
+from toolkit.formats import local_tensor
 from toolkit.models.peft_model import copies, layer_parameters
 
 
@@ -50,9 +47,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def amplified(model: nn.Module) -> Iterator[None]:
     """Let an adapted model compute with adapters turned up until they cannot be overlooked.
 
-    An adapter that was trained a little may be too weak for a difference to survive rounding; with
-    what moved scaled to 1 it is not, unless the adapter takes no part in the forward. In place, on
-    local shards; the values are put back.
+    After little training a difference may not survive rounding; with what moved scaled to 1 it
+    does, unless the adapter takes no part in the forward.
     """
     kept = []
     try:
@@ -85,10 +81,7 @@ def _moving(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | Non
     for original, copy in copies(model):
         if id(copy) not in seen:
             seen.add(id(copy))
-            start = original.detach()
-            if isinstance(copy, DTensor) and not isinstance(start, DTensor):
-                start = part_of(start, copy)  # the whole of it is on each rank
-            yield local_tensor(copy.detach()), local_tensor(start).to(copy.dtype)
+            yield local_tensor(copy.detach()), original_part(original, copy).to(copy.dtype)
     for module in model.modules():
         own = layer_parameters(module)
         for name in own.keys() & {"lora_B", "lora_embedding_A"}:

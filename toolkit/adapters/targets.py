@@ -1,8 +1,5 @@
-"""Which modules and parameters adapters are asked for, by their names in the base.
-
-Owns what a name of the `lora` section means and the errors for names that match nothing, for ties
-that an adapter would break and for modules that cannot be adapted. `lora.py` hands over what PEFT
-made of it.
+"""Which modules and parameters adapters are asked for, by their names in the base; the errors for
+names that match nothing, ties that would come apart and modules that cannot be adapted.
 """
 
 import re
@@ -10,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -19,6 +17,7 @@ from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import plain_name
 from toolkit.models.patterns import no_match, numbered
+from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, saved_modules
 
 ALL_LINEAR = "all-linear"
 # What the export knows; PEFT adapts convolutions, too, which no merge or proof of ours can follow.
@@ -27,20 +26,19 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 @dataclass(frozen=True)
 class Targets:
-    """What `cfg` names in a model; whole names of the base."""
+    """What `cfg` names in a model; whole names of modules of the base."""
 
+    cfg: LoraConfig
     names: tuple[str, ...]
     """Every module."""
-    modules: frozenset[str]
+    modules: set[str]
     """What gets an adapter."""
-    excluded: frozenset[str]
+    excluded: set[str]
     """What is left alone, as asked for."""
-    saved: frozenset[str]
+    saved: set[str]
     """What is trained in full, as asked for."""
-    tied: frozenset[str]
+    tied: set[str]
     """The modules that are one matrix with the input embedding, itself among them; often empty."""
-    unfit: frozenset[str]
-    """Of `modules`, what PEFT has no adapter for, or the export no way to write it."""
 
     @property
     def ties(self) -> bool:
@@ -53,7 +51,8 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
 
     Raises:
         ConfigError: `target_modules` is no regular expression.
-        ModelError: a name matches nothing, or names a tied matrix that would come apart.
+        ModelError: a name matches nothing, names a tied matrix that would come apart, or a module
+            that PEFT has no adapter for, or the export no way to write it.
     """
     named = {name: module for name, module in model.named_modules() if name}
     saved = _modules_to_save(named, cfg)
@@ -64,8 +63,13 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     tied = _tied_modules(model)
     _refuse_tied(model, tied, modules, saved)
     _refuse_new_rows(model, saved | tied if saved & tied else saved)
-    unfit = {n for n in modules if not _fits(named[n])}
-    return Targets(tuple(named), *map(frozenset, (modules, excluded, saved, tied, unfit)))  # type: ignore[arg-type]
+    if unfit := {n: why for n in sorted(modules) if (why := _misfit(named[n]))}:
+        name, why = next(iter(unfit.items()))
+        raise ModelError(
+            f"PEFT cannot adapt {plain_name(model)} as asked ({name} {why}); "
+            f"{_excluding(cfg, unfit)}"
+        )
+    return Targets(cfg, tuple(named), modules, excluded, saved, tied)
 
 
 def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
@@ -88,7 +92,19 @@ def _is_end(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith("." + pattern)
 
 
-def _inside(names: Iterable[str], outer: set[str] | frozenset[str]) -> set[str]:
+def _names_any(pattern: str, names: Iterable[str]) -> bool:
+    return any(_is_end(pattern, name) for name in names)
+
+
+def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
+    """Return the setting that leaves modules out, by the ends of their names."""
+    leaves = sorted({name.rpartition(".")[2] for name in names})
+    return (
+        f"set lora.exclude_modules: [{', '.join(dict.fromkeys([*cfg.exclude_modules, *leaves]))}]"
+    )
+
+
+def _inside(names: Iterable[str], outer: set[str]) -> set[str]:
     return {n for n in names if any(n == o or n.startswith(o + ".") for o in outer)}
 
 
@@ -191,91 +207,69 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
             )
 
 
-def _fits(module: nn.Module) -> bool:
-    """Whether PEFT has an adapter for the module, and what it answers can be added to.
+def _misfit(module: nn.Module) -> str:
+    """Return why the module cannot be adapted; empty where it can.
 
     Some routers are linear layers by their class and answer several tensors.
     """
     if not isinstance(module, _ADAPTABLE):
-        return False
-    own = type(module).forward
-    if not isinstance(module, nn.Linear) or own is nn.Linear.forward:
-        return True
+        return f"is {type(module).__name__}, of which no adapter could be exported"
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return ""
     if any(kind.__module__.startswith("bitsandbytes") for kind in type(module).__mro__):
-        return True  # stored otherwise, and answers as nn.Linear does
+        return ""  # stored otherwise, and answers as nn.Linear does
     probe = torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta")
     try:
         answer = module(probe)
-    except Exception:  # any code of a model; what it answers stays unknown
-        return False
-    return isinstance(answer, torch.Tensor) and tuple(answer.shape) == (1, module.out_features)
+    except Exception as error:  # any code of a model
+        return f"cannot be called as a linear layer is: {type(error).__name__}: {error}"
+    fits = isinstance(answer, torch.Tensor) and answer.shape == (1, module.out_features)
+    return "" if fits else "does not answer as a linear layer does"
 
 
-def refusal(
-    model: nn.Module, cfg: LoraConfig, targets: Targets, error: Exception | None = None
-) -> str:
-    """Return what to say where modules cannot be adapted, with the setting that helps.
-
-    Args:
-        error: of PEFT; None where `targets.unfit` alone is the reason.
-    """
-    problem = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
+    """Return what to say where PEFT refuses, with the setting that helps."""
+    problem = " ".join(f"{type(error).__name__}: {error}".split())
     problem = problem if len(problem) <= 300 else problem[:300].rsplit(" ", 1)[0] + " ..."
-    unfit = {n.rpartition(".")[2] for n in targets.unfit}
-    if named := re.search(r"[Mm]odule '([\w.]+)'", problem):
-        unfit.add(named[1])
-        also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", problem)
-        others = re.findall(r"'([\w.]+)'", also[1]) if also else []
-        unfit |= {o for o in others if any(_is_end(o, n) for n in targets.modules)}
+    remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if "lora_dropout" in problem or "use_dora" in problem:
         remedy = (
             "PEFT adapts fused experts of this model as parameters, which works without "
             "lora.lora_dropout and lora.use_dora only; leave those out, or list the modules in "
             "lora.target_modules"
         )
-    elif unfit:
-        listed = [*dict.fromkeys([*cfg.exclude_modules, *sorted(unfit)])]
-        remedy = f"set lora.exclude_modules: [{', '.join(listed)}]"
-    else:
-        remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
-    if not problem:
-        first = min(targets.unfit)
-        problem = f"{first} does not answer as a linear layer does"
-        if not isinstance(kind := model.get_submodule(first), _ADAPTABLE):
-            problem = f"{first} is {type(kind).__name__}, of which no adapter could be exported"
-    return f"PEFT cannot adapt {plain_name(model)} as asked ({problem}); {remedy}"
+    elif named := re.search(r"[Mm]odule '([\w.]+)'", problem):
+        also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", problem)
+        others = re.findall(r"'([\w.]+)'", also[1]) if also else []
+        unfit = {named[1], *(o for o in others if _names_any(o, targets.modules))}
+        remedy = _excluding(targets.cfg, unfit)
+    return ModelError(f"PEFT cannot adapt {plain_name(model)} as asked ({problem}); {remedy}")
 
 
-def check_adapted(
-    cfg: LoraConfig,
-    targets: Targets,
-    modules: set[str],
-    parameters: set[str],
-    left_over: Iterable[str],
-) -> None:
-    """Refuse what PEFT left out or added without a word; modules and parameters by base's names.
-
-    Args:
-        left_over: names that PEFT still looks for as modules; others it took for the parts of a
-            fused parameter, as older checkpoints of some types have them.
+def check_adapted(adapted: PeftModel, targets: Targets) -> None:
+    """Refuse what PEFT left out or added without a word.
 
     Raises:
         ModelError: names the module, the parameter or the setting.
     """
-    names, expected = targets.names, targets.modules
+    cfg, expected = targets.cfg, targets.modules
+    modules, parameters = set(adapted_modules(adapted)), set(adapted_parameters(adapted))
+    # Names that PEFT still looks for as modules; others it took for the parts of a fused parameter,
+    # as older checkpoints of some types have them.
+    left_over = getattr(adapted.peft_config[ADAPTER], "target_modules", None) or ()
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
-        if any(_is_end(pattern, n) for n in modules):
+        if _names_any(pattern, modules):
             continue
-        if not any(_is_end(pattern, n) for n in names):
+        if not _names_any(pattern, targets.names):
             if pattern in left_over:
-                raise ModelError(_unknown("lora.target_modules", pattern, names))
-        elif not any(_is_end(pattern, n) for n in expected):
+                raise ModelError(_unknown("lora.target_modules", pattern, targets.names))
+        elif not _names_any(pattern, expected):
             raise ModelError(
                 f"lora.target_modules: every module that {pattern!r} names is in "
                 "lora.exclude_modules or lora.modules_to_save; leave it out of one of them"
             )
     for pattern in cfg.target_parameters:
-        if not any(_is_end(pattern, n) for n in parameters):
+        if not _names_any(pattern, parameters):
             raise ModelError(
                 f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
                 "itself (mlp.experts.gate_up_proj), and not also its module"
@@ -294,28 +288,22 @@ def check_adapted(
         )
     if lost := sorted(expected - modules):
         leaves = sorted({n.rpartition(".")[2] for n in lost})
-        listed = ", ".join(dict.fromkeys([*cfg.exclude_modules, *leaves]))
         raise ModelError(
             f"PEFT left {len(lost)} module(s) unadapted that lora.target_modules names, such as "
             f"{lost[0]}: of this type it takes {', '.join(leaves)} for parts of the fused experts; "
-            f"set lora.exclude_modules: [{listed}]"
+            f"{_excluding(cfg, leaves)}"
         )
+    _check_saved(targets, saved_modules(adapted))
 
 
-def check_saved(targets: Targets, found: dict[str, nn.Module]) -> None:
-    """Refuse modules that PEFT trains without being asked, and ties that came apart.
-
-    Args:
-        found: base's name of each module that is trained in full -> its copy.
-    """
+def _check_saved(targets: Targets, found: dict[str, nn.Module]) -> None:
+    """Refuse modules that PEFT trains in full without being asked, and ties that came apart."""
     tied = targets.tied
     asked = targets.saved | (tied if targets.ties else set())
     if found.keys() != asked:
-        odd = sorted(found.keys() ^ asked)
         raise ModelError(
             f"lora.modules_to_save names {', '.join(sorted(asked))}, and PEFT would train "
-            f"{', '.join(sorted(found))}: they differ in {odd[0]}, since PEFT compares the ends "
-            "of names. Name other modules"
+            f"{', '.join(sorted(found))}, since it compares the ends of names; name other modules"
         )
     if targets.ties and len({id(m.weight) for n, m in found.items() if n in tied}) != 1:
         raise ModelError(

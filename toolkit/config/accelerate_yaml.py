@@ -1,13 +1,8 @@
-"""What an Accelerate FSDP YAML means in settings of the toolkit.
+"""What an Accelerate FSDP YAML means in settings of the toolkit; docs/accelerate.md, key by key.
 
-Owns the translation: from the variables that `accelerate launch` makes of a YAML and its flags to
-dotted settings, and a note for what has no counterpart. Reads no environment (it is given one) and
-no YAML, and knows neither torch nor Accelerate: the names are those of `accelerate/utils/launch.py`
-and the meanings those of Accelerate's `FullyShardedDataParallelPlugin` (version 1.15).
-docs/accelerate.md is the same key by key.
-
-The launcher fills in every variable, also those of keys that the YAML lacks. So a value that is the
-launcher's own default says nothing and is left to the default of the toolkit.
+The names of the variables are those of `accelerate/utils/launch.py`, the meanings those of its
+`FullyShardedDataParallelPlugin` (version 1.15). The launcher fills in every variable, also those of
+keys that the YAML lacks: a value that is its default says nothing and leaves the toolkit's own.
 """
 
 import math
@@ -43,20 +38,13 @@ _CHOICES: dict[str, tuple[tuple[str, ...], str]] = {
         "makes units larger, sharding.sublayer_units smaller",
     ),
 }
-_READ = {
+_KNOWN = {
     *_SWITCHES,
     *_CHOICES,
-    "FSDP_VERSION",
-    "FSDP_SHARDING_STRATEGY",
-    "FSDP_RESHARD_AFTER_FORWARD",
-    "FSDP_MIN_NUM_PARAMS",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP",
-    "FSDP_IGNORED_MODULES",
-}
-_CHANGES_NOTHING = {
-    "FSDP_USE_ORIG_PARAMS",  # FSDP2 has no other parameters
-    "FSDP_SYNC_MODULE_STATES",  # every rank reads its own rows of the checkpoint
-    "FSDP_CPU_RAM_EFFICIENT_LOADING",  # no rank ever holds the whole model
+    *("FSDP_VERSION", "FSDP_SHARDING_STRATEGY", "FSDP_RESHARD_AFTER_FORWARD"),
+    *("FSDP_MIN_NUM_PARAMS", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES"),
+    # Change nothing: FSDP2 has no other parameters, each rank reads its own rows only.
+    *("FSDP_USE_ORIG_PARAMS", "FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
 }
 _AXES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
@@ -81,8 +69,7 @@ def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
         _precision(env, settings, notes)
         _mesh(env, settings, notes)
         _units(env, settings, notes)
-        known = _READ | _CHANGES_NOTHING
-        unknown = sorted(n for n in env if n.startswith("FSDP_") and n not in known)
+        unknown = sorted(n for n in env if n.startswith("FSDP_") and n not in _KNOWN)
         notes += [f"{n.lower()} is not known to the toolkit and has no effect" for n in unknown]
     elif (asked := _text(env, "ACCELERATE_MIXED_PRECISION").lower()) in ("fp16", "fp8"):
         notes.append(

@@ -1,8 +1,4 @@
-"""How a run's settings are read from YAML files and flags, and written as YAML.
-
-Owns the parsing and the wording of what cannot be parsed. Every text goes through
-`toolkit.parsing`, so that no file costs more than its bounds. Knows no setting by name.
-"""
+"""How a run's settings are read from YAML files and flags, in bounds, and written as YAML."""
 
 import dataclasses
 import difflib
@@ -11,6 +7,7 @@ import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,11 +74,7 @@ def parse(
         kind = _check_path(cls, name, "")
         if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
             raise ConfigError(f"{name} must be {_in_words(kind)}, got nothing (null)")
-        if looks_secret(str(value)):
-            raise ConfigError(
-                f"{name} holds what looks like a token or a password, and config.yaml would keep "
-                "it; leave it to the environment, such as HF_TOKEN, or to a login"
-            )
+        _refuse_secret(str(value), name)
     return cfg
 
 
@@ -102,18 +95,6 @@ def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     return {n: (before.get(n), after.get(n)) for n in names}
 
 
-# --------------------------------------------------------------------------------------------------
-# jsonargparse
-# --------------------------------------------------------------------------------------------------
-
-
-class _Help(DefaultHelpFormatter):
-    """jsonargparse's help on a fixed width, so that it reads the same under every launcher."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=110, max_help_position=44)
-
-
 def _parser(cls: type) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # A text that is no YAML, such as `*.txt`, is the text itself.
@@ -124,7 +105,8 @@ def _parser(cls: type) -> ArgumentParser:
         description=cls.__doc__,
         exit_on_error=False,
         allow_abbrev=False,
-        formatter_class=_Help,
+        # On a fixed width, so that it reads the same under every launcher.
+        formatter_class=partial(DefaultHelpFormatter, width=110, max_help_position=44),  # type: ignore[arg-type]
         parser_mode="bounded_yaml",
     )
     parser.add_argument(
@@ -157,9 +139,7 @@ def _text_node(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text_node)
 
 
-# --------------------------------------------------------------------------------------------------
-# What is checked before jsonargparse sees it
-# --------------------------------------------------------------------------------------------------
+# ---- What is checked before jsonargparse sees it
 
 
 def _config_files(args: Sequence[str]) -> list[Path]:
@@ -175,9 +155,7 @@ def _config_files(args: Sequence[str]) -> list[Path]:
 def _read(file: Path) -> dict:
     content = read_yaml(file, ConfigError)
     if content is None:
-        raise ConfigError(
-            f"{file} is empty; a YAML file with settings is expected (--help lists them)"
-        )
+        raise ConfigError(f"{file} is empty; a YAML file with settings is expected (see --help)")
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a mapping of settings, got {type(content).__name__}")
     return content
@@ -187,11 +165,7 @@ def _check_flags(cls: type, args: Sequence[str]) -> None:
     kind, setting = None, ""
     for arg in args:
         flag, equals, value = arg.partition("=")
-        if looks_secret(arg):
-            raise ConfigError(
-                f"{flag if equals else 'the command line'} holds what looks like a token or a "
-                "password; leave it to the environment, such as HF_TOKEN, or to a login"
-            )
+        _refuse_secret(arg, flag if equals else "the command line")
         if not flag.startswith("--"):
             _check_text(setting, kind, arg)
         elif flag not in ("--config", "--help", "--print_config"):
@@ -204,6 +178,14 @@ def _check_flags(cls: type, args: Sequence[str]) -> None:
                 )
             if equals:
                 _check_text(setting, kind, value)
+
+
+def _refuse_secret(text: str, where: str) -> None:
+    if looks_secret(text):
+        raise ConfigError(
+            f"{where} holds what looks like a token or a password, and config.yaml would keep it; "
+            "leave it to the environment, such as HF_TOKEN, or to a login"
+        )
 
 
 def _check_text(setting: str, kind: Any, text: str) -> None:
@@ -246,15 +228,10 @@ def _check_path(cls: type, path: str, where: str) -> Any:
                     f"{path!r} ({where}) is no setting: a config is written to files, and a token "
                     "does not belong there. Run `hf auth login`, or set HF_TOKEN"
                 )
-            raise ConfigError(
-                f"unknown setting {path!r} ({where})"
-                + (f", did you mean {walked}{guess[0]}?" if guess else "")
-                + (
-                    f"; known in {section}: {', '.join(hints)}"
-                    if hints
-                    else f"; {section} takes a value"
-                )
-            )
+            meant = f", did you mean {walked}{guess[0]}?" if guess else ""
+            known = f"known in {section}: {', '.join(hints)}"
+            known = known if hints else f"{section} takes a value"
+            raise ConfigError(f"unknown setting {path!r} ({where}){meant}; {known}")
         here, walked = hints[part], f"{walked}{part}."
     return here
 
@@ -266,12 +243,11 @@ _VALUE = re.compile(r"(?:Got|Given) value: |base 10: |to float: |Not of type \w+
 def _in_plain_words(cls: type, said: str) -> str:
     """Return what jsonargparse says of a value that does not parse, in a user's words."""
     if match := re.fullmatch(r'Parser key "([\w.]+)": (.*)', said):
-        name, value = match[1], _VALUE.split(match[2])[-1]
-        value = re.sub(r" (does not conform to|not an? (integer|number)$).*", "", value).strip("'")[
-            :200
-        ]
+        value = _VALUE.split(match[2])[-1]
+        value = re.sub(r" (does not conform to|not an? (integer|number)$).*", "", value).strip("'")
         why = " (it needs loss scaling, which this training has not)" * (value == "float16")
-        return f"{name} must be {_in_words(_check_path(cls, name, ''))}, got {value}{why}"
+        expected = _in_words(_check_path(cls, match[1], ""))
+        return f"{match[1]} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
         return (
             f"{match[1]} is required; set it in the file of --config, or with "
@@ -295,19 +271,16 @@ def _in_words(kind: Any) -> str:
         str: "text",
         type(None): "empty",
     }
+    inner = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
+        return ("one of " if len(inner) > 1 else "") + ", ".join(inner)
     if typing.get_origin(kind) is list:
         return "a list"
     if typing.get_origin(kind) is dict:
-        return f"a mapping from text to {_in_words(typing.get_args(kind)[1])}"
+        return f"a mapping from text to {_in_words(inner[1])}"
     if kind in names:
         return names[kind]
-    return (
-        ", ".join(map(_in_words, typing.get_args(kind)[:-1]))
-        + f" or {_in_words(typing.get_args(kind)[-1])}"
-    )
+    return f"{', '.join(map(_in_words, inner[:-1]))} or {_in_words(inner[-1])}"
 
 
 def _listed(value: Any) -> Any:

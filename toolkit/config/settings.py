@@ -503,46 +503,66 @@ class HubConfig:
 
 
 @dataclass(frozen=True)
-class PretrainConfig:
-    """A pretraining run."""
+class RunConfig:
+    """What both recipes know."""
 
     model: ModelConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optim: PretrainOptimConfig = field(default_factory=PretrainOptimConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     hub: HubConfig = field(default_factory=HubConfig)
-    output_dir: str = "runs/pretrain"
+    output_dir: str = "runs"
     """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
     seed: int = 42
-    """Seeds the random weights, the sample order and dropout."""
+    """Seeds the random weights and adapters, the sample order and dropout."""
 
     def __post_init__(self) -> None:
-        _check_run(self)
+        for name, value in {
+            "model.name_or_path": self.model.name_or_path,
+            "output_dir": self.output_dir,
+            "data.train_files": self.data.train_files,
+            "data.eval_files": self.data.eval_files,
+            "checkpoint.root": self.checkpoint.root,
+        }.items():
+            if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
+                raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
+        if self.data.streaming and self.train.max_steps == -1:
+            raise ConfigError(
+                "data.streaming needs train.max_steps: the length of a pass is not known before it"
+            )
+        every, evals = self.checkpoint.save_steps, self.train.eval_steps
+        if self.checkpoint.keep_best and (evals is None or every % evals):
+            raise ConfigError(
+                f"checkpoint.keep_best needs an evaluation at every checkpoint: save_steps {every} "
+                f"must be a multiple of train.eval_steps, got {evals}"
+            )
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class PretrainConfig(RunConfig):
+    """A pretraining run."""
+
+    optim: PretrainOptimConfig = field(default_factory=PretrainOptimConfig)
+    output_dir: str = "runs/pretrain"
+    """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(RunConfig):
     """A fine-tuning run: of all parameters, or of adapters where lora.r is set."""
 
     model: FinetuneModelConfig
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
     train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
     output_dir: str = "runs/finetune"
     """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
-    seed: int = 42
-    """Seeds the adapters, the sample order and dropout."""
 
     def __post_init__(self) -> None:
-        _check_run(self)
+        super().__post_init__()
         if self.model.train_tokenizer:
             raise ConfigError(
                 "model.train_tokenizer is for pretraining; fine-tuning needs the tokenizer of the "
@@ -574,26 +594,3 @@ def model_settings(cfg: PretrainConfig | FinetuneConfig) -> ModelConfig:
     with_adapters = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
     dtype = cfg.model.dtype or ("auto" if with_adapters else "float32")
     return dataclasses.replace(cfg.model, dtype=dtype)
-
-
-def _check_run(cfg: PretrainConfig | FinetuneConfig) -> None:
-    """Refuse settings of different sections that contradict each other."""
-    for name, value in {
-        "model.name_or_path": cfg.model.name_or_path,
-        "output_dir": cfg.output_dir,
-        "data.train_files": cfg.data.train_files,
-        "data.eval_files": cfg.data.eval_files,
-        "checkpoint.root": cfg.checkpoint.root,
-    }.items():
-        if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
-            raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
-    if cfg.data.streaming and cfg.train.max_steps == -1:
-        raise ConfigError(
-            "data.streaming needs train.max_steps: the length of a pass is known only at its end"
-        )
-    every, evals = cfg.checkpoint.save_steps, cfg.train.eval_steps
-    if cfg.checkpoint.keep_best and (evals is None or every % evals):
-        raise ConfigError(
-            f"checkpoint.keep_best needs an evaluation at every checkpoint: save_steps {every} "
-            f"must be a multiple of train.eval_steps, got {evals}"
-        )

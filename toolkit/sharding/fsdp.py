@@ -1,7 +1,6 @@
 """FSDP2 applied to a Hugging Face causal LM: the mesh, and the plan of its units carried out.
 
-The only file that imports `torch.distributed.fsdp`. Which modules are units is `units`' plan, what
-is computed twice `recompute`'s, what is gathered ahead `prefetch`'s.
+The only file that imports `torch.distributed.fsdp`.
 
 [Note: casts] FSDP2 casts what goes into a unit and what comes out of it, in hooks. Up to torch 2.12
 it leaves two cases out: of a unit of several modules only the first to run gets its inputs cast and
@@ -11,7 +10,7 @@ already, they change nothing.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -63,10 +62,9 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
     Raises:
         ShardingError: as `init_mesh`.
     """
-    replicas: int = cfg.dp_replicate
-    shards: int = cfg.dp_shard
+    replicas, shards = cfg.dp_replicate, cfg.dp_shard
     if shards == -1:
-        shards = world_size // max(1, replicas) if replicas != -1 else world_size
+        shards = world_size // max(1, replicas)
     if replicas == -1:
         replicas = world_size // max(1, shards)
     if replicas < 1 or shards < 1 or replicas * shards != world_size:
@@ -74,10 +72,9 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
             f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
             f"{world_size} processes; -1 takes all that the other leaves"
         )
-    values: dict[str, bool | int | str] = {"reshard_after_forward": cfg.reshard_after_forward}
-    for pattern, own in cfg.reshard_after_forward_overrides.items():
-        values[f"reshard_after_forward_overrides[{pattern}]"] = own
-    for name, value in values.items():
+    overrides = cfg.reshard_after_forward_overrides.items()
+    values = {f"reshard_after_forward_overrides[{pattern}]": own for pattern, own in overrides}
+    for name, value in {"reshard_after_forward": cfg.reshard_after_forward, **values}.items():
         if not isinstance(value, bool | str) and (value < 1 or shards % value):
             raise ShardingError(
                 f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy; give "
@@ -109,7 +106,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
     _, shards = mesh_shape(mesh.size(), cfg)
     _refuse_idle_experts(model, mesh.size())
     plan = plan_units(model, cfg)
-    _refuse_dtypes(model, plan)
+    _refuse_dtypes(model, plan, cfg)
     recomputed = _recompute(model, plan, cfg)
     if cfg.torch_compile in (True, "layer"):
         _refuse_units_inside(plan)
@@ -128,18 +125,21 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
             reshard_after_forward=_reshard(unit, shards),
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=unit.param_dtype,
-                reduce_dtype=unit.reduce_dtype,
+                reduce_dtype=getattr(torch, cfg.reduce_dtype),
                 output_dtype=unit.output_dtype,
-                cast_forward_inputs=unit.cast_forward_inputs,
+                cast_forward_inputs=cfg.cast_forward_inputs,
             ),
             offload_policy=offload,
             ignored_params=others or None,
         )
         if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
-            _cast_each(modules, unit)
-        # What no rank ever uses (a tower's embedding) must get no gradient, for AdamW's decay.
-        if not _around_layers(unit, plan):
-            _reduce_unused(modules[0])
+            _cast_each(modules, unit, cfg.cast_forward_inputs)
+        # A rank whose tokens went to no expert reduces zeros, not a smaller buffer. But around the
+        # layers what no rank uses (a tower's embedding) must get no gradient, for AdamW's decay.
+        outer = tuple(name + "." if name else "" for name in unit.modules)
+        around_layers = any(layer.startswith(outer) for layer in plan.layers)
+        if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):  # from torch 2.13 on
+            cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
         parameters = dict(model.named_parameters())
     if cfg.torch_compile == "model":
         model.compile(**_compile_options(cfg))
@@ -198,21 +198,19 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
         )
 
 
-def _refuse_dtypes(model: nn.Module, plan: UnitPlan) -> None:
+def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
+    if {"float16"} & {cfg.param_dtype, cfg.reduce_dtype, *cfg.param_dtype_overrides.values()}:
+        raise ShardingError("float16 needs loss scaling, which this training has not; use bfloat16")
     parameters = dict(model.named_parameters())
     packed = packed_weights(model)
     for unit in plan.units:
-        if torch.float16 in (unit.param_dtype, unit.reduce_dtype):
-            raise ShardingError(
-                "float16 needs loss scaling, which FSDP2 training has not; use bfloat16"
-            )
         stored: dict[torch.dtype, str] = {}
         for name in unit.parameters:
             if name in packed and parameters[name].dtype != unit.param_dtype:
                 raise ShardingError(
                     f"{name} is stored in 4 bits, as bytes that look like "
-                    f"{parameters[name].dtype}, and would be cast to {unit.param_dtype} in the "
-                    f"unit {unit.name}, which makes noise of them. Give quantise_on_meta the "
+                    f"{parameters[name].dtype}, and the unit {unit.name} would cast them to "
+                    f"{unit.param_dtype}, which makes noise of them. Give quantise_on_meta the "
                     "sharding.param_dtype that apply_fsdp gets, and leave such layers out of "
                     "sharding.param_dtype_overrides"
                 )
@@ -232,9 +230,8 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
     if asked is False or asked == "none":
         return []
     names = list(plan.layers)
-    if cfg.activation_checkpointing_modules:
+    if chosen := cfg.activation_checkpointing_modules:
         setting = "sharding.activation_checkpointing_modules"
-        chosen = cfg.activation_checkpointing_modules
         names = list(matching_modules(model, chosen, setting, called=True))
     # Of nested ones the outer recomputes the inner too.
     every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
@@ -283,20 +280,7 @@ def _reshard(unit: Unit, shards: int) -> bool | int | None:
     return True if value == shards else value
 
 
-def _around_layers(unit: Unit, plan: UnitPlan) -> bool:
-    """Whether the unit is what is left around the layers: the root, or the base model."""
-    outer = tuple(name + "." if name else "" for name in unit.modules)
-    return any(layer.startswith(outer) for layer in plan.layers)
-
-
-def _reduce_unused(module: nn.Module) -> None:
-    """Have the unit reduce zeros for what this rank did not use (torch 2.13)."""
-    # A rank whose tokens went to no expert would reduce a smaller buffer than the others.
-    if isinstance(module, FSDPModule) and hasattr(module, _REDUCE_UNUSED):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-
-
-def _cast_each(modules: list[nn.Module], unit: Unit) -> None:
+def _cast_each(modules: list[nn.Module], unit: Unit, cast_inputs: bool) -> None:
     """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
 
     # Not compiled, as FSDP2's own hooks are not: a compiled layer stays one graph.
@@ -309,7 +293,7 @@ def _cast_each(modules: list[nn.Module], unit: Unit) -> None:
         return _cast(out, unit.output_dtype)
 
     for module in modules:
-        if unit.cast_forward_inputs:
+        if cast_inputs:
             module.register_forward_pre_hook(inputs, with_kwargs=True)
         if unit.output_dtype is not None:
             module.register_forward_hook(output)

@@ -1,12 +1,10 @@
 """Gathering ahead: the order in which units run, recorded, and the prefetches made from it.
 
-[Note: order] Definition does not tell the order: layers may run several times, be skipped, or
-interleave two stacks, and a wrong order costs all-gathers and memory without a word. So the order
-is the one of the first forward. A unit that runs more than once in a forward is left out: it has no
-one next.
+Definition does not tell the order: layers may run several times, be skipped, or interleave two
+stacks, and a wrong order costs all-gathers and memory without a word. So the order is the one of
+the first forward. A unit that runs more than once in a forward is left out: it has no one next.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -59,9 +57,9 @@ class Prefetch:
             root.register_forward_hook(self._finish),
         ]
         for name, modules in units.items():
-            begin, end = partial(_note, self.begun, name), partial(_note, self.ended, name)
-            self._handles.append(modules[0].register_forward_pre_hook(begin))
-            self._handles.append(modules[-1].register_forward_hook(end))
+            begin = modules[0].register_forward_pre_hook(lambda *_, n=name: self.begun.append(n))
+            end = modules[-1].register_forward_hook(lambda *_, n=name: self.ended.append(n))
+            self._handles += [begin, end]
 
     def _begin(self, *_: Any) -> None:
         self.begun.clear()  # an earlier forward may have ended in an error
@@ -86,20 +84,12 @@ class Prefetch:
         behind = {name: back[i + 1 : i + 1 + backward] for i, name in enumerate(back)}
         ahead[""], behind[""] = begun[:forward], back[:backward]
         for name in ahead:
-            owners = self._units[name] if name else [self._root]
-            unit: Any = owners[0]
+            unit: Any = self._units[name][0] if name else self._root
             if forward:
-                unit.set_modules_to_forward_prefetch(self._first(ahead[name]))
+                unit.set_modules_to_forward_prefetch([self._units[n][0] for n in ahead[name]])
             if backward:
-                unit.set_modules_to_backward_prefetch(self._first(behind[name]))
+                unit.set_modules_to_backward_prefetch([self._units[n][0] for n in behind[name]])
             self.wired[name] = ahead[name], behind.get(name, [])
-
-    def _first(self, names: list[str]) -> list[nn.Module]:
-        return [self._units[name][0] for name in names]
-
-
-def _note(order: list[str], name: str, *_: Any) -> None:
-    order.append(name)
 
 
 def _once(order: list[str]) -> list[str]:

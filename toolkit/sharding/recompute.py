@@ -25,21 +25,11 @@ from toolkit.errors import ShardingError
 
 # Worth more to keep than to compute again: they take nearly all of a layer's time.
 _KEPT = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "_grouped_mm",
-    "_scaled_mm",
-    "_scaled_grouped_mm",
-    "convolution",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
+    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"),
+    *("convolution", "_flash_attention_forward", "_efficient_attention_forward"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
 )
 
 
@@ -83,11 +73,9 @@ def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# PyTorch's selective checkpointing keeps what it keeps on the device (its offload policy is heeded
-# by the compiler only), hence these two.
-
-
 def _offloading_contexts(pin: bool) -> tuple["_Keep", "_Reuse"]:
+    # PyTorch's selective checkpointing keeps what it keeps on the device: its offload policy is
+    # heeded by the compiler only.
     kept: dict[Any, list[Any]] = {}
     return _Keep(kept, pin), _Reuse(kept)
 

@@ -1,20 +1,22 @@
 """What a run and `toolkit inspect --plan` print about sharding: units, and dtypes by purpose."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from toolkit.adapters.lora import add_adapters
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
 from toolkit.models.quantise import quantise_on_meta
-from toolkit.sharding.fake_world import fake_world
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of
 from toolkit.tables import fold, table, without_numbers
 
@@ -60,7 +62,7 @@ def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
                 sum(p.numel() for p in own.values()) * unit.param_dtype.itemsize,
                 _stored(own, packed),
                 _short(unit.param_dtype),
-                _short(unit.reduce_dtype),
+                cfg.reduce_dtype,
                 "no" if freed in (None, False) else "yes" if freed is True else f"to {freed} ranks",
             )
         )
@@ -76,15 +78,12 @@ def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
 
 def unit_table(model: nn.Module, cfg: ShardingConfig) -> str:
     """Return the units as a table; neighbours that differ in their numbers only share a line."""
-    head = (
-        "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed,"
-        "prefetches"
-    )
+    head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
     groups: dict[UnitRow, list[UnitRow]] = {}
     for row in unit_rows(model, cfg):
         groups.setdefault(replace(row, name=without_numbers(row.name)), []).append(row)
-    lines = [head.split(",")]
+    lines = [[*head.split(","), "prefetches"]]
     for alike, rows in groups.items():
         megabytes = [f"{n / 1e6:,.2f}" for n in (alike.bytes_sharded, alike.bytes_unsharded)]
         dtypes = [alike.stored, alike.computed, alike.reduced]
@@ -99,14 +98,14 @@ def unit_table(model: nn.Module, cfg: ShardingConfig) -> str:
 
 def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
     """Return the dtype of each purpose: storage, compute, reduction, optimizer, export."""
-    plan = plan_of(model)
+    plan, reduced = plan_of(model), getattr(torch, cfg.reduce_dtype)
     parameters = dict(model.named_parameters())
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     replicated = [parameters[name] for name in plan.replicated]
     return {
         "storage": _stored(parameters, packed_weights(model)),
         "compute": _counted([u.param_dtype for u in plan.units], [p.dtype for p in replicated]),
-        "reduction": _counted([u.reduce_dtype for u in plan.units], [p.dtype for p in replicated]),
+        "reduction": _counted([reduced for _ in plan.units], [p.dtype for p in replicated]),
         "optimizer": _stored(trained, {}),
         "export": _exported(model),
     }
@@ -122,6 +121,29 @@ def ledger_line(model: nn.Module, cfg: ShardingConfig) -> str:
             "1/256 of a weight is lost to rounding. model.dtype: float32 keeps them"
         )
     return line
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be `rank` of `world_size` processes that do not exist: torch's fake backend, whose
+    collectives return at once and move nothing. For shapes and placements.
+
+    Raises:
+        ShardingError: there is a process group already, or torch has no fake one.
+    """
+    if dist.is_initialized():
+        raise ShardingError("a process group exists already; plan in a process of its own")
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise ShardingError(
+            f"torch {torch.__version__} has no fake process group ({error}); use 2.11 to 2.13"
+        ) from error
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def plan_summary(

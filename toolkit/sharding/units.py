@@ -1,7 +1,6 @@
 """Which modules are gathered together, in which dtype, and what stays on every rank.
 
-Every parameter belongs to exactly one unit or to the replicated ones. The plan is made from a model
-without bytes and the config alone; `fsdp` carries it out.
+Every parameter belongs to exactly one unit or to the replicated ones. `fsdp` carries the plan out.
 
 [Note: shared parameters] A parameter with several names must belong to one unit, since FSDP2
 gathers it for one owner. Where one of its names lies in no unit but the root (or the base model),
@@ -16,6 +15,7 @@ a forward of their own, so that no unit's hook would gather them. They stay whol
 fp32, and their gradient is averaged once a step. So do scalars, which FSDP2 cannot shard.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
@@ -49,9 +49,7 @@ class Unit:
     """Names of the parameters that it owns, the first name of tied ones."""
     param_dtype: torch.dtype
     """Dtype of the gathered parameters and of the computation."""
-    reduce_dtype: torch.dtype
     output_dtype: torch.dtype | None
-    cast_forward_inputs: bool
     reshard_after_forward: bool | int | None
     """Whether the gathered parameters are freed after the forward, or how many ranks then share
     them; None: they are, except of the root."""
@@ -99,26 +97,29 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     if cfg.embedding_units:
         members += [(n,) for n in (embedding, head) if n is not None]
     if cfg.base_model_unit:
-        members.append((_base_model(model, named),))
+        prefix = getattr(base, "base_model_prefix", "")
+        if not (inner := _name_of(base._modules.get(prefix), named)):
+            raise ShardingError(
+                f"{plain_name(model)} has no base model inside it; leave sharding.base_model_unit "
+                "out"
+            )
+        members.append((inner,))
     dtypes = _overrides(model, cfg, members, head)
     members = list(dict.fromkeys([*members, *dtypes, (ROOT,)]))
     members = _joined(model, members, replicated, dtypes.keys())
     owned = _owned(model, members, replicated)
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
         raise ShardingError(
-            f"{plain_name(model)}: no unit but the root would hold a parameter; "
-            + (
-                "sharding.ignored_parameters leaves none to shard: name fewer"
-                if cfg.ignored_parameters
-                else "set sharding.layer_classes to the class of its layers"
-            )
+            f"{plain_name(model)}: no unit but the root would hold a parameter; set "
+            "sharding.layer_classes to the class of its layers, or name fewer parameters in "
+            "sharding.ignored_parameters"
         )
     order = {name: i for i, name in enumerate(named)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
     depth = {name: len(name.split(".")) if name else 0 for name in named}
     filled.sort(key=lambda m: (-max(depth[name] for name in m), order[m[0]]))
     units = [_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
-    units = _reshard_as_dtype_for(model, cfg, units)
+    units = _override_reshard(model, cfg, units)
     names = [n for n, p in model.named_parameters() if id(p) in replicated]
     return UnitPlan(tuple(units), tuple(layers), tuple(names), root_only)
 
@@ -168,17 +169,6 @@ def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | Non
     return next((name for name, found in named.items() if found is module), None)
 
 
-def _base_model(model: nn.Module, named: dict[str, nn.Module]) -> str:
-    base = base_of(model)
-    prefix = getattr(base, "base_model_prefix", "")
-    name = _name_of(base._modules.get(prefix), named)
-    if not name:
-        raise ShardingError(
-            f"{plain_name(model)} has no base model inside it; leave sharding.base_model_unit out"
-        )
-    return name
-
-
 def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     """Return what is not sharded; see [Note: replicated parameters].
 
@@ -189,20 +179,16 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     if cfg.param_dtype != "float32":
         with unwrapped_base(model) as base:
             found |= {id(base.get_parameter(name)) for name in kept_in_fp32(base)}
-    elements: dict[torch.dtype, int] = {}
     packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
     stored = [p for p in model.parameters() if id(p) not in packed]
     stored = [p for p in stored if not (has_adapters(model) and p.requires_grad)]
+    elements: Counter[torch.dtype] = Counter()
     for parameter in stored:
-        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+        elements[parameter.dtype] += parameter.numel()
     commonest = max(elements, key=elements.__getitem__, default=torch.float32)
-    for parameter in model.parameters():
-        if parameter.ndim == 0:
-            found.add(id(parameter))
-    for parameter in stored:
-        # Made in fp32 by the model's own code, among parameters stored in half precision.
-        if parameter.dtype == torch.float32 != commonest:
-            found.add(id(parameter))
+    found |= {id(p) for p in model.parameters() if p.ndim == 0}
+    # Made in fp32 by the model's own code, among parameters stored in half precision.
+    found |= {id(p) for p in stored if p.dtype == torch.float32 != commonest}
     # What is trained in full lies as its original does: the two are compared and copied by row.
     return found | {id(copy) for original, copy in copies(model) if id(original) in found}
 
@@ -356,18 +342,10 @@ def _unit(
         reshard = None  # kept: the backward begins with it
     elif member == (head,) and asked == "auto":
         reshard = False
-    return Unit(
-        member,
-        parameters,
-        param_dtype,
-        getattr(torch, cfg.reduce_dtype),
-        output_dtype,
-        cfg.cast_forward_inputs,
-        reshard,
-    )
+    return Unit(member, parameters, param_dtype, output_dtype, reshard)
 
 
-def _reshard_as_dtype_for(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
+def _override_reshard(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
     """Apply `reshard_after_forward_overrides`; each pattern must name a unit."""
     for pattern, value in cfg.reshard_after_forward_overrides.items():
         setting = "sharding.reshard_after_forward_overrides"
