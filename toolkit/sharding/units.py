@@ -111,8 +111,8 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
         raise ShardingError(
             f"{plain_name(model)}: no unit but the root would hold a parameter; set "
-            "sharding.layer_classes to the class of its layers, or name fewer parameters in "
-            "sharding.ignored_parameters"
+            "sharding.layer_classes to the class of its layers, or where "
+            "sharding.ignored_parameters leaves none to shard: name fewer"
         )
     order = {name: i for i, name in enumerate(named)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
