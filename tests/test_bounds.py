@@ -30,12 +30,12 @@ TINY = str(Path(__file__).parent.parent / "recipes/configs/tiny_llama")
 
 # Run in a process of its own: time and memory are what is tested.
 _MEASURE = """
-import resource, sys, time
+import operator, resource, sys, time
 from pathlib import Path
 from toolkit import formats
 from toolkit.errors import ToolkitError
 
-read, file = getattr(formats, sys.argv[1]), Path(sys.argv[2])
+read, file = operator.attrgetter(sys.argv[1])(formats), Path(sys.argv[2])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 before, begun = peak(), time.process_time()
 try:
@@ -151,6 +151,15 @@ def test_headers_of_many_entries(tmp_path: Path, count: int, what: str) -> None:
     raw = entries(count)
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
     assert at_once("read_header", tmp_path / "m.safetensors") == what
+
+
+@pytest.mark.parametrize(("count", "what"), [(480_000, "read"), (990_000, "refused")])
+def test_an_index_of_many_names(tmp_path: Path, count: int, what: str) -> None:
+    names = ",".join(
+        f'"model.layers.{i}.mlp":"model-00001-of-00002.safetensors"' for i in range(count)
+    )
+    (tmp_path / "index.json").write_text(f'{{"weight_map":{{{names}}}}}')
+    assert at_once("hf_folder.read_index", tmp_path / "index.json") == what
 
 
 def test_shapes_of_many_dimensions(tmp_path: Path) -> None:

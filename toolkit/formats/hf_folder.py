@@ -25,6 +25,7 @@ _AGAIN = "copy or download the file again"
 
 # What transformers parses without bounds: kept far above what any model has.
 _CONFIG_BYTES = 4 * 2**20
+_INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 92,000 in 9 MB
 _VOCABULARY_BYTES = 256 * 2**20
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
 _COUNTS = ((re.compile(_DEPTHS), 2_000), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
@@ -308,7 +309,10 @@ def read_index(file: Path) -> dict[str, str]:
     Raises:
         LoadingError: it is none, or names what is not a file of its folder.
     """
-    content = read_json(file, LoadingError, strict=True)
+    raw = read_bounded(file, _INDEX_BYTES, LoadingError)
+    if (count := raw.count(b":")) > _MAX_NAMES:
+        raise LoadingError(f"{file} names {count:,} tensors, more than the {_MAX_NAMES:,} expected")
+    content = parse_json(raw, file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not index or not _are_texts(index):
         raise LoadingError(
