@@ -32,7 +32,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     models.check_usable(cfg.model, cfg.data.sequence_length)
     model_cfg = own_tokenizer(model_settings(cfg))
     base = models.prepare(model_cfg)  # on meta: shapes, no bytes
-    loading.check_source(base, cfg.model)
+    loading.check_fits(base, cfg.model)
     data = finetune_data.prepare(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)

@@ -30,7 +30,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     models.check_usable(cfg.model, cfg.data.sequence_length)
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes
-    loading.check_source(model, cfg.model)
+    loading.check_fits(model, cfg.model)
     data = pretrain_data.prepare(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding)
     folder.hold(model, data.max_steps)

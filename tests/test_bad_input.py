@@ -483,14 +483,14 @@ def test_whether_weights_fit_is_known_from_headers(tmp_path, kind) -> None:
     """`check_fits` says of good and of bad weights what the load would say, and touches nothing."""
     folder = save_tiny_model(tmp_path / kind, kind)
     meta = build_on_meta(ModelConfig(str(folder)))
-    loading.check_fits(meta, folder)
+    loading.check_fits(meta, ModelConfig(str(folder)))
     assert all(p.is_meta for p in meta.parameters())
     tensors = load_file(folder / "model.safetensors")
     lost = next(n for n in sorted(tensors) if ".0." in n and "weight" in n)
     del tensors[lost]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(LoadingError) as early:
-        loading.check_fits(meta, folder)
+        loading.check_fits(meta, ModelConfig(str(folder)))
     with pytest.raises(LoadingError) as late:
         loading.load_pretrained(meta, folder, "cpu")
     assert str(early.value).split(" (")[0] == str(late.value).split(" (")[0]

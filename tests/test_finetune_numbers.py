@@ -561,7 +561,9 @@ def resized(rank: int, world: int, folders: dict[str, str]) -> dict[str, dict[st
     results = {}
     for name, multiple in (("wider", None), ("wider", 64), ("wider tied", None)):
         settings = {"resize_embeddings": True, "pad_to_multiple_of": multiple}
-        check_fits(build_on_meta(ModelConfig(folders[name], **settings)), folders[name])
+        check_fits(
+            build_on_meta(ModelConfig(folders[name], **settings)), ModelConfig(str(folders[name]))
+        )
         model = build(folders[name], world, **settings)
         assert model.config.get_text_config().vocab_size == model.hf_assets.config["vocab_size"]
         step = train_step(model, Keep(model), micro_batches(dealt(rank, world), "packed", 1))

@@ -698,10 +698,10 @@ def test_layers_and_fit_are_those_of_the_base(folders):
         layers = list(decoder_layers(plain))
         model = add_adapters(plain, LoraConfig(r=4))
         assert list(decoder_layers(model)) == [f"base_model.model.{n}" for n in layers]
-        check_fits(model, folders[kind])
+        check_fits(model, ModelConfig(str(folders[kind])))
         assert model.hf_assets.config["model_type"] == kind
     with pytest.raises(LoadingError, match=r"does not fit|has shape"):
-        check_fits(model, folders["llama"])
+        check_fits(model, ModelConfig(str(folders["llama"])))
 
 
 def test_a_name_is_whole_or_ends_at_a_dot(folders):

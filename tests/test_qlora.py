@@ -499,7 +499,7 @@ def test_experts_and_routers_stay_as_they_are(tmp_path):
     assert any("mlp.experts.gate_up_proj" in n for names in left.values() for n in names)
     assert any(n.endswith("mlp.shared_expert_gate") for n in left["router"])
     assert any(n.endswith("shared_expert.gate_proj") for n in quantise.report_of(model).layers)
-    check_fits(model, folder)
+    check_fits(model, ModelConfig(str(folder)))
     load_pretrained(model, folder, "cpu")
     rows = tiny_models.rows(2)
     with torch.no_grad():
@@ -539,9 +539,9 @@ def test_a_weight_of_another_shape_is_refused_before_it_is_read(folder, tmp_path
     other = save_tiny_model(tmp_path / "m", "llama", **SIZES | {"intermediate_size": 192})
     model = build_on_meta(ModelConfig(folder))
     quantise_on_meta(model, LORA, "float32")
-    check_fits(model, folder)
+    check_fits(model, ModelConfig(str(folder)))
     with pytest.raises(LoadingError, match=r"expects \[64, 128\]"):
-        check_fits(model, other)
+        check_fits(model, ModelConfig(str(other)))
 
 
 # ---- Refused before any work ---------------------------------------------------------------------

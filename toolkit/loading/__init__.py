@@ -6,7 +6,6 @@ from toolkit.loading.materialisation import init_weights, materialise
 from toolkit.loading.pretrained import (
     LoadReport,
     check_fits,
-    check_source,
     fill,
     load_pretrained,
     misfits,

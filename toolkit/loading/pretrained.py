@@ -131,15 +131,9 @@ def load_pretrained(
     return LoadReport(*counts, time.perf_counter() - begun)
 
 
-def check_source(model: nn.Module, cfg: ModelConfig) -> None:
-    """Refuse what `fill` will load where it is no checkpoint of `model`, as `check_fits` does."""
-    if cfg.init == "pretrained":
-        check_fits(model, local_folder(cfg.name_or_path, cfg.revision))
-
-
 @ranks.collective
-def check_fits(model: nn.Module, path: str | Path) -> None:
-    """Refuse a checkpoint that is not one of `model`, before its bytes are read. Collective.
+def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
+    """Refuse weights that are not those of `model`, before their bytes are read. Collective.
 
     Reads headers only, and plays the load through on a copy of `model`, which is not yet sharded,
     with tensors that have no bytes: renamed, converted and tied weights are judged as by the load.
@@ -147,8 +141,10 @@ def check_fits(model: nn.Module, path: str | Path) -> None:
     Raises:
         LoadingError: names the tensors that are missing, unknown or of another shape.
     """
-    folder = local_folder(str(path))
-    entries = read_weights(weight_files(folder, str(path)))
+    if cfg.init == "random":
+        return
+    folder = local_folder(cfg.name_or_path, cfg.revision)
+    entries = read_weights(weight_files(folder, cfg.name_or_path, cfg.revision))
     with unwrapped_base(model) as base:
         _check_shapes(base, entries)
         _refuse(base, folder, misfits(base, entries))
