@@ -36,8 +36,8 @@ from toolkit.formats import (
     transformers_private,
     whole,
 )
-from toolkit.loading.initialise import plain_class
 from toolkit.loading.materialisation import parameter_device, place, replace
+from toolkit.models.causal_lm import plain_class
 from toolkit.models.packed_linear import packed_weights
 
 _WRAP = "_dtensor_from_local_like"  # by which the loader makes DTensors

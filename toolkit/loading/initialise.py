@@ -21,14 +21,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.errors import LoadingError
-from toolkit.formats import assets_of
+from toolkit.errors import LoadingError, one_line
+from toolkit.models.causal_lm import plain_class
 from toolkit.models.modes import forked_rng
-
-
-def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the model's class as it was before sharding changed it."""
-    return assets_of(model).model_class or type(model)
 
 
 def with_buffers(
@@ -52,7 +47,7 @@ def with_buffers(
         except Exception as error:  # an architecture may do anything on its way
             raise LoadingError(
                 f"{plain_class(model).__name__} cannot be built to compute its buffers "
-                f"({type(error).__name__}: {error})"
+                f"({one_line(error)})"
             ) from error
 
 
@@ -115,7 +110,7 @@ def _drawn_in(
                 owner._init_weights(module)
         return {leaf: own[leaf].detach() for leaf in leaves}
     except Exception as error:  # an architecture may do anything on its way
-        raise _not_drawn(built, path, f"{type(error).__name__}: {error}") from error
+        raise _not_drawn(built, path, one_line(error)) from error
     finally:
         own.update(before)
 

@@ -35,7 +35,6 @@ from toolkit.loading.convert import (
     run_loader,
     settle_keys,
 )
-from toolkit.loading.initialise import plain_class
 from toolkit.loading.materialisation import (
     begin_adapters,
     fill_missing,
@@ -45,6 +44,7 @@ from toolkit.loading.materialisation import (
     replace,
     settle,
 )
+from toolkit.models.causal_lm import plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
 
@@ -221,7 +221,7 @@ def _settle(
 def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -> None:
     if found:
         raise LoadingError(
-            f"{folder} does not fit {plain_class(model).__name__} as its config.json describes it: "
+            f"{folder} does not fit {plain_name(model)} as its config.json describes it: "
             f"{listed(found)}. Give a folder whose config.json and weights belong together"
         )
 

@@ -17,6 +17,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import cached_file
 
 from toolkit import ranks
@@ -196,11 +200,6 @@ def _causal_lm_class(
     config: PreTrainedConfig, cfg: ModelConfig, folder: Path
 ) -> type[PreTrainedModel]:
     """Return the causal LM class for `config`; ModelError for an encoder, a classifier, ..."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    )
-
     custom = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if cfg.trust_remote_code and custom:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -212,8 +211,7 @@ def _causal_lm_class(
     named = (getattr(config, "architectures", None) or [None])[0]
     if named in known:
         return getattr(transformers, named)
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    mapped = found[0] if isinstance(found, tuple) else found
+    mapped = mapped_class(config)
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
     if mapped is None or (named is not None and not named.endswith("Model")):
         raise ModelError(
@@ -222,6 +220,12 @@ def _causal_lm_class(
             f"(config.json: model_type {config.model_type}). Give another model.name_or_path"
         )
     return mapped
+
+
+def mapped_class(config: PreTrainedConfig) -> Any:
+    """Return the causal LM class that transformers has for a kind of config; None: it has none."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _check_stands_alone(model_class: type[PreTrainedModel], cfg: ModelConfig) -> None:
@@ -290,9 +294,14 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
+def plain_class(model: nn.Module) -> Any:
+    """Return the model's class as it was before sharding changed it."""
+    return assets_of(model).model_class or type(model)
+
+
 def plain_name(model: nn.Module) -> str:
-    """Return the name of the model's class as it was before sharding changed it."""
-    return (assets_of(model).model_class or type(model)).__name__
+    """Return the name of that class."""
+    return plain_class(model).__name__
 
 
 def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:

@@ -8,12 +8,12 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import one_line
+from toolkit.models.causal_lm import mapped_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
 
@@ -61,7 +61,7 @@ def keeps_apart(
         device: where the run computes, for an attention implementation that the CPU has not.
     """
     try:
-        model_class = model_class or _mapped(config)
+        model_class = model_class or mapped_class(config)
         full = on_meta(model_class, config)
         layers = Layers.of(full)
         kinds = layers.kinds(full)
@@ -171,10 +171,3 @@ def _batches(rows: int) -> Iterator[list[tuple[int, ...]]]:
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, **inputs).logits
-
-
-def _mapped(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, tuple) else found
