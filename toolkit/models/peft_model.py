@@ -5,6 +5,7 @@ own base.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -140,8 +141,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
     model with adapters what is trained, under PEFT's names.
     """
-    tensors = trained_tensors(model)
-    if not has_adapters(model):
+    if has_adapters(model):
+        tensors = trained_tensors(model)
+    else:
         tensors = {n: p.detach() for n, p in model.named_parameters()} | _persistent_buffers(model)
     return {f"model.{n}": t for n, t in tensors.items()}
 
@@ -157,7 +159,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
     Sets are sorted, so that equal adapters have equal texts.
     """
     content = cast(Any, model).peft_config[ADAPTER].to_dict() | {"inference_mode": True}
-    return {key: _plain(value) for key, value in sorted(content.items())}
+    return json.loads(json.dumps(dict(sorted(content.items())), default=sorted))
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -170,13 +172,3 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
             yield path, child
         else:
             yield from _outermost(child, path + ".")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    return getattr(value, "value", value)  # PEFT's enumerations are texts
