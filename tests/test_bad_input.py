@@ -519,7 +519,7 @@ def test_data_that_is_not_there(start, tmp_path) -> None:
 def test_data_that_is_empty(start, tmp_path) -> None:
     (tmp_path / "empty.txt").write_text("")
     done = start("--data.train_files", str(tmp_path / "empty.txt"))
-    refused(done, "data.train_files", "empty.txt", "expected text, but every file is empty")
+    refused(done, "data.train_files", "empty.txt", "expected text or rows, but every file is empty")
     done = start(*rows(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""}))
     refused(done, "expected text, but all 2 rows are empty", did=("encode",))
     (tmp_path / "none.jsonl").write_text("")

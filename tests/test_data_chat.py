@@ -508,6 +508,18 @@ def test_a_template_is_interrupted_with_the_conversation_named(vocabulary, monke
     assert "interrupted at the conversation [{'role': 'user', 'content': 'Go on fo" in caplog.text
 
 
+@pytest.mark.parametrize("error", [MemoryError, OSError("disk")])
+def test_what_no_template_raises_is_no_bad_row(vocabulary, monkeypatch, error):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
+
+    def broken(*args, **options):
+        raise error
+
+    monkeypatch.setattr(template_module, "_transformers_render", broken)
+    with pytest.raises((MemoryError, OSError)):
+        chat.render([Conversation(PLAIN)])
+
+
 def test_no_clock_and_no_chance(vocabulary):
     """And those of the process are left alone."""
     text = "{{ strftime_now('%Y-%m-%d') }} {{ range(1000) | list | random }}"
