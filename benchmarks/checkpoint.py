@@ -204,13 +204,12 @@ def load(rank: int, world: int, scratch: str, moments: bool) -> dict:
     path = Path(scratch, "kept", "checkpoints", "step-00000001")
     dist.barrier()
     checkpoint.restore(state, path)
-    assert state.restored is not None
     if rank == 0:
         forget(Path(scratch, "kept"))
     dist.barrier()
     begun = time.perf_counter()
     assert checkpoint.newest(f"{scratch}/kept") is not None
-    return {**vars(state.restored), "verified": time.perf_counter() - begun}
+    return {**state.restored, "verified": time.perf_counter() - begun}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -501,7 +501,7 @@ def test_a_name_on_the_hub_needs_no_weights(trained, copy, tmp_path: Path) -> No
     cached = copy("llama/source")
     (cached / "model.safetensors").unlink()
     run = trained[0] / "llama/run"
-    with mock.patch("toolkit.checkpoint.adapter.local_folder", return_value=cached):
+    with mock.patch("toolkit.checkpoint.sources.local_folder", return_value=cached):
         consolidate(run, tmp_path / "named", hf_assets="org/base")
         config = json.loads((cached / "config.json").read_text())
         (cached / "config.json").write_text(json.dumps(config | {"num_attention_heads": 1}))
@@ -630,7 +630,7 @@ def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:
 
 def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
     """The digest looks at every tensor, so the plan itself is asked."""
-    from toolkit.checkpoint.adapter import find_adapter
+    from toolkit.checkpoint.sources import find_adapter
     from toolkit.export.merge import plan_merge
     from toolkit.export.saved import SavedTensors
 

@@ -33,7 +33,7 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 
 from toolkit import checkpoint
-from toolkit.checkpoint import run_dir
+from toolkit.checkpoint import run_folder
 from toolkit.config.settings import ModelConfig
 from toolkit.data import training_data
 from toolkit.data.tokens import tokenizer
@@ -600,15 +600,11 @@ def test_a_token_id_outside_the_vocabulary(start, tmp_path, bad) -> None:
 
 def test_an_output_folder_that_is_none(start, tmp_path) -> None:
     (tmp_path / "file").write_text("mine")
-    refused(
-        start("--output_dir", str(tmp_path / "file")),
-        "is a file or a broken link; give a folder",
-        code=2,
-    )
-    done = start("--output_dir", str(tmp_path / "file" / "run"))
-    refused(done, "cannot be made", f"{tmp_path / 'file'} is not a folder", code=2)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    refused(start("--output_dir", str(tmp_path / "link")), "is a file or a broken link", code=2)
+    for wrong, name in (("file", "file"), ("file/run", "file"), ("link", "link")):
+        done = start("--output_dir", str(tmp_path / wrong))
+        said = f"{tmp_path / name} is not a folder; give another output_dir"
+        refused(done, "cannot be made", said, code=2)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -935,7 +931,7 @@ def test_a_second_run_on_one_output_dir_is_refused(tmp_path):
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another process would: a lock belongs to its file
     with pytest.raises(ConfigError, match="another process is running on output_dir"):
-        run_dir.hold(tmp_path)
+        run_folder.hold(tmp_path)
     os.close(descriptor)
-    run_dir.hold(tmp_path)
-    run_dir.hold(tmp_path)  # the same process may
+    run_folder.hold(tmp_path)
+    run_folder.hold(tmp_path)  # the same process may

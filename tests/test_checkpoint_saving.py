@@ -31,6 +31,7 @@ from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import digests, read_metadata
+from toolkit.tables import size_text
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
 
@@ -463,6 +464,29 @@ def test_strange_json_is_one_error_that_names_the_file(tmp_path, name, text):
         inspect()
 
 
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    path = Path(checkpoint.save(small_state(), tmp_path, SYNC))
+    for change, said in (
+        (
+            lambda m: m.double(),
+            r"other shapes or dtypes: model\.0\.weight \[4, 6\] torch\.float32, ",
+        ),
+        (
+            lambda m: m.__setitem__(1, nn.Linear(4, 2, bias=False)),
+            r"1 have .* the model's \[2, 4\]",
+        ),
+        (
+            lambda m: m.append(nn.Linear(3, 3)),
+            r"it lacks 2 tensor\(s\) of the model: model\.2\.bias",
+        ),
+        (lambda m: m.pop(1), r"it has 1 that the model has not: model\.1\.weight"),
+    ):
+        model = small_state(1).model
+        change(model)
+        with pytest.raises(CheckpointError, match=f"of another model: .*{said}"):
+            checkpoint.restore(checkpoint.TrainState(model), path)
+
+
 def test_everything_is_restored_in_one_plain_process(tmp_path):
     saved = small_state()
     saved.metrics, saved.extra = {"eval_loss": 2.5, "odd": float("nan")}, {"note": [1, 2]}
@@ -604,7 +628,7 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
     disk.refuse_overflow(need(total), cfg)
     with pytest.raises(CheckpointError) as error:
         disk.refuse_overflow(need(total - 10**6), cfg)
-    for part in (disk._readable(total), "free", "Free 1.0 MB", "save_total_limit is 3"):
+    for part in (size_text(total), "free", "Free 1.0 MB", "save_total_limit is 3"):
         assert part in str(error.value)
     # What is there already needs no room.
     there = disk.need(model, tmp_path, cfg, 100, 1)

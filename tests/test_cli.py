@@ -101,7 +101,7 @@ def test_failures_are_1_and_one_line(
     out = str(tmp_path / "out")
     cases = [
         (["consolidate", str(tmp_path / "no"), "--output", out], "does not exist"),
-        (["consolidate", str(run / "checkpoints"), "--output", out], f"or the run: {run}"),
+        (["consolidate", str(run / "checkpoints"), "--output", out], f"did you mean {run}?"),
         (["consolidate", str(run), "--output", str(run)], "exists and is not empty"),
         (["consolidate", str(run), "--output", out, "--max_shard_size", "5"], None),
         (["consolidate", str(run), "--output", out + "2", "--max_shard_size", "big"], "500MB"),
@@ -162,7 +162,7 @@ def test_inspect_groups_identical_layers(run: Path, capsys: pytest.CaptureFixtur
     name, count, *rest = line.split()
     assert name == "model.model.layers.{0..2}.mlp.up_proj.weight"
     assert count == "3"
-    assert " ".join(rest) == "[24, 16] float32 4.61 kB 1"
+    assert " ".join(rest) == "[24, 16] float32 4.6 kB 1"
     assert "NOT COMMITTED" in said
 
 

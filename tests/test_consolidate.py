@@ -443,7 +443,7 @@ def test_output_in_the_way_and_bad_arguments(root: Path, tmp_path: Path) -> None
         consolidate(run, tmp_path / "out", merge=True)
     with pytest.raises(CheckpointError, match="does not exist"):
         consolidate(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"give the checkpoint: .*step-00000007"):
+    with pytest.raises(CheckpointError, match=r"did you mean .*step-00000007"):
         consolidate(run / "checkpoints/step-00000007/dcp", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "empty").mkdir()

@@ -24,7 +24,7 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from safetensors.torch import save_file
 
 from toolkit import cli, config
-from toolkit.checkpoint import TrainState, resume, run_dir, save
+from toolkit.checkpoint import TrainState, resume, run_folder, save
 from toolkit.checkpoint.store import files_below
 from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
@@ -583,7 +583,7 @@ def test_no_token_is_written_or_said(
     with pytest.raises(ToolkitError, match="token or a password") as refused:
         config.parse(PretrainConfig, spoilt)
     assert TOKEN not in str(refused.value)
-    run_dir.record(tmp_path / "run", cfg)
+    run_folder.record(tmp_path / "run", cfg)
     model = fresh(source)
     load_pretrained(model, source, "cpu")
     save(TrainState(model, step=1), tmp_path / "run", CheckpointConfig())

@@ -19,8 +19,7 @@ from test_checkpoint_resume import Trainer
 from test_checkpoint_saving import small_state
 
 from toolkit import checkpoint, cli, config
-from toolkit.checkpoint import commit, disk, retention, run_dir, store
-from toolkit.checkpoint.fetch import local_copy
+from toolkit.checkpoint import commit, disk, local_copy, retention, run_folder, store
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
@@ -422,13 +421,13 @@ def test_a_path_is_no_url(tmp_path):
 @pytest.mark.parametrize("failing", ["probe", "bucket"])
 def test_a_store_that_refuses_is_found_out_at_once(url, tmp_path, failing):
     cfg = _config(tmp_path, url)
-    run_dir.reach(cfg)
+    run_folder.claim(cfg)
     assert not store.where(url).files()
     Store.fail = failing
     if failing == "bucket":  # refuses everything
         Store.fail = str(tmp_path)
     with pytest.raises(CheckpointError, match=r"checkpoints cannot go to bucket://.*went away"):
-        run_dir.reach(cfg)
+        run_folder.claim(cfg)
 
 
 def _config(tmp_path: Path, root: str | None, seed: int = 42) -> PretrainConfig:
@@ -456,30 +455,30 @@ def test_secrets_and_contradictions_are_refused(flags, said):
 @pytest.mark.slow
 def test_a_root_belongs_to_one_run(tmp_path, url):
     cfg = _config(tmp_path, url)
-    folder = run_dir.claim(cfg)
-    run_dir.record(folder, cfg)
+    folder = run_folder.claim(cfg)
+    run_folder.record(folder, cfg)
     saved(url, 3, 3)
-    run_dir.claim(cfg)
+    run_folder.claim(cfg)
     # On another machine, whose disk is empty: the same run goes on, another one does not.
     shutil.rmtree(folder)
-    run_dir.claim(cfg)
+    run_folder.claim(cfg)
     with pytest.raises(ConfigError, match=r"checkpoint.root bucket://.*seed was 42, is 7"):
-        run_dir.claim(_config(tmp_path, url, seed=7))
+        run_folder.claim(_config(tmp_path, url, seed=7))
     # Nor does a run that has left its checkpoints elsewhere begin anew.
-    run_dir.record(folder, cfg)
+    run_folder.record(folder, cfg)
     (folder / "metrics.jsonl").write_text("{}\n")
     for root in (None, str(tmp_path / "local"), f"{url}-2"):
         with pytest.raises(ConfigError, match=r"it would begin anew\. Copy checkpoints"):
-            run_dir.claim(_config(tmp_path, root))
+            run_folder.claim(_config(tmp_path, root))
     shutil.copytree(tmp_path / "run", tmp_path / "run-2")
-    run_dir.claim(_config(tmp_path, f"{url}-2"))
+    run_folder.claim(_config(tmp_path, f"{url}-2"))
 
 
 def test_a_root_on_a_disk(tmp_path):
     cfg = _config(tmp_path, str(tmp_path / "other"))
-    folder = run_dir.claim(cfg)
-    run_dir.record(folder, cfg)
-    root = run_dir.root_of(cfg)
+    folder = run_folder.claim(cfg)
+    run_folder.record(folder, cfg)
+    root = run_folder.root_of(cfg)
     saved(root, 3, 3)
     assert sorted(commit.committed_steps(root)) == [3]
     assert not (folder / "checkpoints").exists()

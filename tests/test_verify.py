@@ -509,7 +509,7 @@ def test_a_wrong_path_is_answered_with_the_right_one(root: Path) -> None:
     for wrong in (llama, llama / "run" / "checkpoints"):
         with pytest.raises(CheckpointError, match=str(llama / "run")):
             verify_checkpoint(wrong)
-    with pytest.raises(CheckpointError, match=r"give the checkpoint: .*step-00000020"):
+    with pytest.raises(CheckpointError, match=r"did you mean .*step-00000020"):
         verify_checkpoint(llama / "run" / "checkpoints" / "step-00000020" / "dcp")
     with pytest.raises(CheckpointError, match="does not exist"):
         verify_checkpoint(llama / "nothing")

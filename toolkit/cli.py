@@ -140,7 +140,7 @@ def _add_inspect(command: Callable) -> None:
 
 
 def _consolidate(args: argparse.Namespace) -> int:
-    from toolkit.checkpoint.fetch import local_copy
+    from toolkit.checkpoint import local_copy
     from toolkit.export import consolidate
 
     _quiet()
@@ -163,7 +163,7 @@ def _consolidate(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from toolkit.checkpoint.fetch import local_copy
+    from toolkit.checkpoint import local_copy
     from toolkit.verify import is_export, verify_checkpoint, verify_export
 
     _quiet(progress=False)
@@ -209,7 +209,7 @@ def _inspect(args: argparse.Namespace) -> int:
         _quiet()
         found = inspect_data(config.load(config.FinetuneConfig, args.data))
     else:
-        from toolkit.checkpoint.fetch import local_copy
+        from toolkit.checkpoint import local_copy
         from toolkit.checkpoint.summary import render, summarise
 
         with local_copy(args.path) as path:

@@ -20,6 +20,14 @@ def table(rows: list[list[str]], right: set[int]) -> list[str]:
     ]
 
 
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in decimal units: `33.4 MB`."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"
+
+
 def without_numbers(name: str) -> str:
     """Return a dotted name with `{}` for each part that is a number."""
     return _NUMBER.sub("{}", name)

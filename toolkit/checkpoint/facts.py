@@ -1,8 +1,6 @@
-"""The facts of a run that its export and its model card publish.
+"""What a run's export and its model card publish of it: no secret, no path of a machine."""
 
-Owns which of them are published: no secret, no path of a machine. Reads the run's own files.
-"""
-
+import contextlib
 import importlib.metadata
 import math
 import platform
@@ -12,10 +10,11 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.checkpoint.commit import CHECKPOINTS, step_name
-from toolkit.checkpoint.run_dir import CONFIG
-from toolkit.errors import CheckpointError, ConfigError, is_secret_name, scrub
+from toolkit.checkpoint.run_folder import CONFIG, plain_config
+from toolkit.checkpoint.store import read_object
+from toolkit.errors import ConfigError, is_secret_name, scrub
 from toolkit.formats.metrics_file import METRICS, read_metrics
-from toolkit.parsing import parse_yaml, read_json, read_yaml
+from toolkit.parsing import parse_yaml
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 _SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "seed")
@@ -30,8 +29,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     """Return what a model card says of a run, as plain JSON values; {} where there is no run.
 
-    Secrets are removed, and of paths only the last part is kept. Reads `config.yaml`,
-    `metrics.jsonl` and the step's `state.json`; milliseconds.
+    Secrets are removed, and of paths only the last part is kept.
 
     Args:
         run_dir: the run directory, or `checkpoint.root` of the run.
@@ -43,19 +41,18 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
         evaluation's), `versions`, `steps`, `tokens`, `global_batch` (samples) and `devices`.
     """
     run = Path(run_dir)
-    config = _read_config(run / CONFIG)
+    config = plain_config(run)
     lines = [x for x in read_metrics(_home(run, config)) if step is None or x["step"] <= step]
     if not config and not lines:
         return {}
-    final: dict[str, Any] = {}
-    for line in lines:  # the last evaluation may be of an earlier line than the last loss
-        final |= line
+    # The last evaluation may be of an earlier line than the last loss.
+    final = {key: value for line in lines for key, value in line.items()}
     facts = {
         "base_model": base_model(config.get("model") or {}, run),
         "data": _data(config.get("data") or {}, finetuned="lora" in config),
         "hyperparameters": _settings(config),
         "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
-        "versions": versions(),
+        "versions": _versions(),
         "steps": final.get("step"),
         "tokens": final.get("tokens"),
         **_batch(run, step),
@@ -63,23 +60,10 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     return _publishable(facts)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the toolkit, of Python and of the libraries that made the export."""
-    found = {"toolkit": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # not every start needs all of them
-            continue
-    return found
-
-
 def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
     """Return what is published of a base model: `name`, `hub_id`, `revision`, `init`, `license`.
 
-    Args:
-        model: `name_or_path`, `revision` and `init`; of a path only the last part is kept.
-        run: the run directory, beside which a relative path may lie.
+    A relative path may lie beside the `run`; of a path only the last part is kept.
     """
     given = str(model.get("name_or_path") or "")
     local = is_path(given, run)
@@ -93,21 +77,19 @@ def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
 
 
 def is_path(given: str, run: Path = Path()) -> bool:
-    """Return whether a model's name is a path: a Hub id is `name` or `org/name`, and no folder
-    here or beside the run.
-    """
+    """Return whether a name is a path, here or beside the run, and not `name` or `org/name`."""
     if not _HUB_ID.fullmatch(given) or ".." in given:
         return True
     return any((folder / given).exists() for folder in (Path(), *run.absolute().parents))
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    """Return the run's settings as they stand: of any recipe and version."""
-    try:
-        content = read_yaml(file, ConfigError) if file.is_file() else {}
-    except ConfigError:  # a broken one does not stop an export: the card has fewer facts
-        return {}
-    return content if isinstance(content, dict) else {}
+def _versions() -> dict[str, str]:
+    """Return the versions of the toolkit, of Python and of the libraries that made the export."""
+    found = {"toolkit": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not all are needed
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _home(run: Path, config: dict[str, Any]) -> Path:
@@ -124,7 +106,7 @@ def _batch(run: Path, step: int | None) -> dict[str, Any]:
     """Return the global batch and the number of devices that the last checkpoint recorded."""
     files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
     before = [f for f in files if step is None or f.parent.name <= step_name(step)]
-    state = read_json(before[-1], CheckpointError) if before else {}
+    state = (read_object(before[-1]) if before else None) or {}
     position = state.get("data") or {}
     return {"global_batch": position.get("global_batch"), "devices": state.get("world_size")}
 
@@ -168,7 +150,7 @@ def _dataset(data: dict[str, Any]) -> dict[str, Any]:
     name = str(data.get("dataset_name") or "")
     if not name:
         return {}
-    hub = bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+    hub = not is_path(name)
     return {
         "dataset_name": name if hub else _last_part(name),
         "dataset_is_on_the_hub": hub,
@@ -181,11 +163,9 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return dotted name -> value of the settings that shaped the weights, paths left out."""
     found: dict[str, Any] = {}
     for section in (s for s in _SECTIONS if s in config):
-        if isinstance(config[section], dict):
-            fields = {f"{section}.{key}": value for key, value in config[section].items()}
-            found |= {n: v for n, v in fields.items() if n.split(".")[1] not in _PATHS}
-        else:
-            found[section] = config[section]
+        value = config[section]
+        fields = value.items() if isinstance(value, dict) else [("", value)]
+        found |= {f"{section}.{k}".strip("."): v for k, v in fields if k not in _PATHS}
     return found
 
 

@@ -1,8 +1,6 @@
-"""Resuming: the newest checkpoint that verifies, and the state of a run out of it.
+"""Resuming: the newest checkpoint that verifies, and the state of a run out of it."""
 
-Owns the verification before a resume, the refusal of another model, and the order of a restore.
-"""
-
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
 from toolkit.checkpoint import commit, retention, rng_state
-from toolkit.checkpoint.fetch import files_of
 from toolkit.checkpoint.saving import DCP, HF, RNG, wait
-from toolkit.checkpoint.shards import own_bytes, read_tensors
+from toolkit.checkpoint.shards import own_bytes, read_tensors, spread
 from toolkit.checkpoint.state import (
-    Restored,
     TrainState,
     check_model,
     empty_moments,
@@ -27,10 +23,10 @@ from toolkit.checkpoint.state import (
     read_state,
     state_faults,
 )
-from toolkit.checkpoint.store import Folder, where
+from toolkit.checkpoint.store import Folder, read_object, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import METADATA_FILE, read_config, read_metadata
+from toolkit.formats import METADATA_FILE, read_metadata
 from toolkit.models.peft_model import model_tensors
 
 # Keys of config.json that say nothing about what the model computes in training.
@@ -43,12 +39,8 @@ _NOT_ARCHITECTURE = {
 def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> int | None:
     """Restore `state` from the newest checkpoint that verifies; return its step. Collective.
 
-    The model must be materialised. Works on any number of ranks, also unsharded in one process
-    without a process group. Learning rate and decay stay those of `state`'s optimizer: the schedule
-    is moved to the step, not replaced.
-
-    Returns:
-        The step, or None when the run has no checkpoint.
+    None where the run has no checkpoint. The model must be materialised, on any number of ranks.
+    Learning rate and decay stay those of `state`'s optimizer: the schedule is moved to the step.
 
     Raises:
         CheckpointError: `state` asks for what the checkpoint lacks (names it), or its tensors have
@@ -71,10 +63,15 @@ def find(run_dir: str | Folder, model: nn.Module, position: Any = None) -> Folde
     if saved is None:
         ranks.on_all(lambda: refuse_lost(run_dir))
         return None
-    ranks.on_all(lambda: check_same_model(model, saved))
-    if position is not None:
-        content = ranks.on_all(lambda: piece(read_state(saved), "data", saved))
-        ranks.on_all(lambda: _move(position, content, saved))
+
+    def check_and_move() -> None:
+        check_same_model(model, saved)
+        if position is not None:
+            content = piece(read_state(saved), "data", saved)
+            with state_faults(saved):
+                position.load_state_dict(content)
+
+    ranks.on_all(check_and_move)
     return saved
 
 
@@ -87,19 +84,18 @@ def newest(run_dir: str | Folder) -> Folder | None:
     """
     wait()
     run = ranks.on_all(lambda: where(run_dir))
-    ranks.on_main(lambda: retention.sweep(run))
-    broken = ranks.on_main(
-        lambda: [(str(path), what) for path, what in commit.broken_steps(run).values()]
-    )
-    for name, what in broken:
-        quarantine(where(name), what)
+
+    def clean() -> list[tuple[str, str]]:
+        retention.sweep(run)
+        return [(str(path), what) for path, what in commit.broken_steps(run).values()]
+
+    for name, what in ranks.on_main(clean):
+        quarantine(name, what)
     while True:
-        found = ranks.on_main(
-            lambda: str(max(commit.committed_steps(run).items(), default=(0, ""))[1])
-        )
-        if not found:
+        steps = ranks.on_main(lambda: {n: str(p) for n, p in commit.committed_steps(run).items()})
+        if not steps:
             return None
-        path = where(found)
+        path = where(steps[max(steps)])
         damage = _verify(path)
         if not damage:
             return path
@@ -107,16 +103,12 @@ def newest(run_dir: str | Folder) -> Folder | None:
 
 
 def refuse_lost(run_dir: str | Folder) -> None:
-    """Refuse to begin anew where checkpoints of the run were set aside and none is left.
-
-    Raises:
-        CheckpointError: names them. A run that starts over by itself would cost what it had done.
-    """
-    run = where(run_dir)
-    aside = commit.quarantined(run)
-    if aside and not commit.committed_steps(run):
+    """Refuse to begin anew where checkpoints of the run were set aside and none is left."""
+    attempts = commit.attempts_of(run_dir)
+    aside = [a.folder.name for a in attempts if a.kind == "bad"]
+    if aside and not commit.counting(attempts):
         raise CheckpointError(
-            f"no checkpoint of {run} verifies; what failed is kept: {', '.join(aside[:4])}. To "
+            f"no checkpoint of {run_dir} verifies; what failed is kept: {', '.join(aside[:4])}. To "
             "begin anew give another output_dir, or move those away"
         )
 
@@ -125,10 +117,9 @@ def quarantine(checkpoint: str | Folder, what: str) -> None:
     """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
     checkpoint = where(checkpoint)
     aside = ranks.on_main(lambda: str(commit.quarantine(checkpoint)))
-    done = "moved to" if isinstance(checkpoint, Path) else "marked by"
     if ranks.rank() == 0:
         print(
-            f"WARNING: checkpoint {checkpoint.name} is damaged and not used ({what}); {done} "
+            f"WARNING: checkpoint {checkpoint.name} is damaged and not used ({what}); it is kept: "
             f"{aside}",
             flush=True,
         )
@@ -137,21 +128,16 @@ def quarantine(checkpoint: str | Folder, what: str) -> None:
 def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
     """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
     begun = time.perf_counter()
-    sizes: dict[str, int] = ranks.on_main(
-        lambda: {n: e["size"] for n, e in commit.read_manifest(checkpoint)["files"].items()}
-    )
-    # The largest file first, each to the rank with the least to read so far.
-    loads = [0] * ranks.world_size()
-    mine = []
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        least = loads.index(min(loads))
-        loads[least] += sizes[name]
-        if least == ranks.rank():
-            mine.append(name)
+
+    def look() -> tuple[dict[str, int], list[tuple[str, str]]]:
+        files = commit.read_manifest(checkpoint)["files"]
+        sizes = {name: entry["size"] for name, entry in files.items()}
+        return sizes, commit.damaged_files(checkpoint, hashed=False)
+
+    sizes, damage = ranks.on_main(look)
+    mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
     found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine))
-    # Files that the manifest does not know belong to no rank.
-    found.append(ranks.on_main(lambda: commit.damaged_files(checkpoint, hashed=False)))
-    damage = list(dict.fromkeys(fault for part in found for fault in part))
+    damage = list(dict.fromkeys([*damage, *(fault for part in found for fault in part)]))
     if ranks.rank() == 0:
         done = "read" if damage else "verified"
         print(
@@ -165,44 +151,53 @@ def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
 def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     """Refuse to go on with another architecture than was saved, before a tensor is read.
 
-    Compares config.json of `model.hf_assets` with the checkpoint's copy: two models may agree in
-    every shape and still compute something else (number of heads, rotary base, activation). With
-    adapters their settings are compared too, and which base they belong to.
+    Compares config.json: two models may agree in every shape and still compute something else
+    (heads, rotary base, activation); of adapters also their settings and the base.
 
     Raises:
         CheckpointError: names the settings that changed, or the base.
-        ModelError: the checkpoint's copy cannot be read.
     """
     check_same_adapters(model, read_state(checkpoint), checkpoint)
-    assets = getattr(model, "hf_assets", None)
+    assets, file = getattr(model, "hf_assets", None), checkpoint / HF / "config.json"
     if assets is None:
         return
-    with files_of(checkpoint, f"{HF}/config.json") as folder:
-        if not (folder / HF / "config.json").is_file():
-            return
-        before, now = read_config(folder / HF), assets.config
+    before, now = read_object(file), assets.config
+    if before is None:
+        return
     names = [n for n in {**before, **now} if n not in _NOT_ARCHITECTURE]
     changed = [n for n in names if before.get(n) != now.get(n)]
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])
         raise CheckpointError(
             f"{checkpoint} is of another architecture: in config.json {listed}. Give the model it "
-            f"was trained with ({checkpoint / HF / 'config.json'} is its config), or another "
-            "output_dir"
+            f"was trained with ({file} is its config), or another output_dir"
         )
 
 
 def restore(state: TrainState, saved: Folder | None) -> int | None:
-    """Restore `state` in place from what `find` returned and return its step; see `resume`.
-
-    Nothing is done, and None returned, where it found none. Collective.
+    """Restore `state` in place from what `find` returned and return its step, None where that found
+    none; see `resume`. Collective.
     """
     if saved is None:
         return None
     checkpoint, begun = saved, time.perf_counter()
-    content, metadata = ranks.on_all(lambda: _checked(state.model, checkpoint))
     tensors = model_tensors(state.model)
-    moments = ranks.on_all(lambda: _room(state, tensors, metadata, content, checkpoint))
+
+    def check() -> tuple[dict[str, Any], Metadata, dict[str, dict[str, Any]]]:
+        """Check that the checkpoint has all that `state` asks for; make room for the moments."""
+        check_same_model(state.model, checkpoint)
+        content, metadata = read_state(checkpoint), _metadata(checkpoint)
+        entries = metadata.state_dict_metadata.items()
+        known = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata)}
+        check_model(tensors, known, checkpoint)
+        with state_faults(checkpoint):
+            moments = empty_moments(state, known, content, checkpoint)
+        for name in ("scheduler", "data"):
+            if getattr(state, name) is not None:
+                piece(content, name, checkpoint)
+        return content, metadata, moments
+
+    content, metadata, moments = ranks.on_all(check)
     tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
     requested = read_tensors(checkpoint / DCP, metadata, tensors)
 
@@ -214,56 +209,36 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
             state.step, state.tokens = content["step"], content["tokens"]
             state.metrics = dict(content.get("metrics") or {})
             state.extra.update(content["extra"])
-        if state.data is not None:
-            _move(state.data, content["data"], checkpoint)
+            if state.data is not None:
+                state.data.load_state_dict(content["data"])
         _restore_rng(checkpoint, content)
 
     ranks.on_all(settle)
-    seconds = time.perf_counter() - begun
-    state.restored = Restored(own_bytes(tensors), requested, seconds)
+    state.restored = {
+        "own_bytes": own_bytes(tensors),
+        "bytes_requested": requested,
+        "seconds": time.perf_counter() - begun,
+    }
     every = ranks.gather(state.restored)
-    own, read = (sum(getattr(r, n) for r in every) for n in ("own_bytes", "bytes_requested"))
+    own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
     if ranks.rank() == 0:
         print(
             f"read {checkpoint.name}: {len(every)} rank(s) asked for {read / 1e9:.2f} GB to fill "
             f"{own / 1e9:.2f} GB ({read / max(own, 1):.2f} x) in "
-            f"{max(r.seconds for r in every):.1f} s",
+            f"{max(r['seconds'] for r in every):.1f} s",
             flush=True,
         )
     return state.step
 
 
-def _checked(model: nn.Module, checkpoint: Folder) -> tuple[dict[str, Any], Metadata]:
-    """Return state.json and the DCP metadata of a checkpoint of this model."""
-    check_same_model(model, checkpoint)
-    with files_of(checkpoint, f"{DCP}/{METADATA_FILE}") as folder:
-        # A store's shards are not here; their sizes were compared with the manifest's.
-        metadata = read_metadata(folder / DCP, blobs=isinstance(checkpoint, Path))
-    return read_state(checkpoint), metadata
-
-
-def _room(
-    state: TrainState,
-    tensors: dict[str, Any],
-    metadata: Metadata,
-    content: dict[str, Any],
-    checkpoint: Folder,
-) -> dict[str, dict[str, Any]]:
-    """Check that the checkpoint has all that `state` asks for; return room for the moments."""
-    entries = metadata.state_dict_metadata.items()
-    known = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata)}
-    check_model(tensors, known, checkpoint)
-    with state_faults(checkpoint):
-        moments = empty_moments(state, known, content, checkpoint)
-    for name in ("scheduler", "data"):
-        if getattr(state, name) is not None:
-            piece(content, name, checkpoint)
-    return moments
-
-
-def _move(position: Any, content: dict[str, Any], checkpoint: Folder) -> None:
-    with state_faults(checkpoint):
-        position.load_state_dict(content)
+def _metadata(checkpoint: Folder) -> Metadata:
+    if isinstance(checkpoint, Path):
+        return read_metadata(checkpoint / DCP)
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+        content = (checkpoint / DCP / METADATA_FILE).read_bytes()
+        Path(folder, METADATA_FILE).write_bytes(content)
+        # The shards are not here; their sizes were compared with the manifest's.
+        return read_metadata(folder, blobs=False)
 
 
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
@@ -271,8 +246,7 @@ def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
     before = (content["world_size"], content.get("device", "cpu"))
     now = (ranks.world_size(), rng_state.device_type())
     if before == now:
-        with files_of(checkpoint, f"{RNG}/{rng_state.file_name(ranks.rank())}") as folder:
-            rng_state.restore(folder / RNG, ranks.rank())
+        rng_state.restore(checkpoint / RNG, ranks.rank())
         return
     if ranks.rank() == 0:
         print(

@@ -1,8 +1,4 @@
-"""Which checkpoints of a run stay, and the deletion of the others.
-
-Owns pruning after a save, and the sweep of what killed deletions left. The policy comes from
-`toolkit.config`; how a checkpoint is deleted safely is `commit`'s.
-"""
+"""Which checkpoints of a run stay, and the deletion of the others."""
 
 import math
 from collections.abc import Mapping
@@ -11,11 +7,8 @@ from typing import Any
 
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
-from toolkit.checkpoint.durable import disk_errors
-from toolkit.checkpoint.store import Folder, Place, where
+from toolkit.checkpoint.store import Folder, Place, disk_errors, read_object, where
 from toolkit.config.retention import Retention
-from toolkit.errors import CheckpointError
-from toolkit.parsing import parse_json
 
 # What `prune` reads again at most, over all checkpoints: a fraction of a second.
 _AFFORDABLE = 128 * 2**20
@@ -49,20 +42,19 @@ def prune(run: str | Folder, keep: int | Retention | None) -> list[Any]:
 
     A number stands for `Retention(last=number)`, None keeps all. A checkpoint counts as kept only
     when it verifies: its files have the sizes of the manifest, and the hashes too as far as 128 MB
-    go (16 on a store), newest checkpoint and smallest files first (shards of hundreds of GB are not
-    read again after every save; `resume` hashes everything and falls back). One that does not
-    verify is not deleted. Neither are links: somebody else put them there. Leftovers are
-    unfinished, half-deleted and superseded folders. Call it only after the newest checkpoint is
-    committed.
+    go (16 on a store), newest checkpoint and smallest files first; `resume` hashes everything. One
+    that does not verify is not deleted, nor are links: somebody else put them there. Leftovers are
+    unfinished, half-deleted and superseded folders. Call it after the newest one is committed.
 
     Raises:
         CheckpointError: something cannot be deleted.
     """
+    run = where(run)
     policy = keep if isinstance(keep, Retention) else Retention(last=keep)
-    with disk_errors(f"old checkpoints in {where(run) / CHECKPOINTS} could not be deleted"):
+    with disk_errors(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = counting(attempts)
-        budget = _AFFORDABLE_ON_STORE if isinstance(where(run), Place) else _AFFORDABLE
+        budget = _AFFORDABLE_ON_STORE if isinstance(run, Place) else _AFFORDABLE
         verified: dict[int, dict[str, float]] = {}
         for step in sorted(newest, reverse=True):
             folder = newest[step].folder
@@ -70,12 +62,14 @@ def prune(run: str | Folder, keep: int | Retention | None) -> list[Any]:
                 sound, read = commit.verifies(folder, budget)
                 budget -= read
                 if sound:
-                    verified[step] = _metrics(folder)
-        gone = [a.folder for a in attempts if a.kind in ("tmp", "trash")]
+                    metrics = (read_object(folder / STATE) or {}).get("metrics")
+                    found = metrics.items() if isinstance(metrics, dict) else ()
+                    verified[step] = {k: v for k, v in found if isinstance(v, int | float)}
+        gone = [a.folder for a in attempts if a.kind in commit.LEFT_OVER]
         for a in attempts:
             superseded = a.step in verified and a.order < newest[a.step].order
-            committed = a.kind == "saved" and commit.is_committed(a.folder)
-            if superseded and (a.kind == "old" or committed):
+            saved = a.kind == "saved" and commit.is_committed(a.folder)
+            if superseded and (saved or a.kind == "old"):
                 gone.append(a.folder)
         gone += [newest[step].folder for step in sorted(expendable(verified, policy))]
         commit.delete(gone)
@@ -86,10 +80,7 @@ def sweep(run: str | Folder) -> None:
     """Delete what a killed deletion left of checkpoints that are older than the newest.
 
     A start that has nothing to do saves nothing, and so neither `begin` nor `prune` would. Leaves
-    alone what another process may be writing.
-
-    Raises:
-        CheckpointError: something cannot be deleted.
+    alone what another process may be writing. Raises as `prune`.
     """
     with disk_errors(f"leftovers in {where(run) / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
@@ -97,15 +88,3 @@ def sweep(run: str | Folder) -> None:
         commit.delete(
             a.folder for a in attempts if a.kind == "trash" or (a.kind == "tmp" and a.step < newest)
         )
-
-
-def _metrics(checkpoint: Folder) -> dict[str, float]:
-    """Return the metrics that a checkpoint was saved with, {} where there are none."""
-    file = checkpoint / STATE
-    try:
-        state = parse_json(commit.read_plain(file), file, CheckpointError)
-    except FileNotFoundError:
-        return {}
-    values = state.get("metrics") if isinstance(state, dict) else None
-    values = values if isinstance(values, dict) else {}
-    return {k: float(v) for k, v in values.items() if isinstance(v, int | float)}

@@ -1,18 +1,16 @@
-"""The random state of one rank: python's, numpy's, torch's and the device's.
-
-Owns its file, safetensors without pickle. Knows neither steps nor checkpoints.
-"""
+"""The random state of one rank: python's, numpy's, torch's and the device's; no pickle."""
 
 import hashlib
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
+from toolkit.checkpoint.store import Folder, read_plain
 from toolkit.errors import CheckpointError
 
 PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch")
@@ -20,11 +18,8 @@ PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "t
 
 
 def device_type() -> str:
-    """Return the kind of device that draws random numbers here beside the CPU: `cuda`, else
-    `cpu`.
-
-    A device that the process has not used has no state, and looking would start it.
-    """
+    """Return the kind of device that draws random numbers here beside the CPU, else `cpu`."""
+    # A device that the process has not used has no state, and looking would start it.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "cpu"
@@ -37,11 +32,10 @@ def snapshot() -> dict[str, torch.Tensor]:
     _version, words, gauss = random.getstate()
     # The legacy form is a tuple; numpy's stubs allow the other one too.
     _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))
+    gauss = float("nan") if gauss is None else gauss
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor(
-            [gauss if gauss is not None else float("nan")], dtype=torch.float64
-        ),
+        "python_gauss": torch.tensor([gauss], dtype=torch.float64),
         "numpy": torch.from_numpy(keys.astype(numpy.int64)),
         "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
@@ -52,11 +46,6 @@ def snapshot() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank:05d}.safetensors"
-
-
 def write(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
     """Write what `snapshot` returned; return the file's name.
 
@@ -65,21 +54,17 @@ def write(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
     folder.mkdir(exist_ok=True)
     hashes = {n: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for n, t in tensors.items()}
     # Not save_file: it hides the cause of a failed write, and makes a file that only we may read.
-    (folder / file_name(rank)).write_bytes(save(tensors, metadata=hashes))
-    return file_name(rank)
+    (folder / _file_name(rank)).write_bytes(save(tensors, metadata=hashes))
+    return _file_name(rank)
 
 
-def restore(folder: Path, rank: int) -> None:
-    """Put the random state of `rank` in place.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, or lacks a piece; named.
-    """
-    file = folder / file_name(rank)
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: the random state of rank {rank}")
+def restore(folder: Folder, rank: int) -> None:
+    """Put the random state of `rank` in place; CheckpointError names the file or piece lacking."""
+    file = folder / _file_name(rank)
     try:
-        saved = load_file(file)
+        saved = load(read_plain(file))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: the random state of rank {rank}") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} cannot be read, the random state of rank {rank}: {error}"
@@ -88,20 +73,16 @@ def restore(folder: Path, rank: int) -> None:
     if lacking := [name for name in wanted if name not in saved]:
         raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")
     try:
-        _put(saved)
+        gauss = saved["python_gauss"].item()
+        random.setstate((3, tuple(saved["python"].tolist()), None if gauss != gauss else gauss))
+        position, has_gauss = saved["numpy_position"].tolist()
+        keys = saved["numpy"].numpy().astype(numpy.uint32)
+        numpy.random.set_state(("MT19937", keys, position, has_gauss, saved["numpy_gauss"].item()))
+        torch.set_rng_state(saved["torch"])
+        if device_type() != "cpu":
+            torch.get_device_module(device_type()).set_rng_state(saved[device_type()])
     except (ValueError, TypeError, RuntimeError, IndexError, OverflowError) as error:
         raise CheckpointError(f"{file} holds no random state: {error}") from error
-
-
-def _put(saved: dict[str, Any]) -> None:
-    gauss = saved["python_gauss"].item()
-    random.setstate((3, tuple(saved["python"].tolist()), None if gauss != gauss else gauss))
-    position, has_gauss = saved["numpy_position"].tolist()
-    keys = saved["numpy"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, position, has_gauss, saved["numpy_gauss"].item()))
-    torch.set_rng_state(saved["torch"])
-    if device_type() != "cpu":
-        torch.get_device_module(device_type()).set_rng_state(saved[device_type()])
 
 
 def derive(rank: int, step: int) -> None:
@@ -110,3 +91,7 @@ def derive(rank: int, step: int) -> None:
     random.seed(int.from_bytes(key[:8], "little"))
     numpy.random.seed(int.from_bytes(key[8:12], "little"))
     torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"

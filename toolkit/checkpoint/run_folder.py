@@ -1,69 +1,78 @@
-"""The output_dir of the run that is starting: claimed, held, its settings recorded.
+"""The output_dir of a run: claimed for it, held by one process, its settings recorded.
 
-Owns the order of these steps; each of them is `run_dir`'s and `disk`'s. Every method is collective.
+Where the checkpoints are elsewhere, a copy of `config.yaml` lies beside them: the next start may be
+on another machine.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from toolkit import ranks
-from toolkit.checkpoint import disk, run_dir
+from toolkit import config, ranks
+from toolkit.checkpoint import disk
+from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, find_checkpoint
 from toolkit.checkpoint.state import TrainState
-from toolkit.checkpoint.store import Folder
-from toolkit.config import FinetuneConfig, PretrainConfig, differences
+from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, probe, replace_synced, where
+from toolkit.config import FinetuneConfig, PretrainConfig
 from toolkit.data.training_data import TrainingData
-from toolkit.formats.metrics_file import SAMPLES, keep_until
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.formats import is_inner_path
+from toolkit.formats.metrics_file import METRICS, SAMPLES, keep_until
+from toolkit.parsing import read_yaml
 
+CONFIG = "config.yaml"
+TOKENIZER = "tokenizer"
+# What defines a run. The rest (length, schedule, ranks, logging) may change between two starts.
+_IDENTITY = ("model.", "data.", "lora.", "seed")
+_HARMLESS = ("data.num_workers", "data.max_eval_samples", "data.dataset_num_proc")
 _ACCUMULATION = "train.gradient_accumulation_steps"
-_SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps")
+_SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", _ACCUMULATION)
+_AT_ONCE = 4  # objects that are copied
+_held: dict[Path, int] = {}
 
 
 class RunFolder:
     """Where a run keeps what it writes; `root` holds its checkpoints, here or on a store.
 
-    Raises:
-        ConfigError: the folder cannot be written, or holds another run or files of others.
-        CheckpointError: `checkpoint.root` is on a store that cannot be used.
+    Every method is collective. Raises as `claim` does.
     """
-
-    path: Path
-    root: Folder
 
     def __init__(self, cfg: PretrainConfig | FinetuneConfig, say: Callable[..., None]) -> None:
         self._cfg, self._say = cfg, say
-        ranks.on_all(lambda: run_dir.reach(cfg))
-        self.path = ranks.on_all(lambda: run_dir.claim(cfg))
-        self.root = ranks.on_all(lambda: run_dir.root_of(cfg))
-        self._before = ranks.on_main(lambda: run_dir.recorded(cfg))
-
-    @property
-    def tokenizer(self) -> Path:
-        """Where a tokenizer that the run trains is kept."""
-        return self.path / run_dir.TOKENIZER
-
-    @property
-    def samples(self) -> Path:
-        """The file of answers to `train.eval_prompts`."""
-        return self.path / SAMPLES
+        self.path = ranks.on_all(lambda: claim(cfg))
+        self.root = root_of(cfg)
+        self.tokenizer = self.path / TOKENIZER  # one that the run trains
+        self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
+        self._before = ranks.on_main(lambda: _recorded(cfg))
 
     @property
     def holds_work(self) -> bool:
         """Whether an earlier start has left metrics or checkpoints."""
-        return run_dir.holds_work(self.path)
+        return _holds_work(self.path)
 
     def hold(self, model: nn.Module, max_steps: int) -> None:
-        """Refuse a disk that is too small for the run, then keep every other run out.
-
-        Raises:
-            CheckpointError: see `disk.refuse_overflow`.
-            ConfigError: another process runs here.
+        """Say what the run will write, refuse a disk that is too small (CheckpointError), and keep
+        every other run out. `max_steps` is -1 where it is not known yet.
         """
-        disk.preflight(model, self.path, self._cfg.checkpoint, max_steps, self._say)
-        ranks.on_main(lambda: run_dir.hold(self.path))
+        cfg, steps = self._cfg.checkpoint, None if max_steps == -1 else max_steps
+
+        def needed() -> str:
+            estimate = disk.need(model, self.path, cfg, steps, ranks.world_size())
+            disk.refuse_overflow(estimate, cfg)
+            return str(estimate)
+
+        self._say(f"disk       {ranks.on_main(needed)}")
+        ranks.on_main(lambda: hold(self.path))
 
     def record(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
         """Write the settings that hold from here on, and say which of them an earlier start did not
@@ -73,9 +82,11 @@ class RunFolder:
             self._say(f"resuming   {self.path} after step {state.step}")
         if done or state.step >= data.max_steps:
             return
-        cfg, before = self._cfg, self._before
-        for name, (old, new) in (differences(before, cfg) if before and state.step else {}).items():
-            if not name.startswith((*_SILENT, _ACCUMULATION)):
+        cfg, changes = self._cfg, {}
+        if state.step and self._before:
+            changes = config.differences(self._before, cfg)
+        for name, (old, new) in changes.items():
+            if not name.startswith(_SILENT):
                 self._say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")
         asked, used = cfg.train.gradient_accumulation_steps, data.accumulation
         if asked != used:
@@ -85,14 +96,227 @@ class RunFolder:
             )
             train: Any = dataclasses.replace(cfg.train, gradient_accumulation_steps=used)
             cfg = dataclasses.replace(cfg, train=train)
-        ranks.on_main(lambda: run_dir.record(self.path, cfg))
+        ranks.on_main(lambda: record(self.path, cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
 
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
         """Return what a run prints at its end: where things are, and the command that exports."""
-        export = f"toolkit consolidate {self.path} --output {run_dir.export_path(self.path)}"
+        export = f"toolkit consolidate {self.path} --output {export_path(self.path)}"
         return [
             f"run        {self.path}",
-            f"checkpoint {self.root / 'checkpoints'}  (newest: step {step})",
+            f"checkpoint {self.root / CHECKPOINTS}  (newest: step {step})",
             f"next       {export}" + ("   (--merge: with the base)" if adapted else ""),
         ]
+
+
+def root_of(cfg: Any) -> Folder:
+    """Return what holds the run's checkpoints, as `checkpoint.save` and `newest` take it."""
+    return where(cfg.output_dir if cfg.checkpoint.root is None else cfg.checkpoint.root)
+
+
+def export_path(folder: Path) -> Path:
+    """Return where the export of a run goes unless told otherwise: beside it, `RUN-hf`."""
+    return Path(f"{folder if folder.name not in ('', '..') else folder.resolve()}-hf")
+
+
+def plain_config(run: Path) -> dict[str, Any]:
+    """Return the settings of a run of any recipe and version; {} where none can be read."""
+    try:
+        found = read_yaml(run / CONFIG, ConfigError)
+    except ConfigError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def local_copy(path: str | Path) -> Iterator[Path]:
+    """Give the folder of a run or a checkpoint that may be elsewhere: a URL, or a run whose
+    `checkpoint.root` is elsewhere.
+
+    What is on a disk is given as it is. From a store the checkpoint, or the newest committed one of
+    a run, is copied into a temporary folder (TMPDIR), with the run's config and metrics where there
+    are any, and deleted afterwards; a line on stderr says so. Whoever reads the copy judges it.
+
+    Raises:
+        CheckpointError: nothing committed is there, the store cannot be read, or the copy does not
+            fit.
+    """
+    # Of a config that is no run's, whoever reads the folder says what is wrong with it.
+    saving = {} if is_url(path) else plain_config(Path(path)).get("checkpoint")
+    root = saving.get("root") if isinstance(saving, dict) else None
+    place = where(root if isinstance(root, str) and root else path)
+    if not isinstance(place, Place):
+        yield place
+        return
+    checkpoint = find_checkpoint(place)
+    with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
+        run = Path(scratch, "run")
+        folder = run / CHECKPOINTS / checkpoint.name.partition(".")[0]
+        _copy(checkpoint, folder)
+        if not is_url(path):
+            for name in (CONFIG, METRICS):
+                if Path(path, name).is_file():
+                    shutil.copyfile(Path(path, name), run / name)
+        elif checkpoint.url != place.url:
+            with contextlib.suppress(FileNotFoundError):  # no run of a recipe: it has none
+                (run / CONFIG).write_bytes((place / CONFIG).read_bytes())
+        yield folder
+
+
+def _copy(checkpoint: Place, folder: Path) -> None:
+    """Copy all objects of a checkpoint into a folder."""
+    files = checkpoint.files()
+    if odd := [n for n in files if not is_inner_path(n)]:
+        raise CheckpointError(f"{checkpoint} holds {odd[0]!r}, which is no name of a file")
+    nbytes, temporary = sum(files.values()), tempfile.gettempdir()
+    if nbytes > (free := shutil.disk_usage(temporary).free):
+        raise CheckpointError(
+            f"{checkpoint} has {nbytes:,} bytes and {free:,} are free in {temporary}: set TMPDIR "
+            "to a larger folder, or copy the checkpoint with the tool of its store (such as aws s3 "
+            f"cp --recursive) into a folder named {folder.name} and give that"
+        )
+    print(f"copying {checkpoint} ({nbytes:,} bytes) to {folder}", file=sys.stderr, flush=True)
+
+    def copy(name: str) -> None:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with (checkpoint / name).open() as source, open(file, "wb") as target:
+                shutil.copyfileobj(source, target, BLOCK)
+        except FileNotFoundError:
+            raise CheckpointError(f"{checkpoint / name} is missing") from None
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(copy, files))
+
+
+def claim(cfg: Any) -> Path:
+    """Return the run directory of `cfg`; it, and `checkpoint.root`, is free or holds this very run.
+
+    Raises:
+        ConfigError: the directory holds another run, or files that are not a run's.
+        CheckpointError: `checkpoint.root` is on a store that cannot be read or written.
+    """
+    folder, root = Path(cfg.output_dir), root_of(cfg)
+    _check_writable(folder, "output_dir")
+    present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    # What a start that was killed may have left: whole pieces of a run, and unfinished ones.
+    ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp")
+    strangers = {name for name in present if not (name in ours or name.startswith(ours[1] + "-"))}
+    if strangers and CONFIG not in present:
+        raise ConfigError(
+            f"output_dir {folder} holds files that are not a run's "
+            f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
+        )
+    before = _recorded(cfg)
+    if before is not None:
+        _check_same_run(before, cfg, "output_dir", folder)
+        moved, old = before.checkpoint.root != cfg.checkpoint.root, root_of(before)
+        if moved and committed_steps(old) and not committed_steps(root):
+            raise ConfigError(
+                f"checkpoint.root was {before.checkpoint.root}, is {cfg.checkpoint.root}, and the "
+                f"checkpoints of this run are in {old}: it would begin anew. Copy {CHECKPOINTS} "
+                f"and {CONFIG} from there to {root}, or leave checkpoint.root as it was"
+            )
+    elif CONFIG in present and not _is_ours(folder / CONFIG, type(cfg)):
+        raise ConfigError(
+            f"output_dir {folder} holds a {CONFIG} that no run has written, and this run would "
+            "overwrite it; give an empty or new folder"
+        )
+    if cfg.checkpoint.root is not None:
+        if isinstance(root, Place):
+            probe(root)
+        else:
+            _check_writable(root, "checkpoint.root")
+        if committed_steps(root):
+            _check_same_run(_read(root / CONFIG, type(cfg)), cfg, "checkpoint.root", root)
+    return folder
+
+
+def record(folder: Path, cfg: Any) -> None:
+    """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
+    text, root = config.dump(cfg), root_of(cfg)
+    replace_synced(folder / CONFIG, text)
+    if isinstance(root, Place):
+        (root / CONFIG).write_bytes(text.encode())
+    elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
+        replace_synced(root / CONFIG, text)
+
+
+def hold(folder: Path) -> None:
+    """Keep the run directory for this process to its end; ConfigError where another one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() in _held:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)  # open, and thus locked, until the process ends
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held[folder.resolve()] = descriptor
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another process is running on output_dir {folder}; wait for it, end it, or give "
+            "another output_dir"
+        ) from error
+    except OSError as error:  # a network file system without locks
+        print(f"note: {folder} cannot be locked ({error.strerror}); start one run only on it")
+
+
+def _recorded(cfg: Any) -> Any:
+    """Return the settings that an earlier start of this run recorded, None where there is none."""
+    folder = Path(cfg.output_dir)
+    return _read(folder / CONFIG, type(cfg)) if _holds_work(folder) else None
+
+
+def _holds_work(folder: Path) -> bool:
+    """Whether a run has left something behind that must not be mixed with another one."""
+    return (folder / CONFIG).is_file() and (
+        (folder / METRICS).is_file() or bool(committed_steps(folder))
+    )
+
+
+def _read(file: Folder, cls: type) -> Any:
+    """Return the config that `record` wrote."""
+    try:
+        if isinstance(file, Path):
+            return config.load(cls, file)
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, CONFIG)
+            copy.write_bytes(file.read_bytes())
+            return config.load(cls, copy)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(
+            f"{file.parent} holds a run whose config cannot be read: {error}"
+        ) from error
+
+
+def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
+    changed = [
+        f"{name} was {old!r}, is {new!r}"
+        for name, (old, new) in config.differences(before, cfg).items()
+        if name.startswith(_IDENTITY) and name not in _HARMLESS
+    ]
+    if changed:
+        raise ConfigError(
+            f"{setting} {folder} holds another run: {'; '.join(changed[:4])}. Give another "
+            f"{setting}, or the settings of that run ({folder / CONFIG})"
+        )
+
+
+def _check_writable(folder: Path, setting: str) -> None:
+    above = folder.absolute()
+    while not os.path.lexists(above):
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "cannot be written to" if above.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"{setting} {folder} cannot be made: {above} {what}; give another {setting}"
+        )
+
+
+def _is_ours(file: Path, cls: type) -> bool:
+    """Whether `record` wrote the file: it is, to the letter, the dump of what it holds."""
+    try:
+        return file.read_text("utf-8") == config.dump(config.load(cls, file))
+    except (ConfigError, OSError, UnicodeDecodeError):
+        return False

@@ -1,8 +1,5 @@
 """Saving: the state of a run into a committed checkpoint, at once or behind the loop.
 
-Owns the order of a save and what of it every rank does. Does not know the model's class; the assets
-for an export are copied, not understood.
-
 [Note: saving behind the loop] With `async_save` the loop waits only until the tensors are copied to
 host memory and everything small is snapshot. Writing, hashing, commit and pruning follow in a
 thread, with a process group of their own: threads that share one with the loop hang. One save at a
@@ -15,7 +12,6 @@ import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +23,20 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.checkpoint import commit, retention, rng_state
-from toolkit.checkpoint.durable import disk_error, disk_errors
-from toolkit.checkpoint.shards import HashingWriter
+from toolkit.checkpoint.shards import HashingWriter, first_failure
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
-from toolkit.checkpoint.store import Folder, Place, files_below, where
+from toolkit.checkpoint.store import Folder, Place, disk_error, disk_errors, files_below, where
 from toolkit.config.retention import retention as policy_of
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import described, laid_out_as, part_digests, whole_rows
+from toolkit.formats import (
+    METADATA_FILE,
+    described,
+    laid_out_as,
+    local_tensor,
+    part_digests,
+    whole_rows,
+)
 from toolkit.models.peft_model import model_tensors
 from toolkit.training import background
 
@@ -42,45 +44,17 @@ MANIFEST_VERSION = 2
 DCP, HF, RNG = "dcp", "hf", "rng"
 _CHANNEL, _GATHERED = "checkpoint", "gathered"
 
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """Everything of one save, which does not change any more."""
-
-    run: Folder
-    cfg: CheckpointConfig
-    step: int
-    target: Folder
-    """What `commit.begin` gave."""
-    folder: Path
-    """`target`; on a store a folder of this rank's own for small files."""
-    tensors: dict[str, torch.Tensor]
-    model: dict[str, torch.Tensor]
-    gathered: dict[str, torch.Tensor]
-    rng: dict[str, torch.Tensor]
-    content: str
-    """Of state.json; empty on all ranks but the first."""
-    assets: Any
-
-    @property
-    def failed(self) -> str:
-        return f"checkpoint of step {self.step} could not be written"
-
-    @property
-    def store(self) -> Place | None:
-        return self.target if isinstance(self.target, Place) else None
+Files = dict[str, dict[str, Any]]
+"""Name -> size and sha256."""
 
 
 def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str:
     """Write and commit a checkpoint of `state`, prune old ones; return its path. Collective.
 
-    `run_dir` may be a URL of an object store, `s3://bucket/run`.
-
-    Each rank writes its shards. A failure or a kill at any moment leaves the checkpoints that were
-    committed before as they are. Committed when the call returns; with `cfg.async_save` it returns
-    as soon as the state is copied (a copy of this rank's parameters and optimizer state in host
-    memory, kept for the next save), and the path is that of the checkpoint to be. See
-    [Note: saving behind the loop].
+    `run_dir` may be a URL of an object store. Each rank writes its shards. A failure or a kill at
+    any moment leaves the checkpoints that were committed before as they are. Committed when the
+    call returns; with `cfg.async_save` it returns as soon as the state is copied to host memory,
+    which is kept for the next save. See [Note: saving behind the loop].
 
     Raises:
         CheckpointError: on every rank, when any rank could not write; with `cfg.async_save` by the
@@ -90,14 +64,14 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
     begun = time.perf_counter()
     ranks.object_group(_CHANNEL)  # every rank is here now, and not when it is needed
     run = ranks.on_all(lambda: where(run_dir))
-    snapshot = _snapshot(state, run, cfg)
+    snapshot = _Snapshot(state, run, cfg)
     if not cfg.async_save:
-        return _write(snapshot)
+        return snapshot.write()
     blocked = time.perf_counter() - begun
 
     def write_behind() -> None:
         with ranks.exchanges_over(_CHANNEL):
-            path = _write(snapshot)
+            path = snapshot.write()
         if ranks.rank() == 0:
             print(
                 f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the loop "
@@ -110,64 +84,126 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
 
 
 def wait() -> None:
-    """Return when what `save` began is committed; at once, if nothing is under way.
-
-    Raises:
-        CheckpointError: on every rank, when any rank could not write.
-    """
+    """Return when what `save` began is committed; raise on every rank what failed on any."""
     background.wait()
 
 
 def tensor_digests(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return name -> {"shape", "dtype", "digest"} of every model tensor. Collective; see
-    `toolkit.formats.digests`.
-    """
+    """Return name -> {"shape", "dtype", "digest"} of every model tensor. Collective."""
     tensors = model_tensors(model)
-    lanes = part_digests(tensors, whole_rows(tensors))
-    return described(tensors, _summed(ranks.gather(lanes)))
+    return _described(tensors, ranks.gather(part_digests(tensors, whole_rows(tensors))))
 
 
-def _snapshot(state: TrainState, run: Folder, cfg: CheckpointConfig) -> _Snapshot:
-    """Begin a save: make its folder, and take what the loop may change. Collective."""
-    content: list[str] = []  # of rank 0 alone; made where its failure is everyone's
+class _Snapshot:
+    """Everything of one save, which does not change any more."""
 
-    def begin() -> str:
-        content.append(state_text(state))
-        return str(commit.begin(run, state.step))
+    def __init__(self, state: TrainState, run: Folder, cfg: CheckpointConfig) -> None:
+        """Make the folder, and take what the loop may change. Collective."""
+        self.run, self.policy, self.step = run, policy_of(cfg), state.step
+        self.failed = f"checkpoint of step {state.step} could not be written"
+        self.assets = getattr(state.model, "hf_assets", None)
+        self.content, self.adapter = "", None  # of state.json; on rank 0
 
-    target = where(ranks.on_main(begin))
-    folder = target if isinstance(target, Path) else ranks.on_all(_scratch)
-    try:
-        model = model_tensors(state.model)
-        gathered = whole_rows(model)
-        tensors = {**model, **optimizer_tensors(state)}
-        if cfg.async_save:
-            # A gathered tensor may be the live one: where one rank holds all of it.
-            live: dict[Any, torch.Tensor] = dict(tensors)
-            live |= {(_GATHERED, n): t for n, t in gathered.items()}
-            copies = ranks.on_all(lambda: _copied(live))
-            tensors = {n: copies[n] for n in tensors}
-            gathered = {n: copies[_GATHERED, n] for n in gathered}
-        return _Snapshot(
-            run,
-            cfg,
-            state.step,
-            target,
-            folder,
-            tensors,
-            {n: tensors[n] for n in model},
-            gathered,
-            rng_state.snapshot(),
-            "".join(content),
-            getattr(state.model, "hf_assets", None),
+        def begin() -> str:
+            self.content = state_text(state)
+            self.adapter = json.loads(self.content).get("adapter")
+            return str(commit.begin(run, state.step))
+
+        target = where(ranks.on_main(begin))
+        self.target = target
+        self.store = target if isinstance(target, Place) else None
+        # On a store a folder of this rank's own, for small files.
+        self.folder = (
+            target
+            if isinstance(target, Path)
+            else ranks.on_all(lambda: Path(tempfile.mkdtemp(prefix="checkpoint-")))
         )
-    except BaseException:
-        _remove(folder, target)
-        raise
+        try:
+            model = model_tensors(state.model)
+            self.gathered = whole_rows(model)
+            self.tensors = {**model, **optimizer_tensors(state)}
+            if cfg.async_save:
+                # A gathered tensor may be the live one: where one rank holds all of it.
+                live: dict[Any, torch.Tensor] = dict(self.tensors)
+                live |= {(_GATHERED, n): t for n, t in self.gathered.items()}
+                copies = ranks.on_all(lambda: _copied(live))
+                self.tensors = {n: copies[n] for n in self.tensors}
+                self.gathered = {n: copies[_GATHERED, n] for n in self.gathered}
+            self.model = {n: self.tensors[n] for n in model}
+            self.rng = rng_state.snapshot()
+        except BaseException:
+            self.remove()
+            raise
+
+    def write(self) -> str:
+        """Write everything, while the digests are made; commit; prune. Collective."""
+        group, shards = ranks.object_group(_CHANNEL), self.store / DCP if self.store else None
+        writer = HashingWriter(self.folder / DCP, shards, ranks_here=ranks.ranks_here())
+        try:
+            with ThreadPoolExecutor(1, "digests") as pool:
+                digests = pool.submit(part_digests, self.model, self.gathered)
+                with disk_errors(self.failed):
+                    dcp.save(
+                        self.tensors,
+                        storage_writer=writer,
+                        process_group=group,
+                        no_dist=group is None,
+                    )
+                parts = ranks.gather_results(
+                    lambda: (self._write_small(writer.files), digests.result())
+                )
+            path = ranks.on_main(lambda: str(self._commit(parts)))
+        except CheckpointException as error:
+            rank, cause = first_failure(error)
+            if isinstance(cause, CheckpointError):
+                named = CheckpointError(f"{self.failed}: {cause}")
+            else:
+                named = disk_error(self.failed, cause)
+            # Every rank has it; the first that failed prints it.
+            named.already_reported = ranks.rank() != rank  # type: ignore[attr-defined]
+            raise named from error
+        finally:
+            self.remove()  # still under its temporary name: it failed
+        ranks.on_main(lambda: [str(gone) for gone in retention.prune(self.run, self.policy)])
+        return path
+
+    def _write_small(self, shards: Files) -> Files:
+        """Write what is not tensors; return size and sha256 of every file of this rank."""
+        folder = self.folder
+        with disk_errors(self.failed):
+            names = [f"{RNG}/{rng_state.write(folder / RNG, ranks.rank(), self.rng)}"]
+            if ranks.rank() == 0:
+                (folder / commit.STATE).write_text(self.content, "utf-8")
+                names += [commit.STATE, f"{DCP}/{METADATA_FILE}"]
+                if self.assets is not None:
+                    (folder / HF).mkdir()
+                    self.assets.save(folder / HF)
+                    if self.adapter is not None:
+                        text = json.dumps(self.adapter["config"], indent=2) + "\n"
+                        (folder / HF / "adapter_config.json").write_text(text, "utf-8")
+                    names += [f"{HF}/{n}" for n in files_below(folder / HF)]
+            small = commit.hash_files(folder, names, self.store)
+        return {f"{DCP}/{name}": entry for name, entry in shards.items()} | small
+
+    def _commit(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
+        manifest = {
+            "version": MANIFEST_VERSION,
+            "step": self.step,
+            "files": {name: entry for files, _ in parts for name, entry in files.items()},
+            "tensors": _described(self.model, [lanes for _, lanes in parts]),
+            **({} if self.adapter is None else {"adapter": self.adapter}),
+        }
+        with disk_errors(self.failed):
+            return commit.commit(self.target, self.step, manifest)
+
+    def remove(self) -> None:
+        """Remove what a save leaves on this machine's disk; on a store the next save does."""
+        if self.store or ranks.rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="checkpoint-"))
+def _described(tensors: dict[str, torch.Tensor], lanes: list[torch.Tensor]) -> dict[str, Any]:
+    return described(tensors, torch.stack(lanes).sum(0))  # int64 wraps
 
 
 # Room for the copies of one save; filling fresh pages, let alone pinning them, takes longer than
@@ -185,7 +221,7 @@ def _copied(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     copies, devices = {}, set()
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         room = kept.pop(name, None)
         if room is None or room.shape != local.shape or room.dtype != local.dtype:
             pinned = local.device.type != "cpu"
@@ -197,89 +233,3 @@ def _copied(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     return copies
-
-
-def _write(snapshot: _Snapshot) -> str:
-    """Write everything, while the digests are made; commit; prune. Collective."""
-    folder, group = snapshot.folder / DCP, ranks.object_group(_CHANNEL)
-    writer = HashingWriter(
-        folder,
-        snapshot.store / DCP if snapshot.store else None,
-        ranks_here=ranks.ranks_here(),
-    )
-    try:
-        with ThreadPoolExecutor(1, "digests") as pool:
-            digests = pool.submit(part_digests, snapshot.model, snapshot.gathered)
-            with disk_errors(snapshot.failed):
-                dcp.save(
-                    snapshot.tensors,
-                    storage_writer=writer,
-                    process_group=group,
-                    no_dist=group is None,
-                )
-            parts = ranks.gather_results(lambda: (_write_small(snapshot, writer), digests.result()))
-        path = ranks.on_main(lambda: str(_commit(snapshot, parts)))
-    except CheckpointException as error:
-        rank, first = next(iter(error.failures.items()), (0, error))
-        cause = first[0] if isinstance(first, tuple) else first
-        if isinstance(cause, CheckpointError):
-            named = CheckpointError(f"{snapshot.failed}: {cause}")
-        else:
-            named = disk_error(snapshot.failed, cause)
-        # Every rank has it; the first that failed prints it.
-        named.already_reported = ranks.rank() != rank  # type: ignore[attr-defined]
-        raise named from error
-    finally:
-        _remove(snapshot.folder, snapshot.target)  # still under its temporary name: it failed
-    policy = policy_of(snapshot.cfg)
-    ranks.on_main(lambda: [str(gone) for gone in retention.prune(snapshot.run, policy)])
-    return path
-
-
-def _write_small(snapshot: _Snapshot, writer: HashingWriter) -> dict[str, dict[str, Any]]:
-    """Write what is not tensors; return size and sha256 of every file of this rank."""
-    folder = snapshot.folder
-    files = {f"{DCP}/{name}": entry for name, entry in writer.files.items()}
-    with disk_errors(snapshot.failed):
-        names = [f"{RNG}/{rng_state.write(folder / RNG, ranks.rank(), snapshot.rng)}"]
-        if ranks.rank() == 0:
-            (folder / commit.STATE).write_text(snapshot.content, "utf-8")
-            names += [commit.STATE, f"{DCP}/.metadata"]
-            if snapshot.assets is not None:
-                (folder / HF).mkdir()
-                snapshot.assets.save(folder / HF)
-                if (entry := _adapter(snapshot)) is not None:
-                    text = json.dumps(entry["config"], indent=2) + "\n"
-                    (folder / HF / "adapter_config.json").write_text(text, "utf-8")
-                names += [f"{HF}/{n}" for n in files_below(folder / HF)]
-        return files | commit.hash_files(folder, names, snapshot.store)
-
-
-def _commit(
-    snapshot: _Snapshot, parts: list[tuple[dict[str, dict[str, Any]], torch.Tensor]]
-) -> Folder:
-    manifest = {
-        "version": MANIFEST_VERSION,
-        "step": snapshot.step,
-        "files": {name: entry for files, _ in parts for name, entry in files.items()},
-        "tensors": described(snapshot.model, _summed([lanes for _, lanes in parts])),
-    }
-    if (entry := _adapter(snapshot)) is not None:
-        manifest["adapter"] = entry
-    with disk_errors(snapshot.failed):
-        return commit.commit(snapshot.target, snapshot.step, manifest)
-
-
-def _adapter(snapshot: _Snapshot) -> dict[str, Any] | None:
-    """Return what state.json says of adapters; on the first rank."""
-    return json.loads(snapshot.content).get("adapter")
-
-
-def _remove(folder: Path, target: Folder) -> None:
-    """Remove what a save leaves on this machine's disk; on a store the next save does."""
-    if (isinstance(target, Place) or ranks.rank() == 0) and folder.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _summed(lanes: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(lanes).sum(0)  # int64 wraps

@@ -1,13 +1,10 @@
-"""The shards of a checkpoint: written by torch's DCP and hashed on the way, read by it in place.
-
-Owns the way of their bytes to a disk or a store and back. Knows neither models nor manifests.
-"""
+"""The shards of a checkpoint: written by torch's DCP and hashed on the way, read by it in place."""
 
 import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,105 +22,111 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
-from toolkit.formats import check_blob, coverage_fault
+from toolkit.formats import check_blob, coverage_fault, local_tensor
 
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
 
 
-# --------------------------------------------------------------------------------------------------
-# Writing
-# --------------------------------------------------------------------------------------------------
-
-
 class HashingWriter(FileSystemWriter):
-    """`FileSystemWriter` that leaves size and sha256 of what this rank wrote in `files`.
+    """`FileSystemWriter` that leaves size and sha256 of what this rank wrote, fsynced, in `files`.
 
-    Every file is fsynced. Where a rank has several cores and much to write, it writes several files
-    at a time.
-
-    Args:
-        folder: of the checkpoint.
-        shards: where the tensors go instead, on an object store; `.metadata` stays in `folder`.
-        ranks_here: processes that save on this machine.
+    Several at a time, where a rank has cores and much to write; `ranks_here` share the machine. The
+    tensors may go to `shards` on an object store; `.metadata` stays in `folder`.
     """
 
     def __init__(self, folder: Path, shards: Place | None = None, *, ranks_here: int = 1) -> None:
         super().__init__(folder, sync_files=shards is None)
-        self.shards, self.ranks_here = shards, ranks_here
-        self.fs = self._hashed = _HashedFiles(shards)
-        self.files = self._hashed.files
+        self.ranks_here = ranks_here
+        self.fs = self._files = _Files(shards)
+        self.files = self._files.hashed
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Return where the checkpoint is, for torch's logs and its metadata."""
-        return self.path if self.shards is None else str(self.shards)
+        return self.path if self._files.shards is None else str(self._files.shards)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's items; called by `dcp.save`."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        most = min(_FILES, (cores or 1) // self.ranks_here)
+        count = max(1, min(most, sum(map(_size, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
         # Not by torch's own threads: what fails in one of those is lost.
         with ThreadPoolExecutor(_FILES, "shards") as pool:
             jobs = []
-            for i, part in enumerate(_split(plan.items, self._files_at_a_time(plan.items))):
+            for i, items in enumerate(filter(None, spread(plan.items, _size, count))):
                 names = dataclasses.replace(
                     plan.storage_data, prefix=f"{prefix}{i}_" if i else prefix
                 )
-                own = dataclasses.replace(plan, items=part, storage_data=names)
-                jobs.append(pool.submit(write, own, planner))
+                part = dataclasses.replace(plan, items=items, storage_data=names)
+                jobs.append(pool.submit(write, part, planner))
             try:
-                results = [result for job in jobs for result in job.result().wait()]
+                return _done([result for job in jobs for result in job.result().wait()])
             except BaseException:  # of one file, or an interrupt: the others need not go on
-                self._hashed.stopped = True
+                self._files.stopped = True
                 raise
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def _files_at_a_time(self, items: list[WriteItem]) -> int:
-        """Return into how many files the items go, so that hashing them keeps up with a disk."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        most = min(_FILES, (cores or 1) // self.ranks_here)
-        return max(1, min(most, sum(map(_size, items)) // _WORTH_A_FILE))
 
 
-class _HashedFiles(FileSystem):
-    """torch's file system, whose shards are hashed while they are written."""
+class ShardReader(FileSystemReader):
+    """`FileSystemReader` with metadata that was read before; it reads several blobs at a time."""
+
+    def __init__(self, folder: Folder, metadata: Metadata) -> None:
+        super().__init__(Path() if isinstance(folder, Place) else folder)
+        self.fs = _Files(folder if isinstance(folder, Place) else None)
+        self.on_disk = isinstance(folder, Path)
+        self.metadata, self.requested = metadata, 0
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata; torch's own way would run its pickle."""
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Read this rank's items; called by `dcp.load`."""
+        items = sorted(plan.items, key=lambda i: self.storage_data[i.storage_index].offset)
+        blobs = {i.storage_index: self.storage_data[i.storage_index] for i in items}
+        self.requested = sum(self.storage_data[i.storage_index].length for i in items)
+        for blob in blobs.values() if self.on_disk else ():
+            check_blob(Path(self.path) / blob.relative_path, blob.offset, blob.length)
+        read = super().read_data
+        with ThreadPoolExecutor(_READERS, "shards") as pool:
+            parts = [dataclasses.replace(plan, items=items[i::_READERS]) for i in range(_READERS)]
+            for job in [pool.submit(read, part, planner) for part in parts]:
+                job.result()
+        return _done(None)
+
+
+class _Files(FileSystem):
+    """torch's file system: shards are hashed while they are written, and may be on a store."""
 
     def __init__(self, shards: Place | None) -> None:
         self.shards = shards
-        self.files: dict[str, dict[str, Any]] = {}
+        self.hashed: dict[str, dict[str, Any]] = {}
         self.stopped = False
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; its size and hash are in `files` when it is written."""
+        """Open a file; size and hash of a shard are in `hashed` when it is written."""
         path = Path(path)
-        if path.suffix != ".distcp":  # the metadata, which is small
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        target = path if self.shards is None else self.shards / path.name
-        with target.open("wb") as file:
-            hashing = HashingStream(path.name, file, self)
-            yield hashing
-        self.files[path.name] = {
-            "size": hashing.size,
-            "sha256": hashing.sha256.hexdigest(),
-        }
+        is_shard = path.suffix == ".distcp"
+        target = self.shards / path.name if self.shards and is_shard else path
+        with target.open(mode) as file:
+            stream = HashingStream(path.name, file, self) if is_shard and mode == "wb" else file
+            yield stream
+        if isinstance(stream, HashingStream):
+            self.hashed[path.name] = {"size": stream.size, "sha256": stream.sha256.hexdigest()}
 
 
 class HashingStream:
     """A file under a hash, as `torch.save` writes to it."""
 
-    def __init__(self, name: str, file: Any, files: _HashedFiles) -> None:
+    def __init__(self, name: str, file: Any, files: _Files) -> None:
         self.name, self.file, self.files = name, file, files
         self.sha256, self.size = hashlib.sha256(), 0
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
@@ -142,41 +145,14 @@ class HashingStream:
         return self.size
 
 
-def _size(item: WriteItem) -> int:
-    return (item.tensor_storage_size() or 0) if item.tensor_data is not None else 0
-
-
-def _split(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Return the items in at most `count` parts of about as many bytes: the largest first, each to
-    the part that has least.
-    """
-    parts: list[list[WriteItem]] = [[] for _ in range(count)]
-    held = [0] * count
-    for item in sorted(items, key=_size, reverse=True):
-        least = held.index(min(held))
-        parts[least].append(item)
-        held[least] += _size(item)
-    return [part for part in parts if part]
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading
-# --------------------------------------------------------------------------------------------------
-
-
 def read_tensors(folder: Folder, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> int:
     """Fill this rank's parts of `tensors` in place from a DCP folder; return the bytes asked for.
 
     Collective. Each name must be in `metadata` with the tensor's shape and dtype. torch reads the
-    whole blob of every chunk that a rank shares: its own bytes on the number of ranks that saved,
-    up to twice those on twice as many.
-
-    Args:
-        metadata: from `toolkit.formats.dcp.read_metadata`: torch's own reader would run its pickle.
+    whole blob of every chunk that a rank shares: up to twice its own bytes on twice the ranks.
 
     Raises:
-        CheckpointError: on every rank; a tensor whose chunks do not cover it exactly once, a
-            damaged blob, a file that ends too early.
+        CheckpointError: on every rank: chunks do not cover a tensor once, or a blob is damaged.
     """
 
     def check_whole() -> None:
@@ -185,60 +161,44 @@ def read_tensors(folder: Folder, metadata: Metadata, tensors: dict[str, torch.Te
                 raise CheckpointError(f"{folder}: {name} is not whole: {fault}")
 
     ranks.on_all(check_whole)
-    reader = _ShardReader(folder, metadata)
+    reader, group = ShardReader(folder, metadata), ranks.object_group()
     try:
-        group = ranks.object_group()
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        first = next(iter(error.failures.values()), error)
-        cause = first[0] if isinstance(first, tuple) else first
-        text = " ".join(str(cause).split())
+        text = " ".join(str(first_failure(error)[1]).split())
         raise CheckpointError(f"{folder} cannot be read: {text}") from error
     return reader.requested
 
 
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """Return the first rank that failed in a call of DCP, and what it failed with."""
+    rank, failure = next(iter(error.failures.items()), (0, error))
+    return rank, failure[0] if isinstance(failure, tuple) else failure
+
+
 def own_bytes(tensors: dict[str, torch.Tensor]) -> int:
     """Return the bytes of this rank's parts."""
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors.values())
+    return sum(local_tensor(t).nbytes for t in tensors.values())
 
 
-class _ShardReader(FileSystemReader):
-    """`FileSystemReader` with metadata that was read before; it reads several blobs at a time."""
-
-    def __init__(self, folder: Folder, metadata: Metadata) -> None:
-        super().__init__(Path() if isinstance(folder, Place) else folder)
-        self.on_disk = not isinstance(folder, Place)
-        if isinstance(folder, Place):
-            self.fs = _StoredFiles(folder)
-        self.metadata, self.requested = metadata, 0
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        items = sorted(plan.items, key=lambda i: self.storage_data[i.storage_index].offset)
-        blobs = {i.storage_index: self.storage_data[i.storage_index] for i in items}
-        self.requested = sum(self.storage_data[i.storage_index].length for i in items)
-        for blob in blobs.values() if self.on_disk else ():
-            check_blob(Path(self.path) / blob.relative_path, blob.offset, blob.length)
-        read = super().read_data
-        with ThreadPoolExecutor(_READERS, "shards") as pool:
-            parts = [dataclasses.replace(plan, items=items[i::_READERS]) for i in range(_READERS)]
-            for job in [pool.submit(read, part, planner) for part in parts]:
-                job.result()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+def _done(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
-class _StoredFiles(FileSystem):
-    """torch's file system over the shards on an object store."""
+def _size(item: WriteItem) -> int:
+    return (item.tensor_storage_size() or 0) if item.tensor_data is not None else 0
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
 
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a shard for reading."""
-        with (self.place / os.path.basename(path)).open(mode) as stream:
-            yield stream
+def spread(items: list[Any], size: Callable[[Any], int], count: int) -> list[list[Any]]:
+    """Return the items in `count` parts of about as many bytes: the largest first, each to the part
+    that has least.
+    """
+    parts: list[list[Any]] = [[] for _ in range(count)]
+    held = [0] * count
+    for item in sorted(items, key=size, reverse=True):
+        least = held.index(min(held))
+        parts[least].append(item)
+        held[least] += size(item)
+    return parts

@@ -6,13 +6,11 @@
     torch's HuggingFaceStorageWriter,     shard-*.safetensors, the place of each part in its
     transformers' distributed_checkpoint  tensor said by the header
 
-Owns these layouts, and the answer to a path that is none of them. What they say is read with
-suspicion: a pickle by `formats.dcp_metadata` only, headers by `formats.read_header`. Does
-not know what is done with the weights.
+What they say is not trusted: a pickle is read by `formats.read_metadata` only.
 """
 
 import hashlib
-import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +19,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from toolkit.adapters.base import base_digest
+from toolkit.adapters.peft_folder import ENTRY, is_adapter_folder
 from toolkit.checkpoint.commit import (
+    ACCELERATE,
     MANIFEST,
+    SHARDED_SAFETENSORS,
     damaged_files,
     find_checkpoint,
     is_committed,
@@ -40,18 +42,20 @@ from toolkit.formats import (
     header_metadata,
     local_folder,
     plain_file,
+    read_config,
     read_header,
     read_metadata,
+    source_dtypes,
     tensor_chunks,
 )
 from toolkit.parsing import parse_json
 
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
-_ACCELERATE = "pytorch_model_fsdp_"
 _OPTIMIZER = "optimizer_"  # Accelerate's folder of moments, beside the one of weights
-_SHARDS = "shard-*-model-*-of-*.safetensors"
 _SHARDING = "DCP_SHARDING_INFO"  # the header's entry in which torch says where a shard begins
 _CONSOLIDATED_BESIDE = "sharded"  # where torch puts the shards when it consolidates them itself
+# Keys of a base's config.json that a save changes.
+_OF_A_SAVE = {"vocab_size", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
 # What compilation and wrappers put into names, and no state dict for export has.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -104,8 +108,8 @@ class Source:
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:
     """Return where the weights of `checkpoint` are, and what they are. Reads metadata only.
 
-    Of the toolkit's own checkpoint the sizes of all files, and the hashes of the metadata and of
-    the model's config, are compared with the manifest; the shards' bytes are not read.
+    Of the toolkit's own checkpoint the sizes of the shards, and the hashes of the metadata and of
+    the model's config, are compared with the manifest.
 
     Args:
         checkpoint: a run (its newest committed checkpoint), a checkpoint, or one of another tool.
@@ -122,30 +126,121 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
         hf_assets is not None or not is_committed(path.parent)
     ):
         return _dcp(path, _assets(hf_assets, path))
-    if _is_sharded_safetensors(path):
-        return _safetensors(path, sorted(path.glob(_SHARDS)), _assets(hf_assets, path))
-    if _is_sharded_safetensors(path / _CONSOLIDATED_BESIDE):
-        return find_source(path / _CONSOLIDATED_BESIDE, hf_assets if hf_assets else _own(path))
-    models = sorted(p.parent for p in path.glob(f"{_ACCELERATE}*/{METADATA_FILE}"))
-    if len(models) == 1:
-        return find_source(models[0], hf_assets if hf_assets else _own(path))
-    if models:
+    if shards := sorted(path.glob(SHARDED_SAFETENSORS)):
+        return _safetensors(path, shards, _assets(hf_assets, path))
+    inner = [path / _CONSOLIDATED_BESIDE]
+    if not any(inner[0].glob(SHARDED_SAFETENSORS)):
+        inner = sorted(p.parent for p in path.glob(f"{ACCELERATE}*/{METADATA_FILE}"))
+    if len(inner) == 1:
+        return find_source(inner[0], hf_assets or (path if _has_config(path) else None))
+    if inner:
         raise CheckpointError(
-            f"{path} holds {len(models)} models; give one of them: {', '.join(map(str, models))}"
+            f"{path} holds {len(inner)} models; give one of them: {', '.join(map(str, inner))}"
         )
     try:
         found = find_checkpoint(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_instead(path)}") from error
+        if _has_config(path) and any(path.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{path} is a Hugging Face folder already: nothing to consolidate"
+            ) from error
+        raise
     return _own_checkpoint(found, hf_assets)
+
+
+def find_adapter(checkpoint: str | Path) -> Source | None:
+    """Return the weights of a checkpoint of adapters (`find_source`), None where it holds none."""
+    path = Path(checkpoint).expanduser()
+    try:
+        folder = find_checkpoint(path)
+    except CheckpointError:
+        return None  # another tool's, or none: `find_source` says
+    return find_source(folder) if is_adapter_folder(folder / "hf") else None
+
+
+def base_entry(source: Source) -> dict[str, Any]:
+    """Return what a checkpoint's manifest says of the base that was adapted."""
+    entry = read_manifest(source.checkpoint).get(ENTRY) if source.checkpoint else None
+    if not isinstance(entry, dict) or not isinstance(entry.get("name_or_path"), str):
+        raise CheckpointError(
+            f"{source.checkpoint or source.folder} does not say which base model its adapter is "
+            f"for ({ENTRY!r} in its manifest)"
+        )
+    return entry
+
+
+def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
+    """Return the folder of the base that the adapter of a checkpoint was trained on.
+
+    `elsewhere` is a folder or Hub id, None where the run had it; ExportError for another base.
+    """
+    entry = base_entry(source)
+    if str(entry.get("digest")).startswith("random"):
+        raise ExportError(
+            f"the base of {source.checkpoint} was drawn at random ({entry['digest']}) and is in no "
+            "folder: there is nothing that the adapter could be put on again"
+        )
+    given = str(elsewhere) if elsewhere is not None else entry["name_or_path"]
+    revision = None if elsewhere is not None else entry.get("revision")
+    folder = _base_folder(given, revision)
+    if (digest := base_digest(folder, given, revision)) != entry.get("digest"):
+        raise ExportError(
+            f"{folder} is not the base that the adapter of {source.checkpoint} was trained on: its "
+            f"weights have the digest {digest}, the checkpoint says {entry.get('digest')}. Give "
+            "the folder or Hub id of that one with --hf_assets"
+        )
+    return folder
+
+
+def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str, Any]:
+    """Return the base as an exported adapter names it: as the run did, or `elsewhere`.
+
+    A folder's weights are read and compared. Of a Hub id whose weights are not here only the config
+    is: a name is no reason to download them. `toolkit verify --logits` reads them.
+
+    Raises:
+        ExportError: `elsewhere` is not found here, or is another base.
+    """
+    entry = base_entry(source)
+    if elsewhere is None:
+        return entry
+    given = str(elsewhere)
+    folder = _base_folder(given)
+    if is_here := os.path.isdir(os.path.expanduser(given)):
+        given = os.path.abspath(folder)
+    if is_here or source_dtypes(folder) is not None:
+        find_base(source, folder)
+    else:
+        ours, theirs = read_config(source.hf), read_config(folder)
+        for key in sorted((ours.keys() & theirs.keys()) - _OF_A_SAVE):
+            if ours[key] != theirs[key]:
+                raise ExportError(
+                    f"{given} is not the base that the adapter was trained on: its config has "
+                    f"{key} {theirs[key]!r}, the checkpoint's {ours[key]!r}"
+                )
+    return {**entry, "name_or_path": given, "revision": None}
+
+
+def _base_folder(given: str, revision: str | None = None) -> Path:
+    try:
+        return local_folder(given, revision)
+    except ModelError as error:
+        raise ExportError(
+            f"the base of this adapter is not found: {error}; give its folder or Hub id with "
+            "--hf_assets"
+        ) from error
+
+
+def travels(name: str) -> bool:
+    """Whether a file beside a model's weights goes with its adapters, as a tokenizer does."""
+    return name != "generation_config.json" and not name.endswith(".py")
 
 
 def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """Return (prefix, parameter name -> key of the checkpoint) of all weights in `source`.
 
-    Wrappers' parts of the keys (`_orig_mod.` of torch.compile) are left out. Where the checkpoint's
-    keys have no prefix, only those below the model's own modules count: beside them may be
-    anything.
+    Wrappers' parts of the keys (`_orig_mod.` of torch.compile) are left out. Of keys without a
+    prefix only those below the model's own modules count.
 
     Raises:
         ExportError: two prefixes would do, or two keys are one parameter.
@@ -170,39 +265,27 @@ def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str
 
 
 def check_whole(source: Source, keys: Iterable[str]) -> None:
-    """Check that the chunks of each tensor in `keys` cover every element exactly once.
-
-    Raises:
-        ExportError: names the tensor and the gap or overlap.
-    """
+    """Check that chunks cover each element of each tensor once; ExportError names what is not."""
     for key in keys:
         entry = source.tensors[key]
-        fault = boxes_fault(entry.shape, entry.boxes)
-        if fault is not None:
+        if fault := boxes_fault(entry.shape, entry.boxes):
             raise ExportError(f"{key} {entry.shape} is not whole in {source.folder}: {fault}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Layouts
-# --------------------------------------------------------------------------------------------------
-
-
 def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
+    metadata = f"dcp/{METADATA_FILE}"
     files = read_manifest(checkpoint)["files"]
-    if f"dcp/{METADATA_FILE}" not in files:
-        raise CheckpointError(f"{checkpoint} has no dcp/{METADATA_FILE} in its manifest")
-    for name, entry in files.items():
-        if not name.startswith("dcp/"):
-            continue
-        file = checkpoint / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != entry["size"]:
-            raise damaged(file, "is missing" if size is None else _other_size(size, entry))
-    small = [n for n in files if n.startswith("hf/") or n == f"dcp/{METADATA_FILE}"]
-    if faults := damaged_files(checkpoint, only=small):
-        raise damaged(checkpoint / faults[0][0], faults[0][1])
+    if metadata not in files:
+        raise CheckpointError(f"{checkpoint} has no {metadata} in its manifest")
+    shards = [n for n in files if n.startswith("dcp/")]
+    small = [n for n in files if n.startswith("hf/") or n == metadata]
+    for name, fault in (
+        *damaged_files(checkpoint, only=shards, hashed=False),
+        *damaged_files(checkpoint, only=small),
+    ):
+        raise damaged(checkpoint / name, fault)
     hf = checkpoint / "hf" if hf_assets is None else _given(hf_assets)
-    if not (hf / "config.json").is_file():
+    if not _has_config(hf):
         raise ExportError(
             f"{hf} has no config.json; give a folder that has: --hf_assets FOLDER_OR_ID"
         )
@@ -212,10 +295,6 @@ def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
 def damaged(file: Path, what: str) -> CheckpointError:
     """Return the error of a file that is not what the manifest says."""
     return CheckpointError(f"{file} {what}; use another checkpoint of the run")
-
-
-def _other_size(size: int, entry: dict[str, Any]) -> str:
-    return f"is {size} bytes long, expected {entry['size']}"
 
 
 def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
@@ -229,7 +308,7 @@ def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    weights = folder.with_name(folder.name.replace(_OPTIMIZER, _ACCELERATE))
+    weights = folder.with_name(folder.name.replace(_OPTIMIZER, ACCELERATE))
     if folder.name.startswith(_OPTIMIZER) and (weights / METADATA_FILE).is_file():
         raise CheckpointError(f"{folder} holds an optimizer's state; the weights are in {weights}")
     return Source(
@@ -256,16 +335,11 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
                 "HuggingFaceStorageWriter writes that with save_distributed=True"
             )
         try:
-            places = {
-                n: tuple(p["saved_offsets"])
-                for n, p in parse_json(said, file, CheckpointError).items()
-            }
+            places = parse_json(said, file, CheckpointError)
             for name, entry in entries.items():
-                offsets = places[name]
-                counts = [*offsets, *entry.shape]
-                if len(offsets) != len(entry.shape) or any(
-                    type(n) is not int or not 0 <= n < 2**63 for n in counts
-                ):
+                offsets = tuple(places[name]["saved_offsets"])
+                counted = all(type(n) is int and 0 <= n < 2**63 for n in (*offsets, *entry.shape))
+                if not counted or len(offsets) != len(entry.shape):
                     raise ValueError(f"{name}: {entry.shape} at {offsets}")
                 parts.setdefault(name, []).append((entry, offsets))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -288,29 +362,16 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
     return Source(folder, hf, None, None, tensors, chunks.__getitem__)
 
 
-def _is_sharded_safetensors(folder: Path) -> bool:
-    return next(folder.glob(_SHARDS), None) is not None
-
-
-# --------------------------------------------------------------------------------------------------
-# What the user gave
-# --------------------------------------------------------------------------------------------------
-
-
 def _assets(hf_assets: str | Path | None, path: Path) -> Path:
     """Return the folder with the config for a checkpoint of another tool."""
-    found = _given(hf_assets) if hf_assets is not None else _own(path)
-    if found is None:
-        kind = "a torch DCP folder" if (path / METADATA_FILE).is_file() else "sharded safetensors"
+    if hf_assets is not None:
+        return _given(hf_assets)
+    if not _has_config(path):
         raise ExportError(
-            f"{path} is {kind} without the model's config; give the folder or the Hub "
-            "id that has it: --hf_assets FOLDER_OR_ID"
+            f"{path} is a checkpoint without the model's config; give the folder or the Hub id "
+            "that has it: --hf_assets FOLDER_OR_ID"
         )
-    return found
-
-
-def _own(path: Path) -> Path | None:
-    return path if (path / "config.json").is_file() else None
+    return path
 
 
 def _given(hf_assets: str | Path) -> Path:
@@ -321,39 +382,15 @@ def _given(hf_assets: str | Path) -> Path:
         folder = local_folder(str(hf_assets))
     except ModelError as error:
         raise ExportError(f"--hf_assets: {error}") from error
-    if not (folder / "config.json").is_file():
-        near = [p for p in (folder / "hf", folder.parent, folder.parent / "hf") if _own(p)]
+    if not _has_config(folder):
+        near = [p for p in (folder / "hf", folder.parent, folder.parent / "hf") if _has_config(p)]
         hint = f"; did you mean {near[0]}?" if near else "; give a Hugging Face model's folder"
         raise ExportError(f"--hf_assets {folder} has no config.json{hint}")
     return folder
 
 
-def _instead(path: Path) -> str:
-    """Return which paths near `path` would do, as the end of an error message."""
-    if not path.is_dir():
-        above = next((p for p in path.parents if p.is_dir()), None)
-        near = [] if above is None or above == Path(".") else _checkpoints_below(above)
-    else:
-        near = _checkpoints_below(path) or [p for p in list(path.parents)[:3] if _readable(p)]
-    if not near and path.is_dir() and next(path.glob("*.safetensors"), None) is not None:
-        return "; it is a Hugging Face folder already: nothing to consolidate"
-    return f"; did you mean {' or '.join(map(str, near[:3]))}?" if near else ""
-
-
-def _checkpoints_below(path: Path) -> list[Path]:
-    folders = sorted(p for p in path.iterdir() if p.is_dir())
-    deeper = sorted(p for f in folders[:100] for p in f.iterdir() if p.is_dir())
-    return [p for p in folders if _readable(p)] or [p for p in deeper[:1000] if _readable(p)]
-
-
-def _readable(path: Path) -> bool:
-    return (
-        is_committed(path)
-        or (path / METADATA_FILE).is_file()
-        or _is_sharded_safetensors(path)
-        or next(path.glob(f"{_ACCELERATE}*/{METADATA_FILE}"), None) is not None
-        or next(path.glob("checkpoints/step-*/COMMIT"), None) is not None
-    )
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def _find_prefix(clean: dict[str, str], wanted: set[str], source: Source) -> str:
@@ -368,9 +405,3 @@ def _find_prefix(clean: dict[str, str], wanted: set[str], source: Source) -> str
             f"{', '.join(repr(p) for p in best)}; save the one to export by itself"
         )
     return best[0] if best else _PREFIX
-
-
-def total_bytes(source: Source, keys: Iterable[str]) -> int:
-    """Return the bytes of the tensors `keys`."""
-    entries = (source.tensors[key] for key in keys)
-    return sum(math.prod(e.shape) * e.dtype.itemsize for e in entries)

@@ -1,8 +1,4 @@
-"""What the state of a run consists of: tensors for DCP, everything else for state.json.
-
-Owns `TrainState`, its form in a checkpoint, and the way from there back into the optimizer and the
-schedule. Knows neither folders nor ranks' shares.
-"""
+"""What the state of a run consists of: tensors for DCP, everything else for state.json."""
 
 import contextlib
 import json
@@ -19,25 +15,17 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from toolkit import ranks
 from toolkit.adapters.base import adapter_entry
 from toolkit.checkpoint import rng_state
-from toolkit.checkpoint.commit import STATE, read_plain
-from toolkit.checkpoint.store import Folder
+from toolkit.checkpoint.commit import STATE
+from toolkit.checkpoint.store import Folder, read_object
 from toolkit.errors import CheckpointError
 from toolkit.models.peft_model import has_adapters
-from toolkit.parsing import parse_json
 
 Known = dict[str, TensorStorageMetadata]
 """Name -> what a checkpoint says of its tensor."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What one rank read of a checkpoint."""
-
-    own_bytes: int
-    """Bytes of this rank's parts of parameters and optimizer state."""
-    bytes_requested: int
-    """Bytes asked for to fill them; verification, which reads everything, is not in it."""
-    seconds: float
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("step", "tokens", "world_size"), int),
+    **dict.fromkeys(("optimizer", "scheduler", "data", "extra"), dict),
+}
 
 
 @dataclass
@@ -57,13 +45,15 @@ class TrainState:
     """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else that is JSON; `resume` updates it."""
-    restored: Restored | None = None
-    """What `resume` read; None before."""
+    restored: dict[str, float] = field(default_factory=dict)
+    """What `resume` read on this rank: `own_bytes` of its parts, `bytes_requested` to fill them
+    (verification, which reads everything, is not in it), `seconds`; empty before."""
 
-
-# --------------------------------------------------------------------------------------------------
-# To a checkpoint
-# --------------------------------------------------------------------------------------------------
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the optimizer has, by name."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        held = {id(p) for group in groups for p in group["params"]}
+        return {n: p for n, p in self.model.named_parameters() if id(p) in held}
 
 
 def optimizer_tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -84,7 +74,7 @@ def state_text(state: TrainState) -> str:
         "metrics": {k: float(v) for k, v in state.metrics.items() if math.isfinite(v)},
         "world_size": ranks.world_size(),
         "device": rng_state.device_type(),
-        "optimizer": None if state.optimizer is None else _optimizer_content(state),
+        "optimizer": _optimizer_content(state),
         # What JSON can hold: a closed-form schedule needs no more.
         "scheduler": None
         if state.scheduler is None
@@ -98,66 +88,41 @@ def state_text(state: TrainState) -> str:
 
 
 def _optimizer_state(state: TrainState) -> Iterator[tuple[str, dict[str, Any]]]:
-    if state.optimizer is None:
-        return
+    held = {} if state.optimizer is None else state.optimizer.state
     for name, parameter in state.model.named_parameters():
-        if parameter in state.optimizer.state:
-            yield name, state.optimizer.state[parameter]
+        if parameter in held:
+            yield name, held[parameter]
 
 
-def _optimizer_content(state: TrainState) -> dict[str, Any]:
-    assert state.optimizer is not None
-    trained = _trained(state)
+def _optimizer_content(state: TrainState) -> dict[str, Any] | None:
+    if state.optimizer is None:
+        return None
     tensors: dict[str, set[str]] = {}  # by the number of dimensions, a text in JSON
     scalars: dict[str, dict[str, float]] = {}
-    with_state = dict(_optimizer_state(state))
-    for name, parameter in state.model.named_parameters():
-        for key, value in with_state.get(name, {}).items():
+    with_state, parameters = dict(_optimizer_state(state)), dict(state.model.named_parameters())
+    for name, held in with_state.items():
+        for key, value in held.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0:
-                tensors.setdefault(str(parameter.ndim), set()).add(key)
+                tensors.setdefault(str(parameters[name].ndim), set()).add(key)
             else:
                 scalars.setdefault(key, {})[name] = float(value)
     return {
         "class": type(state.optimizer).__name__,
         "tensors": {dimensions: sorted(parts) for dimensions, parts in tensors.items()},
         "scalars": scalars,
-        "without": [n for n in trained if not with_state.get(n)],
+        "without": [n for n in state.trained() if not with_state.get(n)],
     }
 
 
-def _trained(state: TrainState) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimizer has, by name."""
-    assert state.optimizer is not None
-    trained = {id(p) for g in state.optimizer.param_groups for p in g["params"]}
-    return {n: p for n, p in state.model.named_parameters() if id(p) in trained}
-
-
-# --------------------------------------------------------------------------------------------------
-# From a checkpoint
-# --------------------------------------------------------------------------------------------------
-
-
 def read_state(checkpoint: Folder) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors: step, tokens, world size, data position.
-
-    Raises:
-        CheckpointError: the file is missing, no JSON, or lacks a piece; named.
-    """
+    """Return what a checkpoint holds beside tensors: step, tokens, world size, data position."""
     file = checkpoint / STATE
-    try:
-        content = read_plain(file)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing: step, tokens, schedule, position") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    saved = parse_json(content, file, CheckpointError)
-    expected = dict.fromkeys(("step", "tokens", "world_size"), int)
-    expected |= dict.fromkeys(("optimizer", "scheduler", "data", "extra"), dict)  # type: ignore[arg-type]
-    lacking = [n for n in expected if not isinstance(saved, dict) or n not in saved]
-    if lacking:
+    saved = read_object(file)
+    if saved is None:
+        raise CheckpointError(f"{file} is missing: step, tokens, schedule, position")
+    if lacking := [n for n in _KINDS if n not in saved]:
         raise CheckpointError(f"{file} lacks {', '.join(lacking)}")
-    odd = [n for n, k in expected.items() if saved[n] is not None and type(saved[n]) is not k]
-    if odd:
+    if odd := [n for n, k in _KINDS.items() if not isinstance(saved[n], k | None)]:
         raise CheckpointError(f"{file} does not hold the state of a run: {', '.join(odd)}")
     return saved
 
@@ -174,44 +139,23 @@ def state_faults(checkpoint: Folder) -> Iterator[None]:
 
 
 def piece(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
-    """Return a part of state.json that this run needs.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
+    """Return a part of state.json that this run needs, or raise a CheckpointError."""
     if saved.get(name) is None:
         raise CheckpointError(f"{checkpoint} holds no {name} state, which this run needs to go on")
     return saved[name]
 
 
 def check_model(tensors: dict[str, torch.Tensor], known: Known, checkpoint: Folder) -> None:
-    """Refuse a checkpoint whose model tensors have other names, shapes or dtypes.
-
-    Raises:
-        CheckpointError: names them.
-    """
-    common = {n: (known[n], t) for n, t in tensors.items() if n in known}
-    lacking = sorted(tensors.keys() - known.keys())
-    extra = sorted(n for n in known if n.startswith("model.") and n not in tensors)
-    shapes = [
-        f"{n} {list(k.size)}, the model's {list(t.shape)}"
-        for n, (k, t) in common.items()
-        if tuple(k.size) != tuple(t.shape)
-    ]
-    dtypes = [
-        f"{n} {k.properties.dtype}, the model's {t.dtype}"
-        for n, (k, t) in common.items()
-        if k.properties.dtype != t.dtype
-    ]
+    """Refuse a checkpoint whose model tensors have other names, shapes or dtypes."""
     faults = []
-    if lacking:
+    if lacking := sorted(tensors.keys() - known.keys()):
         faults.append(f"it lacks {len(lacking)} tensor(s) of the model: {', '.join(lacking[:3])}")
-    if extra:
+    if extra := sorted(n for n in known if n.startswith("model.") and n not in tensors):
         faults.append(f"it has {len(extra)} that the model has not: {', '.join(extra[:3])}")
-    if shapes:
-        faults.append(f"{len(shapes)} have other shapes: {'; '.join(shapes[:3])}")
-    elif dtypes:
-        faults.append(f"{len(dtypes)} have another storage dtype: {'; '.join(dtypes[:2])}")
+    saved = {n: f"{list(k.size)} {k.properties.dtype}" for n, k in known.items()}
+    now = {n: f"{list(t.shape)} {t.dtype}" for n, t in tensors.items() if n in known}
+    if others := [f"{n} {saved[n]}, the model's {now[n]}" for n in now if saved[n] != now[n]]:
+        faults.append(f"{len(others)} have other shapes or dtypes: {'; '.join(others[:3])}")
     if faults:
         raise CheckpointError(
             f"{checkpoint} is of another model: {'; '.join(faults)}. Use the model it was trained "
@@ -236,16 +180,15 @@ def empty_moments(
             f"{checkpoint} holds the optimizer state of {before['class']}, which {kind} cannot go "
             "on with; use the optimizer it was trained with, or another output_dir"
         )
-    parameters = _trained(state)
+    parameters = state.trained()
     moments: dict[str, dict[str, torch.Tensor]] = {n: {} for n in parameters}
     for key, info in known.items():
         name, _, part = key.removeprefix("optimizer.").rpartition(".")
         if key.startswith("optimizer.") and name in parameters:
             like, dtype = parameters[name].detach(), info.properties.dtype
-            alike = tuple(info.size) == tuple(like.shape)
             moments[name][part] = (
                 torch.zeros_like(like, dtype=dtype)
-                if alike
+                if info.size == like.shape
                 else torch.zeros(info.size, dtype=dtype)
             )
     lacking = []
@@ -254,11 +197,10 @@ def empty_moments(
             continue
         # All of as many dimensions have the same parts: Adafactor's differ for vectors.
         parts = before["tensors"].get(str(parameter.ndim), ())
+        scalars = before["scalars"].items()
         lacking += [f"{part} of {name}" for part in parts if part not in moments[name]]
-        lacking += [
-            f"{key} of {name}" for key, held in before["scalars"].items() if name not in held
-        ]
-        if not before["tensors"] and not before["scalars"]:
+        lacking += [f"{key} of {name}" for key, held in scalars if name not in held]
+        if not before["tensors"] and not scalars:
             lacking.append(f"all state of {name}")
     if lacking:
         raise CheckpointError(
@@ -275,7 +217,6 @@ def fill_optimizer(
     optimizer = state.optimizer
     if optimizer is None:
         return
-    scalars = saved["optimizer"]["scalars"]
     names = {id(p): n for n, p in state.model.named_parameters()}
     groups = optimizer.state_dict()["param_groups"]
     entries: dict[int, dict[str, Any]] = {}
@@ -283,9 +224,9 @@ def fill_optimizer(
         for parameter, index in zip(group["params"], packed["params"], strict=True):
             name = names[id(parameter)]
             numbers = {
-                key: torch.tensor(per_name[name], dtype=torch.float32)
-                for key, per_name in scalars.items()
-                if name in per_name
+                key: torch.tensor(held[name], dtype=torch.float32)
+                for key, held in saved["optimizer"]["scalars"].items()
+                if name in held
             }
             if values := {**moments.get(name, {}), **numbers}:
                 entries[index] = values

@@ -1,11 +1,7 @@
-"""Where files are: a folder of a disk, or a place on an object store, through fsspec.
-
-Owns what tells a URL from a path, the way to a store's driver, and the one error that says what
-failed. Knows nothing of what is stored. Credentials come from where the driver finds them (its
-environment, its files), never from a URL.
-"""
+"""Where files are: a folder of a disk, with fsync, or a place on an object store (fsspec)."""
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -16,9 +12,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
 BLOCK = 16 * 2**20  # bytes of one request: long against a round trip
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_FILE_URL = re.compile(r"^(file|local)://", re.IGNORECASE)
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,21 @@ class Place:
             }
 
     def read_bytes(self) -> bytes:
-        """Return the whole object.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
-        with _driver_errors(f"{self} cannot be read"):
+        """Return the whole object; FileNotFoundError where there is none."""
+        with _driver_errors(f"{self} cannot be read", passed=FileNotFoundError):
             return self.fs.cat_file(self.path)
 
     def write_bytes(self, content: bytes) -> None:
         """Make, or replace, the object: whole, or not at all where the store keeps to that."""
-        with _driver_errors(f"{self} cannot be written", missing=True):
+        with _driver_errors(f"{self} cannot be written"):
             self.fs.pipe_file(self.path, content)
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
         """Give the object as a stream; one that is written appears when the context ends well."""
-        what = f"{self} cannot be {'read' if mode == 'rb' else 'written'}"
-        with _driver_errors(what, missing=mode != "rb"):
+        reads = mode == "rb"
+        what = f"{self} cannot be {'read' if reads else 'written'}"
+        with _driver_errors(what, passed=FileNotFoundError if reads else ToolkitError):
             file = self.fs.open(self.path, mode, block_size=BLOCK)
             try:
                 yield file
@@ -88,7 +85,10 @@ class Place:
 
     def unlink(self) -> None:
         """Delete the object; none there is fine."""
-        with contextlib.suppress(FileNotFoundError), _driver_errors(f"{self} cannot be deleted"):
+        with (
+            contextlib.suppress(FileNotFoundError),
+            _driver_errors(f"{self} cannot be deleted", passed=FileNotFoundError),
+        ):
             self.fs.rm_file(self.path)
 
 
@@ -98,100 +98,171 @@ Folder = Path | Place
 
 def is_url(path: object) -> bool:
     """Whether `path` names a place on an object store; `file://` is a path."""
-    if isinstance(path, Place):
-        return True
-    match = _URL.match(path) if isinstance(path, str) else None
-    return match is not None and match[1].lower() not in ("file", "local")
+    if isinstance(path, str):
+        return bool(_URL.match(path)) and not _FILE_URL.match(path)
+    return isinstance(path, Place)
 
 
 def where(path: str | Folder) -> Folder:
     """Return the folder, or the place on a store, that `path` names. Asks no store anything.
 
-    Raises:
-        CheckpointError: a URL with credentials in it, or of a driver that is not installed.
+    CheckpointError for a URL with credentials in it, or of a driver that is not installed.
     """
     if isinstance(path, Place):
         return path
     if not is_url(path):
-        match = _URL.match(str(path))
-        return Path(match[2]) if match and isinstance(path, str) else Path(path)
+        return Path(path if isinstance(path, Path) else _FILE_URL.sub("", path, count=1))
     url = str(path).rstrip("/")
-    if "::" in url:
-        raise CheckpointError(
-            f"{url} is a chain of file systems; give the store's own URL, such as s3://bucket/run"
-        )
     parts = urllib.parse.urlsplit(url)
-    if "@" in parts.netloc or parts.query:
+    if "@" in parts.netloc or parts.query or "::" in url:
         raise CheckpointError(
-            f"{parts.scheme}://... holds credentials or options; leave those to the store's own "
-            "configuration (its environment variables, its file in the home folder)"
+            f"{parts.scheme}://... holds credentials, options or a chain of file systems; give the "
+            "store's own URL, such as s3://bucket/run, and leave credentials to its driver (its "
+            "environment variables, its file in the home folder)"
         )
     import fsspec  # here: a run on a disk needs no store
 
     try:
         fs, stripped = fsspec.url_to_fs(url)
-    except ImportError as error:
+    except Exception as error:  # drivers have no common class
         raise CheckpointError(
-            f"{url} needs a driver that is not installed: {error} (with pip, on every machine of "
-            "the run)"
+            f"{url} cannot be opened, each machine of the run needs the driver of the store: "
+            f"{_cause(error)}"
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{url} is of no store that fsspec knows: {error}") from error
-    except Exception as error:  # a driver that cannot be set up: each has its own classes
-        raise CheckpointError(f"{url} cannot be opened: {_cause(error)}") from error
     return Place(url, str(stripped).rstrip("/"), fs)
 
 
 def files_below(folder: Folder) -> dict[str, int]:
-    """Return name relative to `folder` -> size of all files below it; -1 of what is no file, such
-    as a link.
-    """
+    """Return relative name -> size of all files below `folder`; -1 of what is none, or a link."""
     if isinstance(folder, Place):
         return folder.files()
-    found = {}
-    for path in folder.rglob("*"):
-        entry = path.lstat()
-        if not stat.S_ISDIR(entry.st_mode):
-            size = entry.st_size if stat.S_ISREG(entry.st_mode) else -1
-            found[str(path.relative_to(folder))] = size
-    return found
+    entries = {str(p.relative_to(folder)): p.lstat() for p in folder.rglob("*")}
+    return {
+        name: entry.st_size if stat.S_ISREG(entry.st_mode) else -1
+        for name, entry in entries.items()
+        if not stat.S_ISDIR(entry.st_mode)
+    }
+
+
+def read_plain(file: Folder) -> bytes:
+    """Return the bytes of a file of bounded size; OSError where it is none, or a link to one."""
+    if isinstance(file, Path):
+        entry = os.lstat(file)
+        if not stat.S_ISREG(entry.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(file))
+        if entry.st_size > MAX_JSON_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
+    return file.read_bytes()
+
+
+def read_object(file: Folder) -> dict[str, Any] | None:
+    """Return the JSON object that a file holds, None where there is no file."""
+    try:
+        content = parse_json(read_plain(file), file, CheckpointError)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, expected an object")
+    return content
 
 
 def probe(place: Place) -> None:
-    """Put a small object there, read it back, delete it: what a run will need, before it begins.
-
-    Raises:
-        CheckpointError: one of it fails.
-    """
+    """Put a small object there, read it back, delete it; CheckpointError where that fails."""
     # A name of its own, listed alone: every rank of a large run does this, beside its checkpoints.
     folder = place / f"probe-{os.urandom(8).hex()}"
-    advice = "check the URL, the network and the credentials, or give another checkpoint.root"
     try:
         (folder / "object").write_bytes(b"probe")
-        content, listed = (folder / "object").read_bytes(), folder.files()
+        found = (folder / "object").read_bytes(), folder.files()
         (folder / "object").unlink()
-        if content != b"probe" or listed != {"object": 5}:
-            raise CheckpointError(
-                f"5 bytes were put there; {content!r} are read, {listed} is listed"
-            )
+        if found != (b"probe", {"object": 5}):
+            raise CheckpointError(f"5 bytes were put there, read and listed are {found}")
     except (CheckpointError, FileNotFoundError) as error:
-        raise CheckpointError(f"checkpoints cannot go to {place}: {error}; {advice}") from error
+        raise CheckpointError(
+            f"checkpoints cannot go to {place}: {error}; check the URL, the network and the "
+            "credentials, or give another checkpoint.root"
+        ) from error
 
 
 @contextlib.contextmanager
-def _driver_errors(what: str, missing: bool = False) -> Iterator[None]:
-    """Turn whatever a driver raises into the one error; a missing object stays what it is, unless
-    `missing` is an error as any other: a bucket that is not there.
-    """
+def _driver_errors(what: str, passed: type[Exception] = ToolkitError) -> Iterator[None]:
+    """Raise what a driver raises, but for `passed`, as the one error."""
     try:
         yield
-    except ToolkitError:
+    except (ToolkitError, passed):
         raise
     except Exception as error:  # drivers have no common class
-        if isinstance(error, FileNotFoundError) and not missing:
-            raise
         raise CheckpointError(f"{what}: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def sync(path: Path) -> None:
+    """Fsync a file, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems order their renames themselves and refuse this for folders.
+        if error.errno not in _NO_FOLDER_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_above(folder: Path) -> None:
+    """Fsync `folder` and what it lies in, up to the root of its file system: without a synced entry
+    there it is lost with everything in it.
+    """
+    device = os.stat(folder).st_dev
+    for path in (folder.resolve(), *folder.resolve().parents):
+        if os.stat(path).st_dev != device or not os.access(path, os.R_OK):
+            return  # not ours to have made
+        sync(path)
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Write a file and fsync it."""
+    with open(file, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def replace_synced(file: Path, text: str) -> None:
+    """Write a file whole or not at all, over the one that was there; make its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.tmp")
+    write_synced(temporary, text)
+    os.replace(temporary, file)
+    sync(file.parent)
+
+
+def disk_error(what: str, error: BaseException) -> CheckpointError:
+    """Return the error that says `what` failed, and the disk's own cause."""
+    # torch reports a full disk as "unexpected pos 704 vs 598" and keeps the cause as its context.
+    cause: Any = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return CheckpointError(f"{what}: {error}")
+    place = f" ({cause.filename})" if cause.filename else ""
+    advice = ""
+    if cause.errno in _DISK_FULL:
+        advice = (
+            "; free some space, lower checkpoint.save_total_limit or give another output_dir, and "
+            "start again. The checkpoints before it are as they were"
+        )
+    return CheckpointError(f"{what}: {cause.strerror or cause}{place}{advice}")
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Raise the disk's errors as ours: `ranks` tells those to ranks that did not fail."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(what, error) from error

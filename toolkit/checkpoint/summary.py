@@ -1,8 +1,4 @@
-"""What a run or a checkpoint holds, for `toolkit inspect`: from metadata alone, no tensor is read.
-
-Owns the summary and its table. Knows nothing of models: names, shapes and chunks are what the
-checkpoint says.
-"""
+"""What a run or a checkpoint holds, for `toolkit inspect`, from metadata alone."""
 
 import math
 import re
@@ -13,11 +9,10 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.commit import CHECKPOINTS, find_checkpoint, is_committed
-from toolkit.errors import CheckpointError
+from toolkit.checkpoint.commit import CHECKPOINTS, STATE, find_checkpoint, is_committed
+from toolkit.checkpoint.store import read_object
 from toolkit.formats import METADATA_FILE, read_metadata
-from toolkit.parsing import read_json
-from toolkit.tables import fold, table, without_numbers
+from toolkit.tables import fold, size_text, table, without_numbers
 
 _STEP = re.compile(r"step-(\d+)(\..*)?")
 
@@ -45,41 +40,45 @@ def summarise(path: str | Path) -> dict[str, Any]:
     else:
         checkpoint = find_checkpoint(path)
         dcp, runs = checkpoint / "dcp", None if checkpoint == path else _checkpoints(path)
-    metadata = read_metadata(dcp)
     tensors = [
         _tensor(name, entry)
-        for name, entry in metadata.state_dict_metadata.items()
+        for name, entry in read_metadata(dcp).state_dict_metadata.items()
         if hasattr(entry, "properties")
     ]
-    tensors.sort(key=lambda t: _natural(t["name"]))
+    # Numbers in names by their value: layer 2 before layer 10.
+    tensors.sort(
+        key=lambda t: [
+            (not n.isdigit(), int(n) if n.isdigit() else n) for n in t["name"].split(".")
+        ]
+    )
     sections: dict[str, int] = defaultdict(int)
     dtypes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for tensor in tensors:
         sections[tensor["section"]] += tensor["bytes"]
         dtypes[tensor["section"]][tensor["dtype"]] += math.prod(tensor["shape"])
-    floating = {
-        n for n, d in vars(torch).items() if isinstance(d, torch.dtype) and d.is_floating_point
-    }
-    state = _read_object(checkpoint / "state.json")
-    config = _read_object(checkpoint / "hf" / "config.json")
+    state = read_object(checkpoint / STATE) or {}
+    config = read_object(checkpoint / "hf" / "config.json") or {}
     plain = {k: v for k, v in state.items() if isinstance(v, str | int | float) or v is None}
     step, world_size = plain.pop("step", None), plain.pop("world_size", None)
     position = state.get("data")
     batch = position.get("global_batch") if isinstance(position, dict) else None
-    batch = plain.pop("global_batch_size", batch)
+    names = config.get("architectures")
+    model = names[0] if isinstance(names, list) and names else config.get("model_type")
     return {
         "path": str(path),
         "checkpoints": runs,
         "checkpoint": str(checkpoint),
         "step": step,
         "world_size": world_size,
-        "global_batch_size": batch,
+        "global_batch_size": plain.pop("global_batch_size", batch),
         "saved_with": plain,
         "adapter": state.get("adapter"),
-        "model": _architecture(config),
-        "parameters": sum(n for dtype, n in dtypes.get("model", {}).items() if dtype in floating),
+        "model": model if isinstance(model, str) else None,
+        "parameters": sum(
+            n for dtype, n in dtypes["model"].items() if getattr(torch, dtype).is_floating_point
+        ),
         "bytes": {**sections, "files": _folder_bytes(checkpoint)},
-        "dtypes": {section: dict(found) for section, found in dtypes.items()},
+        "dtypes": {section: dict(found) for section, found in dtypes.items() if found},
         "tensors": tensors,
     }
 
@@ -93,14 +92,9 @@ def render(summary: dict[str, Any]) -> str:
     lines = []
     if summary["checkpoints"] is not None:
         lines.append(f"run         {summary['path']}")
-        rows = [
-            [
-                f"  {c['folder']}",
-                _bytes(c["bytes"]),
-                "committed" if c["committed"] else "NOT COMMITTED",
-            ]
-            for c in summary["checkpoints"]
-        ]
+        said = {True: "committed", False: "NOT COMMITTED"}
+        found = [(c["folder"], c["bytes"], c["committed"]) for c in summary["checkpoints"]]
+        rows = [[f"  {name}", size_text(size), said[whole]] for name, size, whole in found]
         lines += table(rows, right={1})
     lines.append(f"checkpoint  {summary['checkpoint']}")
     facts = [
@@ -115,17 +109,11 @@ def render(summary: dict[str, Any]) -> str:
     rows = [[f"  {name}", str(value)] for name, value in facts if value is not None]
     for section, elements in summary["dtypes"].items():
         kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in sorted(elements.items()))
-        rows.append([f"  {section}", f"{_bytes(summary['bytes'][section])} ({kinds})"])
-    rows.append(["  all files", _bytes(summary["bytes"]["files"])])
+        rows.append([f"  {section}", f"{size_text(summary['bytes'][section])} ({kinds})"])
+    rows.append(["  all files", size_text(summary["bytes"]["files"])])
     lines += [*table(rows, right=set()), ""]
     head = ["tensor", "tensors", "shape", "dtype", "bytes", "chunks"]
     return "\n".join([*lines, *table([head, *_grouped(summary["tensors"])], right={1, 4})])
-
-
-def _architecture(config: dict[str, Any]) -> str | None:
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else config.get("model_type")
-    return name if isinstance(name, str) else None
 
 
 def _checkpoints(run: Path) -> list[dict[str, Any]]:
@@ -164,7 +152,7 @@ def _grouped(tensors: Iterable[dict[str, Any]]) -> list[list[str]]:
     rows = []
     for (_, shape, dtype, sharding), members in groups.items():
         for name, indices in fold([t["name"] for t in members]):
-            size = _bytes(sum(members[i]["bytes"] for i in indices))
+            size = size_text(sum(members[i]["bytes"] for i in indices))
             rows.append([name, str(len(indices)), shape, dtype, size, sharding])
     return rows
 
@@ -184,28 +172,8 @@ def _sharding(tensor: dict[str, Any]) -> str:
     return f"{len(sizes)}: {min(sizes)} to {max(sizes)} {what}"
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
-
-
 def _folder_bytes(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    content = read_json(file, CheckpointError)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds {type(content).__name__}, expected an object")
-    return content
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
 
 
 def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:

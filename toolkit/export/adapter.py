@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
-from toolkit.checkpoint.adapter import travels
 from toolkit.checkpoint.facts import base_model
+from toolkit.checkpoint.sources import travels
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan, TensorShapes, lay_out, model_of_assets
 from toolkit.formats import ExportGroup

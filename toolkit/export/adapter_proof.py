@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
-from toolkit.checkpoint import saving
-from toolkit.checkpoint.fetch import local_copy
+from toolkit.checkpoint import local_copy, saving
 from toolkit.checkpoint.resuming import quarantine
 from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError

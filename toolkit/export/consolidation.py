@@ -20,10 +20,16 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.adapter import base_entry, find_adapter, find_base, named_base
 from toolkit.checkpoint.commit import CHECKPOINTS, read_manifest
 from toolkit.checkpoint.facts import run_facts
-from toolkit.checkpoint.sources import Source, find_source
+from toolkit.checkpoint.sources import (
+    Source,
+    base_entry,
+    find_adapter,
+    find_base,
+    find_source,
+    named_base,
+)
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.adapter import adapter_origin, make_adapter_plan

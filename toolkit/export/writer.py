@@ -29,7 +29,7 @@ import torch
 import xxhash
 from tqdm import tqdm
 
-from toolkit.checkpoint.durable import replace_synced, sync, sync_above
+from toolkit.checkpoint.store import replace_synced, sync, sync_above
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name

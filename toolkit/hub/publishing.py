@@ -4,10 +4,10 @@ import hashlib
 from pathlib import Path
 
 from toolkit import ranks
-from toolkit.checkpoint import fetch
+from toolkit.checkpoint import local_copy
 from toolkit.checkpoint.commit import EXPORTS, MANIFEST, find_checkpoint
 from toolkit.checkpoint.facts import is_path
-from toolkit.checkpoint.run_dir import export_path
+from toolkit.checkpoint.run_folder import export_path
 from toolkit.config import HubConfig
 from toolkit.errors import ExportError, HubError
 from toolkit.export import consolidate
@@ -56,7 +56,7 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
 
 
 def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
-    with fetch.local_copy(run_dir) as source:  # checkpoint.root may be elsewhere
+    with local_copy(run_dir) as source:  # checkpoint.root may be elsewhere
         checkpoint = find_checkpoint(source)
         output = export_of(checkpoint, run_dir)
         if not output.exists():

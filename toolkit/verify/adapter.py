@@ -24,8 +24,7 @@ from toolkit.adapters.peft_folder import (
     without_storage,
 )
 from toolkit.adapters.switch import amplified, has_moved, without_adapters
-from toolkit.checkpoint.adapter import base_entry, find_base, travels
-from toolkit.checkpoint.sources import Source
+from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.formats import export_manifest, in_file, local_folder, read_header, whole

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from toolkit.checkpoint import commit, rng_state
 from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE
 from toolkit.checkpoint.saving import MANIFEST_VERSION
+from toolkit.checkpoint.store import files_below
 from toolkit.errors import CheckpointError, LoadingError
 from toolkit.formats import (
     METADATA_FILE,
@@ -53,7 +54,7 @@ class CheckpointCheck:
         if manifest is None:
             return
         self.files = manifest["files"]
-        for name in sorted(commit.files_below(self.folder)):
+        for name in sorted(files_below(self.folder)):
             if (self.folder / name).is_symlink():
                 self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):

@@ -24,8 +24,7 @@ from toolkit.adapters.peft_folder import (
     weight_delta,
 )
 from toolkit.adapters.switch import without_adapters
-from toolkit.checkpoint.adapter import find_base
-from toolkit.checkpoint.sources import Source
+from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError
 from toolkit.formats import StoredTensor, in_file, read_weights, weight_files, whole
 from toolkit.loading import LoadGroup, load_group, load_groups

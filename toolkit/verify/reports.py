@@ -9,14 +9,12 @@ Owns which path means what. Changes nothing.
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, is_adapter_folder
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.adapter import find_adapter
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
-from toolkit.checkpoint.sources import find_source
+from toolkit.checkpoint.sources import find_adapter, find_source
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import INDEX_FILE, SINGLE_FILE, export_manifest
 from toolkit.verify.adapter import AdapterCheck
@@ -113,7 +111,7 @@ def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
         try:
             return [commit.find_checkpoint(path)], "checkpoint", []
         except CheckpointError as error:
-            raise CheckpointError(f"{error}{_near(path, _is_saved, is_export)}") from error
+            raise CheckpointError(f"{error}{_near(path)}") from error
     checked = [*commit.committed_steps(path).values()]
     checked += [folder for folder, _ in commit.broken_steps(path).values()]
     others = sorted(p.name for p in root.iterdir() if p not in checked)
@@ -131,18 +129,14 @@ def _export_folder(folder: Path) -> Path:
         raise ExportError(f"export {folder} is a file; give its folder: {folder.parent}")
     if is_export(folder):
         return folder
-    if _is_saved(folder):
+    if commit.committed_steps(folder) or commit.is_committed(folder):
         raise ExportError(f"{folder} is a checkpoint, not an export; give the checkpoint first")
-    hint = _near(folder, is_export)
+    hint = _near(folder)
     raise ExportError(f"{folder} is no Hugging Face folder: it has no weights and no config{hint}")
 
 
-def _is_saved(path: Path) -> bool:
-    return bool(commit.committed_steps(path)) or commit.is_committed(path)
-
-
-def _near(path: Path, *suits: Callable[[Path], bool]) -> str:
-    """Return which folders in `path` would do, as the end of an error: of the first kind there."""
+def _near(path: Path) -> str:
+    """Return which exports are in `path`, as the end of an error."""
     below = sorted(p for p in path.iterdir() if p.is_dir())[:1000] if path.is_dir() else []
-    found = next((f for s in suits if (f := [p for p in below if s(p)])), [])
+    found = [p for p in below if is_export(p)]
     return f"; did you mean {' or '.join(map(str, found[:3]))}?" if found else ""
