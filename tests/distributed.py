@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -56,12 +57,13 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
 
 
 def run_recipe_ranks(
-    recipe: str | Path, world: int, *flags: str, cwd: Path
+    recipe: str | Path, world: int, *flags: str, cwd: Path, kill_after: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a recipe on `world` gloo ranks, in forks of warm processes, as torchrun would.
 
     A second instead of the ten of a real launch. Where a rank fails, the others are ended after a
-    grace time. Returns the highest exit code, and the outputs of all ranks in rank order.
+    grace time; all are killed `kill_after` seconds, where that is given. Returns the highest exit
+    code, and the outputs of all ranks in rank order.
     """
     while len(_warm) < world:
         _warm.append(Warm())
@@ -76,15 +78,19 @@ def run_recipe_ranks(
             for r in range(world)
         ]
         codes, running, failed = [0] * world, set(range(world)), False
+        deadline = None if kill_after is None else time.monotonic() + kill_after
         while running:
             patience = _GRACE if failed else None
+            if deadline is not None:
+                patience = max(0.0, deadline - time.monotonic())
             ready, _, _ = select.select([_warm[r] for r in running], [], [], patience)
             for rank in [r for r in running if _warm[r] in ready]:
                 running.remove(rank)
                 codes[rank] = abs(_warm[rank].ended())
-            if failed and not ready:
+            if patience is not None and not ready:
                 for other in running:
                     os.kill(started[other], signal.SIGKILL)
+                deadline = None
             failed = any(codes)
         out, err = (
             "".join(Path(folder, f"{r}.{kind}").read_text() for r in range(world))

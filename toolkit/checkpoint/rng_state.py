@@ -1,6 +1,7 @@
 """The random state of one rank: python's, numpy's, torch's and the device's; no pickle."""
 
 import hashlib
+import json
 import random
 from pathlib import Path
 from typing import cast
@@ -54,8 +55,17 @@ def write(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
     folder.mkdir(exist_ok=True)
     hashes = {n: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for n, t in tensors.items()}
     # Not save_file: it hides the cause of a failed write, and makes a file that only we may read.
-    (folder / _file_name(rank)).write_bytes(save(tensors, metadata=hashes))
+    (folder / _file_name(rank)).write_bytes(_in_order(save(tensors, metadata=hashes)))
     return _file_name(rank)
+
+
+def _in_order(content: bytes) -> bytes:
+    """Return a safetensors file with its metadata sorted: equal states make equal files."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return content[:8] + text.ljust(length) + content[8 + length :]
 
 
 def restore(folder: Folder, rank: int) -> None:
