@@ -29,7 +29,7 @@ from toolkit.export import consolidate
 from toolkit.formats import laid_out_as
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models import build_on_meta
-from toolkit.models.peft_model import base_of
+from toolkit.models.peft_model import base_of, model_tensors
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training.launch import seed_everything
 from toolkit.training.loss import loss_sum
@@ -396,6 +396,22 @@ def digests(rank: int, world: int, folder: str, change: bool = False) -> dict:
             local = next(p for p in model.parameters() if p.ndim == 2).detach().to_local()
             local[0, 0] += 1e-3
     return saving.tensor_digests(model)
+
+
+def test_what_is_saved_is_sharded_after_a_forward_of_the_caller(folders):
+    """Without a backward FSDP2 leaves the root gathered, and the names mean what is freed later."""
+    for gathered, kinds in run_ranks(forward_then_name, 2, folders["untied"]):
+        assert gathered
+        assert kinds == {"DTensor"}
+
+
+def forward_then_name(rank: int, world: int, folder: str) -> tuple[bool, set[str]]:
+    model = shard(folder, world)
+    load_pretrained(model, folder, "cpu")
+    with torch.no_grad():
+        model(input_ids=batch(2)["input_ids"])
+    gathered = any(not isinstance(p, DTensor) for p in model.parameters())
+    return gathered, {type(tensor).__name__ for tensor in model_tensors(model).values()}
 
 
 def test_auto_export_is_the_cast_of_the_trained_weights(folders, tmp_path):

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.formats import reshard
+
 ADAPTER = "default"
 """PEFT's name for the one adapter of a run."""
 # What PEFT calls the module that it wraps, and what it puts beside.
@@ -141,6 +143,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
     model with adapters what is trained, under PEFT's names.
     """
+    reshard(model)  # a forward of the caller's own may have left the root gathered
     if has_adapters(model):
         tensors = trained_tensors(model)
     else:
