@@ -97,7 +97,7 @@ def said(rendered: Rendered | BadRow) -> list[str]:
 def test_what_is_learned_is_what_the_assistant_says(name, vocabulary):
     template, chats = TEMPLATES[name], conversations(name)
     tokenizer = tokenizer_of(vocabulary, template)
-    rendered = Chat(tokenizer).render(list(chats.values()))
+    rendered = list(map(Chat(tokenizer).render, chats.values()))
     encoder = Encoder(tokenizer, FinetuneDataConfig(), 5000)
     encoded = encoder.batch(list(chats.values()))
     for (kind, chat), text, tokens in zip(chats.items(), rendered, encoded, strict=True):
@@ -121,7 +121,7 @@ def test_what_is_learned_is_what_the_assistant_says(name, vocabulary):
 def test_generation_markers_tell_the_same(name, vocabulary):
     template, chats = TEMPLATES[name], conversations(name)
     tokenizer = tokenizer_of(vocabulary, template, template.marked)
-    rendered = Chat(tokenizer).render(list(chats.values()))
+    rendered = list(map(Chat(tokenizer).render, chats.values()))
     for (kind, chat), text in zip(chats.items(), rendered, strict=True):
         turns = expected(name, chat.messages)
         assert said(text) == turns, kind
@@ -298,7 +298,7 @@ def hard_chat(vocabulary, text: str) -> Chat:
 @pytest.mark.parametrize("case", HARD)
 def test_what_follows_the_prompt_is_learned(case, vocabulary):
     text, turn = HARD[case]
-    (result,) = hard_chat(vocabulary, text).render([Conversation(ANSWERS)])
+    result = hard_chat(vocabulary, text).render(Conversation(ANSWERS))
     numbered = [(i, m["content"]) for i, m in enumerate(ANSWERS) if m["role"] == "assistant"]
     assert said(result) == [
         (turn % c).replace("{turn}", str(i + 1)).replace("{length}", str(len(c)))
@@ -310,22 +310,22 @@ def test_what_follows_the_prompt_is_learned(case, vocabulary):
 def test_what_the_prompt_holds_is_no_answer(vocabulary):
     thought = "<think>\nTwo and two.\n</think>\n\nFour."
     chat = hard_chat(vocabulary, _EACH % _IM_TURN + _ASKED % _THINK)
-    (result,) = chat.render([Conversation([user("2 + 2?"), assistant(thought)] * 2)])
+    result = chat.render(Conversation([user("2 + 2?"), assistant(thought)] * 2))
     assert said(result) == [thought.removeprefix("<think>\n") + "<|im_end|>"] * 2
     # Where the turn has another thought than the prompt, nothing is the answer to it.
     chat = hard_chat(
         vocabulary, _EACH % _IM_TURN + _ASKED % (_THINK + "{{ '\\n' }}</think>{{ '\\n' }}")
     )
-    (result,) = chat.render([Conversation([user("2 + 2?"), assistant(thought)])])
+    result = chat.render(Conversation([user("2 + 2?"), assistant(thought)]))
     assert "prompt for turn 1 (assistant) goes on with" in str(result)
     assert "enable_thinking" in str(result)
 
 
 def test_an_answer_without_a_question(vocabulary):
-    chats = [[assistant("How may I help?"), user("Not."), assistant("Well.")]]
+    messages = [assistant("How may I help?"), user("Not."), assistant("Well.")]
     for prompt in ("<|im_start|>assistant{{ '\\n' }}", _THINK):
         text = "{{ messages[0].role[:0] }}" + _EACH % _IM_TURN + _ASKED % prompt
-        (result,) = hard_chat(vocabulary, text).render([Conversation(c) for c in chats])
+        result = hard_chat(vocabulary, text).render(Conversation(messages))
         assert said(result) == ["How may I help?<|im_end|>", "Well.<|im_end|>"]
 
 
@@ -340,7 +340,7 @@ def test_results_of_tools_are_not_learned_though_they_stand_within_the_turn(voca
         "{% if add_generation_prompt and messages[-1].role == 'user' %}<|sh|>assistant<|eh|>"
         "{% endif %}"
     )
-    (result,) = hard_chat(vocabulary, text).render([Conversation(templates.CALLS)])
+    result = hard_chat(vocabulary, text).render(Conversation(templates.CALLS))
     calls = ['look_up({"word": "tuple", "depth": 2})', None]
     calls[1] = 'look_up({"where": {"in": ["docs"]}, "word": "a \\"set\\""})'
     assert said(result) == [
@@ -365,16 +365,16 @@ def test_which_turns_are_learned(vocabulary):
         turns = expected("qwen3", PLAIN)
         wanted = {"auto": turns[2:], "assistant": turns, "last_assistant": turns[2:]}
         for supervise, texts in wanted.items():
-            (result,) = Chat(tokenizer, supervise=supervise).render([chat])
+            result = Chat(tokenizer, supervise=supervise).render(chat)
             assert said(result) == texts
-        (result,) = Chat(tokenizer, supervise="all").render([chat])
+        result = Chat(tokenizer, supervise="all").render(chat)
         assert said(result) == [result.text]
 
 
 def test_template_arguments_of_a_row(vocabulary):
     tokenizer = tokenizer_of(vocabulary, TEMPLATES["llama3"])
     chats = [Conversation(PLAIN, template_kwargs=k) for k in ({}, {"date_string": "1 May 1999"})]
-    fixed, given = Chat(tokenizer).render(chats)
+    fixed, given = map(Chat(tokenizer).render, chats)
     assert "Today Date: 26 Jul 2024" in fixed.text  # whatever the day
     assert "Today Date: 1 May 1999" in given.text
     assert said(fixed) == said(given)
@@ -384,11 +384,11 @@ def test_a_template_without_a_stop_token_is_noted(vocabulary):
     base = TEMPLATES["chatml"]
     bare = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
     bare += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    (result,) = Chat(tokenizer_of(vocabulary, base, bare)).render([Conversation(PLAIN)])
+    result = Chat(tokenizer_of(vocabulary, base, bare)).render(Conversation(PLAIN))
     assert said(result) == [m["content"] for m in PLAIN[1::2]]
     assert result.notes == {masks.NO_STOP: 3}
     plain = base.stock.replace("<|im_", "<im_")  # text that ends a turn and is no token
-    (result,) = Chat(tokenizer_of(vocabulary, base, plain)).render([Conversation(PLAIN)])
+    result = Chat(tokenizer_of(vocabulary, base, plain)).render(Conversation(PLAIN))
     assert said(result) == [m["content"] + "<im_end|>" for m in PLAIN[1::2]]
     assert result.notes == {masks.NO_STOP: 3}
 
@@ -482,17 +482,17 @@ def test_refused(case, vocabulary):
     text, messages, match = REFUSED[case]
     template = ChatTemplate("", templates.chatml, "<|im_end|>", ["<|im_start|>"], bos="<s>")
     chat = Chat(tokenizer_of(vocabulary, template, text))
-    (result,) = chat.render([Conversation(messages)])
+    result = chat.render(Conversation(messages))
     assert isinstance(result, BadRow), result
     assert match in str(result)
     # The next one is not harmed, and the template is to blame, not the process.
     chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
-    assert said(chat.render([Conversation(PLAIN)])[0]) == expected("chatml", PLAIN)
+    assert said(chat.render(Conversation(PLAIN))) == expected("chatml", PLAIN)
 
 
 def test_tools_that_are_not_printed(vocabulary):
     chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
-    (result,) = chat.render([Conversation(PLAIN, tools=TOOLS)])
+    result = chat.render(Conversation(PLAIN, tools=TOOLS))
     assert "prints nothing of the tools" in str(result)
 
 
@@ -504,7 +504,7 @@ def test_a_template_is_interrupted_with_the_conversation_named(vocabulary, monke
 
     monkeypatch.setattr(template_module, "_transformers_render", endless)
     with pytest.raises(KeyboardInterrupt):
-        chat.render([Conversation([user("Go on forever."), assistant("No.")])])
+        chat.render(Conversation([user("Go on forever."), assistant("No.")]))
     assert "interrupted at the conversation [{'role': 'user', 'content': 'Go on fo" in caplog.text
 
 
@@ -517,7 +517,7 @@ def test_what_no_template_raises_is_no_bad_row(vocabulary, monkeypatch, error):
 
     monkeypatch.setattr(template_module, "_transformers_render", broken)
     with pytest.raises((MemoryError, OSError)):
-        chat.render([Conversation(PLAIN)])
+        chat.render(Conversation(PLAIN))
 
 
 def test_no_clock_and_no_chance(vocabulary):
@@ -525,7 +525,7 @@ def test_no_clock_and_no_chance(vocabulary):
     text = "{{ strftime_now('%Y-%m-%d') }} {{ range(1000) | list | random }}"
     chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], text + TEMPLATES["chatml"].stock))
     state = random.getstate()
-    first, again = (chat.render([Conversation(PLAIN)])[0].text for _ in range(2))
+    first, again = (chat.render(Conversation(PLAIN)).text for _ in range(2))
     assert first == again
     assert first.startswith("2024-07-26 ")
     assert random.getstate() == state
@@ -549,24 +549,24 @@ def test_which_template(vocabulary, tmp_path):
     file.write_text(base.stock.replace("<|im_start|>", "> "), "utf-8")
     for given in (str(file), file.read_text()):
         chat = Chat(tokenizer, chat_template=given)
-        assert chat.render([Conversation(PLAIN)])[0].text.startswith("> user\nWhat")
+        assert chat.render(Conversation(PLAIN)).text.startswith("> user\nWhat")
     with pytest.raises(DataError, match=r"data.chat_template 'nowhere.jinja'.*No such file"):
         Chat(tokenizer, chat_template="nowhere.jinja")
     tokenizer.chat_template = {"default": base.stock, "tool_use": TEMPLATES["qwen3"].stock}
     chats = [Conversation(PLAIN), Conversation(PLAIN, tools=TOOLS)]
-    plain, tools = Chat(tokenizer).render(chats)
+    plain, tools = map(Chat(tokenizer).render, chats)
     assert "# Tools" in tools.text
     assert said(plain) == expected("chatml", PLAIN)
     assert said(tools) == expected("qwen3", PLAIN)
     tokenizer.chat_template = {"rag": base.stock}
     with pytest.raises(DataError, match=r"by name \(rag\), and none named default"):
-        Chat(tokenizer).render(chats)
+        Chat(tokenizer).render(chats[0])
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="has no chat template"):
         Chat(tokenizer)
     tokenizer.chat_template = "{% for %}"
     with pytest.raises(DataError, match="template cannot be used: line 1: Expected an expression"):
-        Chat(tokenizer).render(chats)
+        Chat(tokenizer).render(chats[0])
 
 
 def test_a_tokenizer_with_code_of_its_own(vocabulary):

@@ -23,7 +23,6 @@ from toolkit.data.tokens.encode import encode
 from toolkit.data.tokens.tokenizer import (
     END_OF_TEXT,
     check_vocabulary,
-    largest_id,
     load_tokenizer,
     prepare_tokenizer,
     train_tokenizer,
@@ -89,7 +88,7 @@ def settings_with_text(path: Path, **settings) -> DataConfig:
 
 def test_a_trained_tokenizer(folder, tokenizer):
     assert len(tokenizer) == 600
-    assert largest_id(tokenizer) == 599
+    assert max(tokenizer.get_vocab().values()) == 599
     assert tokenizer.convert_tokens_to_ids(END_OF_TEXT) == 0
     assert tokenizer.eos_token == tokenizer.bos_token == END_OF_TEXT
     assert tokenizer.unk_token is None

@@ -1,7 +1,6 @@
 """Conversations to text: which chat template is used, and which turns are learned."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
 
 
 class Chat:
-    """Conversations to text: `chat.render(conversations)`.
+    """Conversations to text: `chat.render(conversation)`.
 
     Args:
         tokenizer: its chat template and special tokens are used.
@@ -48,18 +47,15 @@ class Chat:
             for name, text in chat_templates(tokenizer, chat_template).items()
         }
 
-    def render(self, conversations: Sequence[Conversation]) -> list[Rendered | BadRow]:
-        """Return the text of each conversation, or what is wrong with it, in order.
+    def render(self, conversation: Conversation) -> Rendered | BadRow:
+        """Return the text of a conversation, or what is wrong with it.
 
         Costs some five short renderings, about half a millisecond; more where turns must be
         searched for (see `masks.py`).
 
         Raises:
-            DataError: there is no template for them.
+            DataError: there is no template for it.
         """
-        return [self._render(conversation) for conversation in conversations]
-
-    def _render(self, conversation: Conversation) -> Rendered | BadRow:
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
             raise DataError(
@@ -105,9 +101,7 @@ def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]
 def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dict[str, str]:
     """Return name -> Jinja text of the chat templates to use, `default` and perhaps `tool_use`.
 
-    Args:
-        tokenizer: whose template is taken where none is given.
-        given: data.chat_template: Jinja text, the name of one of the tokenizer's, or a file.
+    `given`: Jinja text, the name of one of the tokenizer's, or a file; None: the tokenizer's.
 
     Raises:
         DataError: there is none, or the file cannot be read.
@@ -115,9 +109,8 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
     own = getattr(tokenizer, "chat_template", None)
     named = own if isinstance(own, dict) else {}
     if given is not None:
-        if given in named:
-            return {"default": named[given]}
-        return {"default": given if "{" in given else _read(given, sorted(named))}
+        text = named.get(given) or (given if "{" in given else _read(given, sorted(named)))
+        return {"default": text}
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} renders conversations by code of its own "

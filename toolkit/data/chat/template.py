@@ -22,7 +22,7 @@ from transformers.utils import chat_template_utils
 from toolkit.data.chat.habits import Habits, habits
 from toolkit.data.chat.mask_text import Message, Span, pattern_of
 from toolkit.data.chat.masks import NotFound, Rendered, mark
-from toolkit.data.chat.rendering import REFUSED
+from toolkit.data.chat.rendering import REFUSED, Render
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
 
@@ -74,10 +74,7 @@ class Template:
     def _marked(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], wanted: list[int]
     ) -> Rendered:
-        def render(turns: list[Message], prompt: bool = False, tools: Any = tools) -> str:
-            return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
-
-        known = self._known(kwargs)
+        known, render = self._known(kwargs), self._renderer(kwargs, tools)
         options: Any = {"specials": self.specials, "known": known, "has_tools": bool(tools)}
         if not (self.has_markers and wanted):
             return mark(render, messages, wanted, **options)
@@ -99,15 +96,17 @@ class Template:
     def _known(self, kwargs: dict[str, Any]) -> Habits:
         key = json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._habits:
-
-            def render(turns: list[Message], prompt: bool = False) -> str:
-                return self._render(turns, None, kwargs, add_generation_prompt=prompt)[0]
-
             if len(self._habits) > 100:
                 self._habits.clear()
             bos, eos = map(self.variables.get, ("bos_token", "eos_token"))
-            self._habits[key] = habits(render, self.specials, bos, eos)
+            self._habits[key] = habits(self._renderer(kwargs), self.specials, bos, eos)
         return self._habits[key]
+
+    def _renderer(self, kwargs: dict[str, Any], tools: Any = None) -> Render:
+        def render(turns: list[Message], prompt: bool = False, tools: Any = tools) -> str:
+            return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
+
+        return render
 
     def _render(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool
@@ -133,8 +132,7 @@ def _by_markers(
     """Return the turns `wanted` as the template's own generation markers have them.
 
     `turns` are all of the assistant's, as the search found them. At the edges the two may differ in
-    special tokens, tags, white space and the prompt (whether the newline after the stop token is
-    learned is the author's choice); everything else is an error.
+    special tokens, tags, white space and the prompt; everything else is an error.
     """
 
     def only_marks(begin: int, end: int) -> bool:
@@ -176,8 +174,8 @@ def _by_markers(
 def _spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield the spellings of a conversation that templates are written for, the usual one first.
 
-    They differ where a turn has tool calls: its arguments are a mapping or JSON text, and where it
-    says nothing, its content is missing, null or empty.
+    They differ in tool calls: their arguments are a mapping or JSON text, and where the turn says
+    nothing else, its content is missing, null or empty.
     """
     plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
     yield plain

@@ -21,13 +21,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from toolkit.data.examples import turns
-from toolkit.data.examples.token_columns import MASKS, ids_and_labels
-from toolkit.data.sources.row_values import BadRow, json_value, named, parsed, shown, string, wrong
+from toolkit.data.samples.sequences import IGNORED
+from toolkit.data.sources.row_values import (
+    BadRow,
+    json_value,
+    listed,
+    named,
+    parsed,
+    shown,
+    string,
+    wrong,
+)
 
 Format = Literal["text", "prompt_completion", "conversation", "tokenised"]
-TextShape = Literal["text", "pieces"]
 ChatShape = Literal["turn_lists", "messages", "sharegpt", "alpaca"]
-RowShape = TextShape | ChatShape | Literal["prompt_completion", "tokenised"]
+RowShape = ChatShape | Literal["text", "pieces", "prompt_completion", "tokenised"]
 
 
 class _Shape(NamedTuple):
@@ -37,6 +45,7 @@ class _Shape(NamedTuple):
     """Columns that are read where they are there."""
 
 
+_MASKS = ("labels", "completion_mask", "assistant_masks")  # columns that say what is learned
 _TURN_COLUMNS = ("messages", "conversations", "conversation")
 _CHAT = ("tools", "chat_template_kwargs")
 _SHAPES: dict[RowShape, _Shape] = {
@@ -51,7 +60,7 @@ _SHAPES: dict[RowShape, _Shape] = {
     "alpaca": _Shape(
         "conversation", "instructions (Alpaca)", (*_CHAT, "input", "history", "system")
     ),
-    "tokenised": _Shape("tokenised", "token ids", (*MASKS, "attention_mask")),
+    "tokenised": _Shape("tokenised", "token ids", (*_MASKS, "attention_mask")),
 }
 
 
@@ -129,9 +138,8 @@ PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))
 def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
     """Return the layout that most of `rows` have, the first rows of a source.
 
-    Where columns of several formats are there, the more telling one wins: `input_ids`, turns,
-    prompt and completion, Alpaca, text. A `text_column` other than `text` wins over all but
-    `input_ids`: somebody asked for it.
+    Of several formats, the first of these wins: `input_ids`, a `text_column` other than `text`,
+    turns, prompt and completion, Alpaca, text.
 
     Raises:
         BadRow: none of them has the columns of any format.
@@ -150,9 +158,7 @@ def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layo
 
 
 def document_layout(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
-    """Return the layout of documents to pretrain on: token ids where the rows have any, else text;
-    raise BadRow where no row has either.
-    """
+    """Return the layout of documents: token ids where rows have any, else text, else BadRow."""
     if any("input_ids" in row for row in rows):
         return Layout("tokenised", ("input_ids",), whole=True)
     if any(text_column in row for row in rows):
@@ -232,7 +238,7 @@ def _example(row: dict[str, Any], layout: Layout) -> Example:
                 wrong(ids, column, "a list of token ids")
             return Tokens(ids)
         case "tokenised":
-            return Tokens(*ids_and_labels(row))
+            return Tokens(*_ids_and_labels(row))
         case "prompt_completion":
             prompt, completion = (string(row[name], name) for name in layout.columns)
             if not completion.strip():
@@ -244,11 +250,9 @@ def _example(row: dict[str, Any], layout: Layout) -> Example:
         case "messages":
             return _conversation(row, turns.from_messages(row[column], column))
         case "sharegpt":
-            return _conversation(
-                row, turns.with_system(row, turns.from_sharegpt(row[column], column))
-            )
+            return _conversation(row, turns.from_sharegpt(row, column))
         case "alpaca":
-            return _conversation(row, turns.with_system(row, turns.from_alpaca(row)))
+            return _conversation(row, turns.from_alpaca(row))
 
 
 def _conversation(
@@ -271,3 +275,56 @@ def _conversation(
     return Conversation(
         messages, turns.tools_of(row), turns.template_kwargs_of(row), supervised_from
     )
+
+
+def _ids_and_labels(row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+    """Return the token ids of a row and their unshifted labels; None: all are learned.
+
+    Each of `_MASKS` narrows what is learned; what `attention_mask` leaves out is padding.
+    """
+    ids = _integers(row["input_ids"], "input_ids")
+    if not ids:
+        raise BadRow("expected token ids in 'input_ids', got an empty list", "empty text")
+    if (low := min(ids)) < 0:
+        raise BadRow(f"expected token ids from 0 up, got {low}", "negative token id")
+    given = [name for name in (*_MASKS, "attention_mask") if row.get(name) is not None]
+    masks = {name: _mask(row[name], name, ids) for name in given}
+    kept = masks.pop("attention_mask", [True] * len(ids))
+    learned = [all(at) for at in zip(kept, *masks.values(), strict=True)]
+    if not any(learned):
+        raise BadRow(
+            f"expected a token to learn, got {' and '.join(given)} that leave none",
+            "no supervised token",
+        )
+    labels = [token if yes else IGNORED for token, yes in zip(ids, learned, strict=True)]
+    left = [i for i, yes in enumerate(kept) if yes]
+    return [ids[i] for i in left], [labels[i] for i in left] if masks else None
+
+
+def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
+    """Return which of `ids` the labels or the mask in column `name` leave."""
+    values = _integers(value, name)
+    if len(values) != len(ids):
+        said = f"expected as many {name} as input_ids ({len(ids)}), got {len(values)}"
+        raise BadRow(said, "lengths that differ")
+    if name != "labels":
+        if other := set(values) - {0, 1}:
+            raise BadRow(f"expected 0 and 1 in {name!r}, got {min(other)}", "wrong mask")
+        return [bool(value) for value in values]
+    for i, (label, token) in enumerate(zip(values, ids, strict=True)):
+        if label not in (IGNORED, token):
+            raise BadRow(
+                f"expected 'labels[{i}]' to be its token's id {token} or {IGNORED}, got {label}; "
+                "labels stand at the place of their token, the loss shifts them",
+                "labels that are not the tokens",
+            )
+    return [label != IGNORED for label in values]
+
+
+def _integers(value: Any, where: str) -> list[int]:
+    values = listed(value, where)
+    allowed = {int} if where in ("input_ids", "labels") else {int, bool}
+    if not set(map(type, values)) <= allowed:
+        i = next(i for i, v in enumerate(values) if type(v) not in allowed)
+        wrong(values[i], f"{where}[{i}]", "an integer")
+    return values

@@ -4,6 +4,7 @@ See [Note: formats] in `recognise.py`. All functions raise BadRow for the first 
 """
 
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 from toolkit.data.sources.row_values import (
@@ -31,21 +32,18 @@ _RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generati
 
 
 def from_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return turns of `role` and `content`, checked.
-
-    A content in parts of text is joined, arguments of tool calls in JSON text are parsed; all other
-    keys of a turn are passed on.
-    """
+    """Return turns of `role` and `content`, checked; see [Note: formats]."""
     return [_message(turn, at) for turn, at in _turns(value, where, ("role",), "content")]
 
 
-def from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return ShareGPT's turns of `from` and `value` as messages; a call's value is JSON."""
-    return [_sharegpt(turn, at) for turn, at in _turns(value, where, ("from", "value"))]
+def from_sharegpt(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
+    """Return ShareGPT's turns of `from` and `value` as messages, after `system`."""
+    turns = _turns(row[column], column, ("from", "value"))
+    return _with_system(row, [_sharegpt(turn, at) for turn, at in turns])
 
 
 def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return Alpaca's instruction, input and output as messages, after `history`: pairs of text."""
+    """Return Alpaca's instruction, input and output as messages, after `system` and `history`."""
     said: list[str] = []
     for i, pair in enumerate(listed(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -57,13 +55,12 @@ def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not asked:
         raise BadRow("expected text in 'instruction', got none", "empty instruction")
     said += [asked, string(row["output"], "output")]
-    return [
-        {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)
-    ]
+    roles = cycle(("user", "assistant"))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return _with_system(row, messages)
 
 
-def with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `messages` after the text of the column `system`, where there is one."""
+def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     system = optional_string(row, "system")
     if not system.strip():
         return messages

@@ -45,7 +45,8 @@ def pairs() -> datasets.Dataset:
     """Return several thousand conversations of two turns: made in a few seconds, and cached."""
     files = stdlib_files()
     key = digest_of(_VERSION, stamped(files))
-    return cached(key, in_tables(_rows(files), _ROWS), _ROWS, "the standard library")
+    tables = in_tables(_rows(files), _ROWS)
+    return cached(f"rows-{key}", tables, _ROWS, "Reading the standard library")
 
 
 def _rows(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:

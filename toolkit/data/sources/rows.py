@@ -1,6 +1,7 @@
 """Sources: which rows a config names, in which format, and where each of them stands."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -80,16 +81,12 @@ def load_sources(
     """Return the sources that `cfg` names to train on or to evaluate on.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
-    document); a data set is a folder of `save_to_disk`, or an id on the Hub. Each entry of
-    `eval_files` is a source of its own. With `cfg.streaming` the rows to train on are streams,
-    others are read once and cached; nothing is tokenised.
+    document); a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
+    the rows to train on are streams, others are read once and cached; nothing is tokenised.
 
     Args:
-        cfg: what to read.
-        what: `train` or `eval`.
         builtin: what of Python's standard library to train on where nothing is named, if anything.
-        documents: rows are text or token ids, whatever other columns they have, and are learned
-            whole: pretraining.
+        documents: rows are text or token ids, whatever else they have, learned whole: pretraining.
 
     Raises:
         DataError: a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
@@ -112,8 +109,6 @@ def _source(
 ) -> DataSource:
     files: list[Path] = []
     known = known_columns(cfg.text_column)
-    reader: tables.Reader = tables.arrow_tables
-    options: dict[str, Any] = {}
     schema, kind = None, None
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
@@ -126,13 +121,13 @@ def _source(
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
-            reader, schema = text_tables, PIECES
+            reader, schema = partial(text_tables), PIECES
         elif kind == "json" or kind == "csv":
-            reader, schema = lines.line_tables, lines.LINES
-            options = {"kind": kind, "limit": lines.ROW_BYTES}
+            reader = partial(lines.line_tables, kind=kind, limit=lines.ROW_BYTES)
+            schema = lines.LINES
         else:
-            options = {"kind": kind, "columns": known}
-        rows = tables.read_files(reader, files, where, schema, options, streaming=streaming)
+            reader = partial(tables.arrow_tables, kind=kind, columns=known)
+        rows = tables.read_files(reader, files, where, schema, streaming=streaming)
     made = DataSource(
         *(str(source.name), where, rows, replace(PIECE_LAYOUT, whole=documents)),
         *(source.weight, source.max_repeats, tuple(map(str, files))),

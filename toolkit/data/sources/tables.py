@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,8 +29,8 @@ from toolkit.errors import DataError, one_line
 
 T = TypeVar("T")
 RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
-Reader: TypeAlias = Callable[..., Iterator[pa.Table]]
-"""`reader(file, **options)` gives the rows of a file, with a column `PLACE`."""
+Reader: TypeAlias = partial[Iterator[pa.Table]]
+"""`reader(file)` gives the rows of a file, with a column `PLACE`."""
 
 FILE, PLACE = "_file", "_place"
 """Columns of a row of a file: the index of the file, and where in it the row stands, in words."""
@@ -58,12 +59,23 @@ def stamped(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(str(f), s.st_size, s.st_mtime_ns) for f in files for s in [f.stat()]]
 
 
-def cached(key: str, tables: Iterable[pa.Table], schema: pa.Schema, where: str) -> datasets.Dataset:
-    """Return the rows of `tables`, which are read only where no earlier start wrote them."""
-    file = cache_folder() / f"rows-{key}.arrow"
+def cached(
+    name: str, tables: Iterable[pa.Table], schema: pa.Schema, title: str
+) -> datasets.Dataset:
+    """Return the rows of `tables`, memory-mapped; they are made only where no earlier start wrote
+    them under `name`. `title` stands at the progress bar.
+    """
+    file = cache_folder() / f"{name}.arrow"
     if not (datasets.is_caching_enabled() and file.is_file()):
-        write_tables(file, tables, schema, f"Reading {where}")
-    return open_tables(file, key)
+        with (
+            replacing(file) as scratch,
+            pa.ipc.new_stream(str(scratch), schema) as out,
+            tqdm(desc=title, unit=" rows") as bar,
+        ):
+            for table in tables:
+                out.write_table(table)
+                bar.update(len(table))
+    return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=name)
 
 
 @contextmanager
@@ -76,23 +88,6 @@ def replacing(file: Path) -> Iterator[Path]:
         os.replace(scratch, file)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def write_tables(file: Path, tables: Iterable[pa.Table], schema: pa.Schema, what: str) -> None:
-    """Write an Arrow file, a table at a time; `what` stands at the progress bar."""
-    with (
-        replacing(file) as scratch,
-        pa.ipc.new_stream(str(scratch), schema) as out,
-        tqdm(desc=what, unit=" rows") as bar,
-    ):
-        for table in tables:
-            out.write_table(table)
-            bar.update(len(table))
-
-
-def open_tables(file: Path, fingerprint: str) -> datasets.Dataset:
-    """Return the rows of a file of `write_tables`, memory-mapped."""
-    return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=fingerprint)
 
 
 def groups(
@@ -120,13 +115,7 @@ def in_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
 
 
 def read_files(
-    reader: Reader,
-    files: list[Path],
-    where: str,
-    schema: pa.Schema | None,
-    options: dict[str, Any],
-    *,
-    streaming: bool,
+    reader: Reader, files: list[Path], where: str, schema: pa.Schema | None, *, streaming: bool
 ) -> RowDataset:
     """Return the rows of `files`, in order, with `FILE` and `PLACE`.
 
@@ -134,11 +123,7 @@ def read_files(
     one shard a file; skipping reads tables without making rows of them.
 
     Args:
-        reader: reads one file, with `options`.
-        files: all of one kind.
-        where: the setting they come from, for messages.
         schema: of the reader's tables; None: that of the first one, to which others are cast.
-        streaming: whether to return a stream.
 
     Raises:
         DataError: a file cannot be read, or its columns do not fit the first one's; names the row.
@@ -146,35 +131,31 @@ def read_files(
     """
     paths, indices = [str(f) for f in files], list(range(len(files)))
     if schema is None:
-        first = next(_tables(paths, indices, reader, None, options), None)
+        first = next(_tables(paths, indices, reader, None), None)
         if first is None:
             raise DataError(f"{where}: expected examples, found no row")
         schema = first[1].schema
     else:
         schema = schema.append(pa.field(FILE, pa.int32()))
     if not streaming:
-        key = digest_of(_VERSION, reader.__qualname__, stamped(files), options)
-        tables = (table for _, table in _tables(paths, indices, reader, schema, options))
-        return cached(key, tables, schema, where)
-    kwargs = {"files": paths, "indices": indices, "reader": reader}
+        key = digest_of(_VERSION, reader.func.__qualname__, stamped(files), reader.keywords)
+        tables = (table for _, table in _tables(paths, indices, reader, schema))
+        return cached(f"rows-{key}", tables, schema, f"Reading {where}")
+    kwargs = {"files": paths, "indices": indices, "reader": reader, "schema": schema}
     return datasets.IterableDataset(
-        ArrowExamplesIterable(_tables, kwargs | {"schema": schema, "options": options}),
+        ArrowExamplesIterable(_tables, kwargs),
         info=datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema)),
     )
 
 
 def _tables(
-    files: list[str],
-    indices: list[int],
-    reader: Reader,
-    schema: pa.Schema | None,
-    options: dict[str, Any],
+    files: list[str], indices: list[int], reader: Reader, schema: pa.Schema | None
 ) -> Iterator[tuple[str, pa.Table]]:
     """Yield (key, table); lists are what `datasets` makes shards of."""
     for file, at in zip(files, indices, strict=True):
         row = 0
         try:
-            for table in reader(file, **options):
+            for table in reader(file):
                 table = table.append_column(FILE, pa.array([at] * len(table), pa.int32()))
                 if schema is not None:
                     if missing := set(schema.names).difference(table.column_names):
@@ -297,7 +278,7 @@ def plain(value: Any, where: str) -> Any:
     """Return the value of a column with bytes as text, without the nulls that Arrow filled in.
 
     Arrow gives all mappings of a column the same keys, so keys that are null are left out, but for
-    a turn's `content`: an assistant that only calls tools says null.
+    a turn's `content`, which is null beside tool calls.
     """
     if isinstance(value, bytes):
         try:

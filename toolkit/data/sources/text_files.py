@@ -1,14 +1,14 @@
 """Text files as rows: one file is one document, kept byte for byte but for a byte order mark.
 
 [Note: documents]
-A big file is cut into several rows, so that it is tokenised in parallel and never sits whole in
-memory. `start` marks the first row of a document and `end` the last; rows of other files are
-documents of their own.
+A big file is cut into several rows, to tokenise it in parallel without holding all of it. `start`
+marks the first row of a document, `end` the last.
 """
 
 import codecs
 import io
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,14 +34,8 @@ def text_tables(file: str) -> Iterator[pa.Table]:
 
 
 def _rows(file: str) -> Iterator[tuple[str, bool, bool, str]]:
-    number, before = 0, None
-    for text in pieces(Path(file)):
-        if before is not None:
-            yield before, not number, False, f"piece {number} (counted from 0)"
-            number += 1
-        before = text
-    if before is not None:
-        yield before, not number, True, f"piece {number} (counted from 0)"
+    for number, (text, following) in enumerate(pairwise(chain(pieces(Path(file)), [None]))):
+        yield text or "", not number, following is None, f"piece {number} (counted from 0)"
 
 
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
@@ -83,7 +77,7 @@ def _line_end(stream: BinaryIO, file: Path, begin: int) -> int:
 
 
 def parts_of(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Yield `text` in parts of about `size` bytes, ended as those of a file are."""
+    """Yield `text` in parts of about `size` bytes, cut as a file is."""
     return (block.decode() for block in _pieces(io.BytesIO(text.encode()), size))
 
 

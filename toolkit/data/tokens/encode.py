@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -52,24 +53,15 @@ log = logging.getLogger(__name__)
 class Counts:
     """What came of the rows of a source."""
 
-    rows: int = 0
-    """Rows read."""
-    kept: int = 0
-    """Examples made of them."""
-    truncated: int = 0
-    """Kept ones whose end was cut off."""
-    cut_off: int = 0
-    """Tokens of these ends, which nothing learns; they are not among `tokens`."""
-    tokens: int = 0
-    """Tokens of the kept ones."""
-    supervised: int = 0
-    """Of those, tokens that the loss covers."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Reason -> rows left out; kept and dropped add up to rows."""
-    places: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> the first places left out for it, each with what was wrong."""
-    notes: dict[str, int] = field(default_factory=dict)
-    """What else is worth a line, such as turns that end in no stop token."""
+    rows: int = 0  # read; kept and dropped ones add up to them
+    kept: int = 0  # examples made of them
+    truncated: int = 0  # kept ones whose end was cut off
+    cut_off: int = 0  # tokens of these ends, which are not among `tokens`
+    tokens: int = 0  # of the kept ones
+    supervised: int = 0  # of those, tokens that the loss covers
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    places: dict[str, list[str]] = field(default_factory=dict)  # reason -> the first, and why
+    notes: dict[str, int] = field(default_factory=dict)  # such as turns without a stop token
 
     def add(self, result: EncodedExample | BadRow) -> None:
         """Count a row: the example it became, or its place and why it was left out."""
@@ -105,8 +97,7 @@ class EncodedSource:
 class RowEncoder:
     """Stored rows to examples: `row_encoder(stored, number)`, or many with `batch`.
 
-    What a row becomes depends on nothing but the row: copies in other processes give the same. The
-    arguments are those of `encode`.
+    What a row becomes depends on nothing but the row. The arguments are those of `encode`.
     """
 
     def __init__(
@@ -127,17 +118,21 @@ class RowEncoder:
         """Return the example of each row, or where it stands and why it is left out."""
         results = self.encoder.batch([or_bad(self.source.example, row) for row in stored])
         for at, (row, result) in enumerate(zip(stored, results, strict=True)):
-            if isinstance(result, BadRow):
-                results[at] = self._left_out(result, row, first + at)
+            if not isinstance(result, BadRow):
+                continue
+            said = f"{self.source.place(row, first + at)}: {result}"
+            if isinstance(result, EndsRun):
+                raise DataError(said)
+            if not isinstance(result, LeftOut) and not self.skip:
+                raise self.source.refusal(row, first + at, result)
+            results[at] = BadRow(said, result.reason)
         return results
 
-    def _left_out(self, bad: BadRow, stored: dict[str, Any], number: int) -> BadRow:
-        said = f"{self.source.place(stored, number)}: {bad}"
-        if isinstance(bad, EndsRun):
-            raise DataError(said)
-        if not isinstance(bad, LeftOut) and not self.skip:
-            raise self.source.refusal(stored, number, bad)
-        return BadRow(said, bad.reason)
+    def from_row(self, first: int, count: int) -> list[EncodedExample | BadRow]:
+        """Return what becomes of `count` rows of the source; see `batch`."""
+        columns = self.source.rows[first : first + count]
+        values = zip(*columns.values(), strict=True)
+        return self.batch([dict(zip(columns, row, strict=True)) for row in values], first)
 
 
 def encode(
@@ -145,41 +140,36 @@ def encode(
 ) -> EncodedSource:
     """Return `source` as token ids, with what came of its rows.
 
-    Works on all cores, and is cached on disk, under a name made of the rows, the tokenizer's
-    content, the template and the settings: call it on one rank first. Memory: a few hundred
-    megabytes for each process, whatever the size of the source.
+    Works on all cores, and is cached on disk by rows, tokenizer, template and settings: call it on
+    one rank first. Memory: a few hundred megabytes for each process.
 
     Raises:
         DataError: a row cannot be used and `cfg.on_bad_row` is `error`, or it is too long and
-            `cfg.too_long` is `error`, with its file and row; no document has any text; or see
-            `Encoder`.
+            `cfg.too_long` is `error`, with its file and row; no document has text; see `Encoder`.
     """
     encoder = RowEncoder(source, tokenizer, cfg, vocab_size)
-    key = _key(source, tokenizer, cfg, vocab_size)
-    file = tables.cache_folder() / f"encoded-{key}.arrow"
-    counted = file.with_suffix(".json")
-    if not (datasets.is_caching_enabled() and file.is_file() and counted.is_file()):
-        counted.unlink(missing_ok=True)  # it says that the tokens are whole: it comes after them
-        counts = Counts()
-        schema = _WHOLE if source.layout.whole else _IN_PART
-        encoded = _encoded(encoder, cfg, counts)
-        tables.write_tables(file, encoded, schema, f"Encoding {source.name}")
-        with tables.replacing(counted) as scratch:
-            scratch.write_text(json.dumps(asdict(counts)), "utf-8")
+    name = f"encoded-{_key(source, tokenizer, cfg, vocab_size)}"
+    counted = tables.cache_folder() / f"{name}.json"
+    if not counted.is_file():
+        counted.with_suffix(".arrow").unlink(missing_ok=True)
+    schema = _WHOLE if source.layout.whole else _IN_PART
+    encoded = _encoded(encoder, cfg, counted)
+    tokens = tables.cached(name, encoded, schema, f"Encoding {source.name}")
     counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
         _check_documents(source, counts)
-    tokens = tables.open_tables(file, key)
     return EncodedSource(source.name, tokens, counts, source.weight, source.max_repeats)
 
 
-def _encoded(encoder: RowEncoder, cfg: DataConfig, counts: Counts) -> Iterator[pa.Table]:
-    """Yield the tokens of rows that follow each other, and count the rows."""
-    source = encoder.source
+def _encoded(encoder: RowEncoder, cfg: DataConfig, counted: Path) -> Iterator[pa.Table]:
+    """Yield the tokens of rows that follow each other; at the end write their `Counts`."""
+    source, counts = encoder.source, Counts()
     total, whole = len(source.rows), source.layout.whole
     most, processes = _TEXT_ROWS, 1
     if source.layout.format == "conversation" and isinstance(cfg, FinetuneDataConfig):
-        asked = cfg.dataset_num_proc or min(_cores(), 1 + total // _ROWS_OF_A_PROCESS)
+        affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
+        asked = cfg.dataset_num_proc or min(cores, 1 + total // _ROWS_OF_A_PROCESS)
         processes = min(asked, total)
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
@@ -195,6 +185,8 @@ def _encoded(encoder: RowEncoder, cfg: DataConfig, counts: Counts) -> Iterator[p
         ids = _lists([r.input_ids for _, r in kept])
         spans = _lists([np.array(r.spans, np.int32).ravel() for _, r in kept])
         yield pa.table([ids, spans, pa.array([at for at, _ in kept], pa.int64())], schema=_IN_PART)
+    with tables.replacing(counted) as scratch:
+        scratch.write_text(json.dumps(asdict(counts)), "utf-8")
 
 
 def _each(
@@ -202,7 +194,7 @@ def _each(
 ) -> Iterator[list[EncodedExample | BadRow]]:
     """Yield what becomes of the rows from each start to the next."""
     if processes == 1:
-        yield from (_results(encoder, first, starts.step) for first in starts)
+        yield from (encoder.from_row(first, starts.step) for first in starts)
         return
     try:
         with ProcessPoolExecutor(processes, initializer=_set_encoder, initargs=(encoder,)) as pool:
@@ -214,14 +206,6 @@ def _each(
         ) from error
 
 
-def _results(encoder: RowEncoder, first: int, count: int) -> list[EncodedExample | BadRow]:
-    columns = encoder.source.rows[first : first + count]
-    rows = [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
-    return encoder.batch(rows, first)
-
-
 def _set_encoder(encoder: RowEncoder) -> None:
     """Keep what this worker process encodes with."""
     global _encoder
@@ -230,7 +214,7 @@ def _set_encoder(encoder: RowEncoder) -> None:
 
 
 def _results_here(first: int, count: int) -> list[EncodedExample | BadRow]:
-    return _results(_encoder, first, count)
+    return _encoder.from_row(first, count)
 
 
 def _check_documents(source: DataSource, counts: Counts) -> None:
@@ -248,12 +232,8 @@ def _check_documents(source: DataSource, counts: Counts) -> None:
 
 def _lists(values: list[np.ndarray]) -> pa.ListArray:
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-    flat = np.concatenate([_NOTHING, *values])
+    flat = np.concatenate([_NOTHING, *values])  # `pa.array` of the arrays takes 7 times as long
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _key(

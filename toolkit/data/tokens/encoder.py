@@ -49,9 +49,7 @@ class EncodedExample:
 
     @property
     def supervised(self) -> int:
-        """Tokens that the loss covers: those in spans but the first of all, or of each piece, since
-        nothing predicts it.
-        """
+        """Tokens that the loss covers: nothing predicts the first of all, or of each piece."""
         piece = self.piece or max(1, len(self.input_ids))
         firsts = [-(-end // piece) - -(-begin // piece) for begin, end in self.spans]
         return sum(end - begin for begin, end in self.spans) - sum(firsts)
@@ -60,11 +58,10 @@ class EncodedExample:
 class Encoder:
     """Examples to token ids and spans.
 
-    Conversations are rendered with the chat template and tokenised without adding any special
-    token. Texts and pairs of prompt and completion are tokenised as one text, with the special
-    tokens that the tokenizer puts around a text and, with `append_eos`, the end-of-sequence token,
-    which is learned. Token ids are taken as they are, with the labels that came with them.
-    Documents to pretrain on are learned whole, of any length, also those without a token.
+    Conversations are tokenised as the chat template renders them. Texts, and pairs of prompt and
+    completion as one text, get the special tokens that the tokenizer puts around a text and, with
+    `append_eos`, the end-of-sequence token, which is learned. Token ids are taken with the labels
+    that came with them. Documents to pretrain on are learned whole, also those without a token.
 
     Args:
         tokenizer: None only where all examples are tokenised already.
@@ -100,9 +97,6 @@ class Encoder:
     def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedExample | BadRow]:
         """Return each example as token ids, or what is wrong with it, in order.
 
-        A BadRow: the template refuses it, none of it is learned, an id is out of the vocabulary;
-        `LeftOut`: the settings leave it out for its length; `EndsRun`: the run ends for it.
-
         Raises:
             DataError: there is no tokenizer, no chat template, or `supervise` does not go with what
                 the examples are.
@@ -111,12 +105,11 @@ class Encoder:
         texts = [(at, text) for at, text in enumerate(out) if isinstance(text, Rendered)]
         if texts:
             found = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
-            for (at, text), marked in zip(texts, found, strict=True):
-                out[at] = self._of_text(examples[at], marked, text.notes)
+            for (at, text), tokens in zip(texts, found, strict=True):
+                out[at] = self._of_text(examples[at], tokens, text.notes)
         return out  # type: ignore[return-value]
 
     def _rendered(self, example: Example | BadRow) -> Rendered | EncodedExample | BadRow:
-        """Return the text of an example; of token ids what they become."""
         if isinstance(example, BadRow):
             return example
         if isinstance(example, Tokens):
@@ -134,8 +127,7 @@ class Encoder:
             text = example.prompt + example.completion
             begin = 0 if self.supervise == "all" else len(example.prompt)
             return Rendered(text, [(begin, len(text))])
-        (rendered,) = self._chat.render([example])
-        return rendered
+        return self._chat.render(example)
 
     @cached_property
     def _chat(self) -> Chat:
@@ -159,9 +151,9 @@ class Encoder:
             )
             if self.finetune:
                 return BadRow(said, "token id out of the vocabulary")
-            cure = "the tokenizer of this model, or the model a larger embedding"  # no row's fault
-            said = f"{said}; the data needs {cure} (model.resize_embeddings)"
-            return EndsRun(said, "token id out of the vocabulary")
+            # No row's fault: the data is of another tokenizer.
+            cure = "the tokenizer of this model, or the model a larger embedding"
+            return EndsRun(f"{said}; the data needs {cure} (model.resize_embeddings)")
         if example.labels is None:
             self._check_mode("token ids without labels", "auto", "all")
             return self._fitted(example, ids, [(0, len(ids))] if len(ids) else [])
@@ -170,20 +162,19 @@ class Encoder:
         return self._fitted(example, ids, list(zip(edges[::2], edges[1::2], strict=True)))
 
     def _of_text(
-        self, example: Example | BadRow, marked: TokenSpans | BadRow, notes: dict[str, int]
+        self, example: Example | BadRow, tokens: TokenSpans | BadRow, notes: dict[str, int]
     ) -> EncodedExample | BadRow:
-        if isinstance(marked, BadRow):
-            return marked
-        ids, spans = marked.ids, marked.spans
+        if isinstance(tokens, BadRow):
+            return tokens
+        ids, spans, across = tokens
         if not isinstance(example, Conversation):
             ids, spans = self._framed(example, ids, spans)
-        across = {ACROSS: marked.across} if marked.across else {}
-        return self._fitted(example, ids, spans, notes | across)
+        return self._fitted(example, ids, spans, notes | ({ACROSS: across} if across else {}))
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
-        """Put the tokenizer's special tokens around a text that no template did."""
+        """Put the tokenizer's special tokens around a text."""
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
             return ids, []

@@ -16,7 +16,7 @@ import copy
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,12 +69,13 @@ class TextTokenizer:
         """
         pairs = list(zip(texts, spans, strict=True))
         whole = [list(marked) == [(0, len(text))] for text, marked in pairs]
-        ids = iter(self.ids([text for text, all_of in zip(texts, whole, strict=True) if all_of]))
-        in_part = iter(self._in_part([pair for pair, o in zip(pairs, whole, strict=True) if not o]))
-        return [_whole(next(ids)) if all_of else next(in_part) for all_of in whole]
+        ids = self.ids(list(compress(texts, whole)))
+        all_of = (TokenSpans(found, [(0, len(found))] if len(found) else []) for found in ids)
+        part_of = iter(self._in_part([p for p, o in zip(pairs, whole, strict=True) if not o]))
+        return [next(all_of) if is_whole else next(part_of) for is_whole in whole]
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text; int32."""
+        """Return the ids of each text, int32."""
         parts = (
             (at, part)
             for at, text in enumerate(texts)
@@ -88,9 +89,7 @@ class TextTokenizer:
         return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in found]
 
     def lists(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """Return the ids of texts, with the special tokens around each where `special`; truncation
-        and padding are off.
-        """
+        """Return the ids of texts, never cut, with the special tokens around each if `special`."""
         if self.backend is None:
             options = {"truncation": False, "padding": False, "verbose": False}
             return self.tokenizer(texts, add_special_tokens=special, **options)["input_ids"]
@@ -101,15 +100,15 @@ class TextTokenizer:
         """Return the special tokens that the tokenizer puts before and after a text.
 
         Raises:
-            DataError: it does something else to a text when it adds them.
+            DataError: it changes the text too.
         """
         (bare,), (full,) = self.lists(["a"]), self.lists(["a"], True)
         for at in range(len(full) - len(bare) + 1):
             if full[at : at + len(bare)] == bare:
                 return full[:at], full[at + len(bare) :]
         raise DataError(
-            f"the tokenizer gives {full} for 'a' with special tokens and {bare} without: expected "
-            "the latter within the former; use a tokenizer that only puts tokens around a text"
+            f"the tokenizer gives {full} for 'a' with special tokens and {bare} without; use one "
+            "that only puts tokens around a text"
         )
 
     def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
@@ -160,10 +159,6 @@ def _too_long(text: str) -> BadRow | None:
     return BadRow(said, "too long")
 
 
-def _whole(ids: np.ndarray) -> TokenSpans:
-    return TokenSpans(ids, [(0, len(ids))] if len(ids) else [])
-
-
 def _marked(
     text: str, encoded: Encoding, spans: Sequence[Span], named: Callable[[int], str | None]
 ) -> TokenSpans:
@@ -171,8 +166,7 @@ def _marked(
     ids = np.array(encoded.ids, np.int32)
     tokens = range(len(ids))
 
-    def chars(at: int) -> Span:
-        """Return the characters of a token, with the white space that its offsets leave out."""
+    def chars(at: int) -> Span:  # with the white space that its offsets leave out
         begin, end = encoded.token_to_chars(at) or (0, 0)
         token = named(int(ids[at])) or ""
         if begin == end or not text[begin].isspace():
@@ -187,12 +181,10 @@ def _marked(
                 end += 1
         return begin, end
 
-    def after(edge: int) -> int:
-        """Return the first token with no character before `edge`."""
+    def after(edge: int) -> int:  # the first token with no character before `edge`
         return bisect_left(tokens, edge, key=lambda at: chars(at)[0])
 
-    def before(edge: int) -> int:
-        """Return the first token with a character from `edge` on."""
+    def before(edge: int) -> int:  # the first token with a character from `edge` on
         return bisect_right(tokens, edge, key=lambda at: chars(at)[1])
 
     out: list[Span] = []

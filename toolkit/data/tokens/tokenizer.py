@@ -1,6 +1,5 @@
 """The tokenizer of a run: the model's own, one that is named, or one trained on the text."""
 
-import hashlib
 import itertools
 import logging
 import math
@@ -20,7 +19,7 @@ from toolkit.config.settings import DataConfig, ModelConfig
 from toolkit.data.examples.recognise import Text
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.sources.tables import as_data_error
+from toolkit.data.sources.tables import as_data_error, digest_of
 from toolkit.errors import ConfigError, DataError, ModelError, one_line
 from toolkit.formats import check_config, local_folder
 
@@ -49,8 +48,8 @@ def prepare_tokenizer(
 
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
     byte-level BPE of the model's vocabulary size, trained on the text into `folder` (or found there
-    from an earlier start on the same text; with `keep`, from a run on any). Where there is none and
-    the data is tokenised already, `model` comes back as it is. Collective: rank 0 writes.
+    from an earlier start on the same text; with `keep`, on any); none, where the data is tokenised
+    already. Collective: rank 0 writes.
 
     Raises:
         DataError: there is none, and the data is text.
@@ -76,7 +75,7 @@ def own_tokenizer(model: ModelConfig) -> ModelConfig:
 
 
 def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
-    """Return `model` with the tokenizer in `folder`, which is trained where it is of other text."""
+    """Return `model` with the tokenizer in `folder`, trained anew where it is of other text."""
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     with_trained = replace(model, tokenizer_name_or_path=str(folder))
     if trained and keep:
@@ -98,8 +97,7 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
     if not any(texts):
         where = ", ".join(source.where for source in sources)
         raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
-    digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=16)
-    made_of = f"{digest.hexdigest()} {vocab_size}"
+    made_of = f"{digest_of(*texts)} {vocab_size}"
     note = folder / _MADE_OF
     if trained and note.is_file() and note.read_text("utf-8") == made_of:
         return with_trained
@@ -150,12 +148,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest id that the tokenizer can give, added tokens included."""
-    added = [int(i) for i in tokenizer.added_tokens_decoder]
-    return max([*tokenizer.get_vocab().values(), *added])
-
-
 def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
     """Return the token that fills up; it is never learned, so any that has an embedding will do."""
     for name in ("pad_token_id", "eos_token_id"):
@@ -168,7 +160,7 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, resize: bool = False
 ) -> None:
     """Raise DataError where the tokenizer gives ids for which the model has no embedding."""
-    largest = largest_id(tokenizer)
+    largest = max(*tokenizer.get_vocab().values(), *map(int, tokenizer.added_tokens_decoder))
     if largest >= vocab_size and not resize:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, the model's "
@@ -181,9 +173,9 @@ def check_vocabulary(
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE on `texts` and write it to `folder` as a Hugging Face tokenizer.
 
-    Id 0 is `END_OF_TEXT`, which begins and ends texts; then come the 256 bytes, so that nothing is
-    unknown; then merges up to `vocab_size` (fewer where the text is small). The same text gives the
-    same files. About 6 MB a second on two cores.
+    Id 0 is `END_OF_TEXT`, which begins and ends texts; then come the 256 bytes, then merges up to
+    `vocab_size` (fewer where the text is small). The same text gives the same files. About 6 MB a
+    second on two cores.
 
     Raises:
         ConfigError: `vocab_size` leaves no room for a merge.
