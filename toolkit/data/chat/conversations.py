@@ -21,13 +21,7 @@ Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
 class Chat:
     """Conversations to text: `chat.render(conversation)`.
 
-    Args:
-        tokenizer: its chat template and special tokens are used.
-        supervise: which turns are learned; see `learned_turns`.
-        chat_template: Jinja text, or a file that holds it, instead of the tokenizer's own.
-
-    Raises:
-        DataError: there is no template, it is no template, or the file cannot be read.
+    `supervise`: see `learned_turns`; `chat_template`, and what it raises: `chat_templates`.
     """
 
     def __init__(
@@ -86,15 +80,11 @@ class Chat:
 
 
 def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
-    """Return the indices of the assistant's turns that are learned.
-
-    `auto` and `completion`: those that are no prompt; `assistant`: all; `last_assistant`: the last;
-    `all`: none in particular.
-    """
+    """Return the indices of the assistant's turns that are learned; of `all` none in particular."""
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if supervise in ("all", "last_assistant"):
         return turns[-1:] if supervise == "last_assistant" else []
-    first = 0 if supervise == "assistant" else conversation.supervised_from
+    first = 0 if supervise == "assistant" else conversation.supervised_from  # before: a prompt
     return [i for i in turns if i >= first]
 
 

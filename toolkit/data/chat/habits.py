@@ -11,22 +11,15 @@ _USER, _ANSWER, _NEXT = "Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls"
 
 @dataclass(frozen=True)
 class Habits:
-    """What a template does with a question, an answer, a question.
+    """What a template does with a question, an answer, a question."""
 
-    Attributes:
-        prompt: what `add_generation_prompt` adds to a question; where it adds nothing, the header
-            of the answer, if it is built as that of the question is.
-        header: what of `prompt` the answer begins with, where that is all that comes before it.
-        unasked: a generation prompt ends every text, whether it was asked for or not.
-        closings: what may follow an answer, up to and with its stop token.
-        openers: special tokens that begin a turn or end its header, and so end no answer.
-    """
-
+    # What `add_generation_prompt` adds to a question; where it adds nothing, the header of the
+    # answer, if it is built as that of the question is.
     prompt: str = ""
-    header: str = ""
-    unasked: bool = False
-    closings: tuple[str, ...] = ()
-    openers: tuple[str, ...] = ()
+    header: str = ""  # what of `prompt` the answer begins with, where no more comes before it
+    unasked: bool = False  # a generation prompt ends every text, asked for or not
+    closings: tuple[str, ...] = ()  # what may follow an answer, up to and with its stop token
+    openers: tuple[str, ...] = ()  # special tokens that begin a turn or end its header
 
 
 def habits(render: Render, specials: tuple[str, ...], bos: str | None, eos: str | None) -> Habits:
@@ -74,11 +67,8 @@ def closings_of(
 ) -> tuple[str, ...]:
     """Return what may close a turn, stop token at its end; empty where nothing does.
 
-    Args:
-        last: what follows the turn where the conversation ends with it.
-        middle: what follows it where another turn comes after it.
-        openers: see `Habits`.
-        calls: whether special tokens apart from each other may end the turn, as around tool calls.
+    `last` follows the turn at the end of a conversation, `middle` amid it. With `calls`, special
+    tokens apart from each other may end the turn.
     """
     both = last[: uncut(last, common_start(last, middle), specials)]
     end = None
@@ -103,5 +93,5 @@ def closings_of(
 
 
 def _shape(header: str) -> str:
-    """Return a header with a letter for each word: the roles differ, the rest does not."""
+    """Return a header with a letter for each word."""
     return re.sub(r"[^\W_]+", "w", header)

@@ -22,10 +22,10 @@ def only_content(message: Message, content: str) -> Message:
 def with_call(
     message: Message, at: int, where: str, word: str, number: int
 ) -> tuple[Message, str] | None:
-    """Return the message with a word or number in its tool call `at`, and the text to look for.
+    """Return the message with its tool call `at` changed, and the text to look for.
 
     `where`: `name`, or `argument`: the last value in the arguments, however deep. `word` takes the
-    place of text, `number` of an integer; other values are not replaced (None).
+    place of text, `number` of an integer; None for other values.
     """
     message = copy.deepcopy(message)
     inner: Any = message["tool_calls"][at]["function"]
@@ -86,9 +86,7 @@ def uncut(text: str, at: int, specials: tuple[str, ...]) -> int:
 
 
 def said_of(content: str) -> list[str]:
-    """Return the content, and what is left of it where a template drops what a tag ends, such as
-    reasoning; stripped.
-    """
+    """Return the content, and its rests where a template drops what a tag ends, as reasoning."""
     tags = pattern_of((), tags=True).finditer(content)
     rests = [content, *(content[tag.end() :] for tag in tags)]
     return [rest.strip() for rest in rests if rest.strip()]

@@ -55,17 +55,11 @@ class NotFound(BadRow):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        text: with all special tokens; to be tokenised without adding any.
-        spans: characters (begin, end) that are learned, in order, disjoint: of each turn asked for.
-        notes: kind -> how often, of what deserves a warning.
-    """
+    """A conversation as text, with all special tokens; to be tokenised without adding any."""
 
     text: str
-    spans: list[Span]
-    notes: Counter[str] = field(default_factory=Counter)
+    spans: list[Span]  # characters (begin, end) that are learned, in order, disjoint
+    notes: Counter[str] = field(default_factory=Counter)  # kind -> how often: worth a warning
 
 
 def mark(
@@ -79,15 +73,8 @@ def mark(
 ) -> Rendered:
     """Return the rendering of `messages` with the characters of the turns `wanted`.
 
-    See [Note: masks from the template].
-
-    Args:
-        render: renders messages; `render(..., tools=False)` leaves the tools out.
-        messages: the turns, those of the assistant with content or tool calls.
-        wanted: indices of turns of the assistant, ascending; empty to check only.
-        specials: special tokens, as text.
-        known: of `habits`.
-        has_tools: whether there are tools that must be printed.
+    `wanted` are indices of turns of the assistant, ascending; empty to check only. With `has_tools`
+    the tools must be printed; `render(..., tools=False)` leaves them out.
 
     Raises:
         BadRow: the template raises, or prints nothing (or twice) of a turn, or the tools.
@@ -105,8 +92,8 @@ class _Search:
         self.view, self.wanted, self.specials, self.known = view, wanted, specials, known
         self.text, self.messages, self.words = view.text, view.messages, view.words
         self.notes: Counter[str] = Counter()
+        # Headers of turns, and what prompts have after them that the turns do not have.
         self.headers: set[tuple[str, str]] = set()
-        """The headers of turns, and what prompts have after them that the turns do not have."""
 
     def found(self) -> Rendered:
         """Return the turns with their edges, after the checks on them."""
@@ -124,11 +111,7 @@ class _Search:
     # ---- Contents
 
     def _all_at_once(self) -> dict[int, Span]:
-        """Return turn -> its content's characters, found for all turns by one rendering.
-
-        What stands around the words must make up the true rendering, with the true contents
-        between; a turn with tool calls ends where what follows it comes for the only time.
-        """
+        """Return turn -> its content's characters, found for all turns by one rendering."""
         calls = {i for i in self.wanted if self.messages[i].get("tool_calls")}
         for turns in (self.wanted, [i for i in self.wanted if i not in calls]):
             changes = {i: only_content(self.messages[i], self.view.word(i)) for i in turns}
@@ -141,7 +124,7 @@ class _Search:
         return {}
 
     def _filled(self, text: str, turns: list[int], calls: set[int]) -> dict[int, Span]:
-        """Return the contents that stand between what is around the words, which is all of it."""
+        """Return the contents where they and what stands around the words are all of the text."""
         start, *rest = re.split(rf"{self.words[0]}n(\d+)n", text)
         around = rest[1::2]
         once = [int(n) for n in rest[::2]] == turns
@@ -157,7 +140,7 @@ class _Search:
         return found if at == len(self.text) and self.text.startswith(start) else {}
 
     def _end_of(self, i: int, at: int, following: str, calls: bool) -> int | None:
-        if calls:
+        if calls:  # where what follows it comes for the only time
             end = self.text.find(following, at) if following else -1
             return end if end >= 0 and self.text.find(following, end + 1) < 0 else None
         content = self.messages[i].get("content") or ""
@@ -227,9 +210,7 @@ class _Search:
         return common_start(self.text, *texts), len(self.text) - len(tails[0])
 
     def _before_next(self, i: int, end: int) -> bool:
-        """Return whether the turn after turn `i` is printed after `end`: no result of a tool call
-        is part of it.
-        """
+        """Whether the turn after turn `i` is printed after `end`, no result of a call within."""
         if i == len(self.messages) - 1:
             return True
         following = (with_content(self.messages[i + 1], word) for word in self.words)
@@ -237,14 +218,11 @@ class _Search:
         return end <= common_start(self.text, *(text for text in texts if text is not None))
 
     def _check_content(self, i: int, content: str, end: int) -> None:
-        """Refuse a turn in whose place the template prints something else, such as a stub.
-
-        The content may come without what a tag in it ends, such as reasoning. Of other changes
-        (letters escaped) a word of its length knows nothing.
-        """
+        """Refuse a turn in whose place the template prints something else, such as a stub."""
         before = self.text[:end].rstrip()
         if any(before.endswith(said) for said in said_of(content)):
             return
+        # Letters may be escaped: then a word as long is asked for.
         word = (self.view.words_like(content) or [""])[0]
         text = self.view.changed({i: with_content(self.messages[i], word)}) if word else None
         if content.strip() and (text is None or word not in text):
@@ -290,9 +268,9 @@ class _Search:
     # ---- Starts
 
     def _start(self, i: int, low: int, end: int, before: int, whole: bool) -> tuple[int, bool]:
-        """Return where turn `i` begins: after the prompt for it.
+        """Return where turn `i` begins, after its prompt, and whether all before is that prompt.
 
-        And whether the text before is exactly that prompt. `whole`: its content begins at `low`.
+        `whole`: its content begins at `low`.
         """
         asked = self.view.tried(self.messages[:i], prompt=True)
         if asked is not None and i and not self.text.startswith(asked):
@@ -316,12 +294,9 @@ class _Search:
         return len(asked) + self._header(i, constant, asked != bare), True
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
-        """Return how much of what stands before any content of turn `i` is its header.
-
-        Nothing, where a prompt came before it: then the model is to write it.
-        """
+        """Return how much of what stands before any content of turn `i` is its header."""
         if prompted or self.known.unasked or not constant.strip():
-            return 0
+            return 0  # after a prompt the model is to write all of it
         if self.known.prompt.strip() and constant.startswith(self.known.prompt):
             return len(self.known.prompt)
         raise NotFound(

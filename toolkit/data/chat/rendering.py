@@ -16,20 +16,13 @@ TEMPLATE_ERRORS = (
 )
 """What the expressions of a template raise. Others (memory, files) are not the template's."""
 REFUSED = "refused by template"
-SURELY = 12
-"""A text of more characters that stands in the rendering was printed there."""
-NUMBERS = (4017293651, 9382650747)
-"""Unlike integers to put into the arguments of tool calls."""
+SURELY = 12  # a text of more characters that stands in the rendering was printed there
+NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
 _WORDS = ("Qz4vKx7Wb", "h9MtUe3Ry")
 
 
 class Rendering:
-    """The true rendering of a conversation, and changed ones.
-
-    Attributes:
-        text: the true rendering.
-        words: two unlike words that are not in it, plain, so that no template escapes or trims
-            them.
+    """The true rendering of a conversation, `text`, and changed ones.
 
     Raises:
         BadRow: the template refuses the conversation.
@@ -41,6 +34,7 @@ class Rendering:
             self.text = render(messages)
         except TEMPLATE_ERRORS as error:
             raise self._refusal(error) from error
+        # Two unlike words that are not in it, plain, so that no template escapes or trims them.
         self.words = [_absent(word, self.text) for word in _WORDS]
 
     def word(self, i: int) -> str:
@@ -53,7 +47,6 @@ class Rendering:
         return words if len(content) > 3 and not any(w in self.text for w in words) else []
 
     def named(self, i: int) -> str:
-        """Return a turn for a message."""
         return f"turn {i} ({self.messages[i].get('role')})"
 
     def changed(self, changes: dict[int, Message]) -> str | None:
@@ -80,13 +73,9 @@ class Rendering:
 
 
 def check_printed(view: Rendering, has_tools: bool) -> None:
-    """Refuse a template that leaves out a content, a tool call, or the tools.
+    """Raise BadRow where the template leaves out a content, a tool call, or the tools.
 
-    Costs a rendering for the contents that are too short to be looked for, one for the tool calls,
-    and one for the tools.
-
-    Raises:
-        BadRow: it names the turn.
+    Costs a rendering each for the tool calls, the tools, and contents too short to be looked for.
     """
     _check_contents(view)
     _check_calls(view)

@@ -1,8 +1,7 @@
 """A chat template rendered by transformers in its sandbox, and its generation markers.
 
 [Note: the same text on every day] `strftime_now`, with which templates print today's date, tells a
-fixed day, and `random` is seeded. Else the tokens of a run would depend on the day on which it was
-started, or resumed.
+fixed day, and `random` is seeded, so that a run that is resumed reads the same tokens.
 """
 
 import copy
@@ -57,11 +56,7 @@ class Template:
     def mark(
         self, messages: Sequence[Message], tools: Any, kwargs: dict[str, Any], wanted: list[int]
     ) -> Rendered:
-        """Return the rendering, with the characters of the turns `wanted`.
-
-        Raises:
-            BadRow: see `masks.mark`; of the spellings that were tried, what tells most.
-        """
+        """Return what `masks.mark` does of the first spelling that it takes, or raise a BadRow."""
         refusal: BadRow | None = None
         for spelling in _spellings(messages):
             try:
@@ -132,7 +127,7 @@ def _by_markers(
     """Return the turns `wanted` as the template's own generation markers have them.
 
     `turns` are all of the assistant's, as the search found them. At the edges the two may differ in
-    special tokens, tags, white space and the prompt; everything else is an error.
+    special tokens, tags, white space and the prompt.
     """
 
     def only_marks(begin: int, end: int) -> bool:

@@ -10,9 +10,8 @@
                        ShareGPT and Alpaca `system`
     already tokenised  `input_ids`, with `labels`, `completion_mask` or `assistant_masks`
 
-What templates would print wrong is brought into the form that they are written for: a content in
-parts of text becomes one text, arguments of a tool call in JSON text become a mapping, ShareGPT's
-names become roles. Everything else in a turn is passed on as it came.
+A content in parts of text becomes one text, arguments of a tool call in JSON text a mapping,
+ShareGPT's names roles, as templates expect them. All else in a turn is passed on as it came.
 """
 
 from collections import Counter
@@ -41,8 +40,7 @@ RowShape = ChatShape | Literal["text", "pieces", "prompt_completion", "tokenised
 class _Shape(NamedTuple):
     format: Format
     stated: str
-    extras: tuple[str, ...] = ()
-    """Columns that are read where they are there."""
+    extras: tuple[str, ...] = ()  # columns that are read where they are there
 
 
 _MASKS = ("labels", "completion_mask", "assistant_masks")  # columns that say what is learned
@@ -85,15 +83,12 @@ class PromptCompletion:
 class Conversation:
     """Turns as a chat template takes them, with a turn of the assistant that says something."""
 
+    # Each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only beside
+    # `tool_calls`, `{"function": {"name": text, "arguments": mapping}}`), and all else of its row.
     messages: list[dict[str, Any]]
-    """Each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only beside
-    `tool_calls`, `{"function": {"name": text, "arguments": mapping}}`), and all else of its row."""
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas."""
+    tools: list[dict[str, Any]] | None = None  # JSON schemas
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the template, from `chat_template_kwargs`."""
-    supervised_from: int = 0
-    """Turns before this index are a prompt, whatever their role."""
+    supervised_from: int = 0  # turns before this index are a prompt, whatever their role
 
 
 @dataclass(frozen=True)
@@ -112,14 +107,11 @@ class Layout:
     """Which columns of a source hold what. See [Note: formats]."""
 
     shape: RowShape
-    columns: tuple[str, ...]
-    """Those that every row must have, the main one first."""
-    whole: bool = False
-    """Whether rows are documents to pretrain on: text or ids as they are, also empty ones."""
+    columns: tuple[str, ...]  # those that every row must have, the main one first
+    whole: bool = False  # whether rows are documents to pretrain on, also empty ones
 
     @property
     def format(self) -> Format:
-        """What examples of these rows are."""
         return _SHAPES[self.shape].format
 
     @property
@@ -205,13 +197,7 @@ def _turn_style(value: Any, column: str) -> RowShape:
 
 
 def example_of(row: dict[str, Any], layout: Layout) -> Example:
-    """Return what is to be learned of `row`, which is not changed.
-
-    Raises:
-        BadRow: a column is missing or of the wrong type; text, a conversation, a completion or an
-            assistant's turn is empty; a role is unknown; no turn is the assistant's; text holds a
-            lone surrogate or a NUL character; labels or masks do not fit their tokens.
-    """
+    """Return what is to be learned of `row`; raise BadRow for the first thing that is wrong."""
     for column in layout.columns:
         if column not in row:
             said = f"expected a column {column!r} ({layout}), got {named(row)}"

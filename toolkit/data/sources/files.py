@@ -14,19 +14,14 @@ from toolkit.errors import DataError
 Kind = Literal["json", "csv", "parquet", "arrow", "text"]
 What = Literal["train", "eval"]
 
-DATA_ENDINGS: dict[str, Kind] = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+_TABULAR: tuple[Kind, ...] = ("json", "csv", "parquet", "arrow")
+DATA_ENDINGS: dict[str, Kind] = {".jsonl": "json", **{f".{kind}": kind for kind in _TABULAR}}
 """Endings of files that hold rows; a file with any other ending is text."""
 
 _TEXT = (
-    "txt text md rst tex html py pyi c h cc cpp hpp cu rs go java js ts rb sh r jl sql lua scala"
+    "c cc cpp cu go h hpp html java jl js lua md py pyi r rb rs rst scala sh sql tex text ts txt"
 )
-TEXT_ENDINGS = frozenset(f".{name}" for name in _TEXT.split(" "))
+TEXT_ENDINGS = [f".{name}" for name in _TEXT.split(" ")]
 """Endings of text that are taken from beneath a folder; a file named itself may have any."""
 
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
@@ -34,10 +29,10 @@ _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 
 
 def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
-    """Return what `cfg` names as (setting, source), each source with a name of its own.
+    """Return what `cfg` names as (setting, source); each entry of `eval_files` is a source.
 
-    To evaluate on: one source for each entry of `eval_files`. A source without a name gets that of
-    its first file, without endings, or of its data set; names that come twice are numbered.
+    A source without a name gets that of its first file, without endings, or of its data set; names
+    that come twice are numbered.
     """
     found: list[tuple[str, SourceConfig]] = []
     if what == "eval":
@@ -62,15 +57,15 @@ def _name(source: SourceConfig, setting: str) -> str:
         return Path(source.dataset_name).name or source.dataset_name
     first = find_files(source.files, setting)[0]
     packed = first.suffix.lower() in _COMPRESSED
-    return (Path(first.stem).stem if packed else first.stem) or first.name
+    return Path(first.stem).stem if packed else first.stem
 
 
 def find_files(patterns: str | list[str], what: str) -> list[Path]:
     """Return the files that `patterns` name: absolute, each once, in the order given.
 
     A pattern is a file, a folder (every file beneath it of a known ending, hidden ones and
-    `__pycache__` left out) or a glob (`**` goes into folders; `~` is the home folder). What one
-    glob or folder finds is sorted by path, so that the order is the same on every machine.
+    `__pycache__` left out) or a glob (`**` goes into folders; `~` is the home folder). What a
+    pattern finds is sorted by path.
 
     Raises:
         DataError: a pattern finds no file; names the setting `what`.
@@ -110,7 +105,7 @@ def _matches(pattern: str, what: str) -> list[Path]:
     if path.is_file():  # before the glob: a file's own name may hold brackets
         return [path]
     if path.is_dir():
-        known = [*DATA_ENDINGS, *sorted(TEXT_ENDINGS)]
+        known = [*DATA_ENDINGS, *TEXT_ENDINGS]
         found = [p for p in _beneath(path) if _ending(p) in known]
         why = (
             f"the folder {pattern} holds no file of a known ending ({' '.join(known)}); name files "

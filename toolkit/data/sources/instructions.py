@@ -1,8 +1,7 @@
 """Instructions and answers that every machine has: made of the functions of the standard library.
 
 A function with a docstring gives two conversations: from its signature and docstring to its body,
-and from its code to the first sentence of its docstring. Nothing is invented, so an answer is as
-right as Python's own source; short ones only, since they are for trying things out.
+and from its code to the first sentence of its docstring; short ones only.
 """
 
 import ast
@@ -17,15 +16,9 @@ import pyarrow as pa
 from toolkit.data.sources.files import stdlib_files
 from toolkit.data.sources.tables import cached, digest_of, in_tables, stamped
 
-BODY_LINES, BODY_CHARACTERS = 30, 1200
-"""A function whose body has more is left out."""
-
-DOCSTRING_CHARACTERS = 400
-"""The docstring of a question is cut at the paragraph that goes beyond this."""
-
-_VERSION = 2
-"""Part of the cache key: raise it when the same files give other pairs."""
-
+BODY_LINES, BODY_CHARACTERS = 30, 1200  # a function whose body has more is left out
+DOCSTRING_CHARACTERS = 400  # a longer one is cut after a paragraph
+_VERSION = 2  # part of the cache key: raise it when the same files give other pairs
 _TURN = pa.struct({"role": pa.string(), "content": pa.string()})
 _ROWS = pa.schema({"messages": pa.list_(_TURN)})
 _WRITE = (
@@ -66,8 +59,7 @@ def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, _Function) and (found := _parts(node, lines)):
             signature, docstring, body = found
-            # Which words are used follows from the function, so that it does not depend on others.
-            style = len(node.name) + len(body)
+            style = len(node.name) + len(body)  # depends on no other function
             inside = textwrap.indent(f'"""{docstring}"""', "    ")
             documented = f"{signature}\n{inside}"
             yield f"{_WRITE[style % len(_WRITE)]}\n\n{documented}", body
@@ -81,18 +73,20 @@ def _parts(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
     docstring = _short(ast.get_docstring(node) or "")
     if not docstring or len(node.body) < 2:
         return None
-    first = node.body[0]
-    if node.lineno == first.lineno or node.body[1].lineno == first.end_lineno:
-        return None  # several on one line
+    first, second = node.body[:2]
     signature = textwrap.dedent("\n".join(lines[node.lineno - 1 : first.lineno - 1])).rstrip()
     body = textwrap.dedent("\n".join(lines[first.end_lineno : node.end_lineno])).strip("\n")
-    # A string that reaches to the left margin keeps `dedent` from taking the indentation away.
-    if body[:1].isspace() or "\0" in body or not signature.endswith(":"):
+    if (
+        node.lineno == first.lineno  # several on one line
+        or second.lineno == first.end_lineno
+        or body[:1].isspace()  # a string at the left margin keeps `dedent` from its work
+        or "\0" in body
+        or not signature.endswith(":")
+        or len(body) > BODY_CHARACTERS
+        or body.count("\n") >= BODY_LINES
+        or (len(node.body) == 2 and isinstance(second, ast.Pass | ast.Raise))  # says nothing
+    ):
         return None
-    if len(body) > BODY_CHARACTERS or body.count("\n") >= BODY_LINES:
-        return None
-    if len(node.body) == 2 and isinstance(node.body[1], ast.Pass | ast.Raise):
-        return None  # says nothing
     return signature, docstring, textwrap.indent(body, "    ")
 
 

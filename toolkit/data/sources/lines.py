@@ -1,10 +1,9 @@
 """Rows of JSON lines, JSON lists and CSV files as bytes, each with its place.
 
 [Note: raw rows]
-Arrow has one type for a column, and the JSON readers on top of it guess one: text that looks like a
-date becomes a date, and rows that differ get each other's keys. So rows of these files are kept as
-they stand in the file, one binary each, and parsed when they are used; and a line that is not UTF-8
-or longer than `ROW_BYTES` is one bad row with a place, not a broken file.
+Arrow has one type for a column, and its JSON readers guess one: text that looks like a date becomes
+a date, and rows get each other's keys. So a row is kept as it stands in the file, one binary, and
+parsed when it is used; a line that is not UTF-8 or too long is one bad row, not a broken file.
 """
 
 import bz2
@@ -27,18 +26,14 @@ from toolkit.errors import DataError
 
 LineKind = Literal["json", "csv"]
 
-ROW_BYTES = 64 << 20
-"""A longer row is bad: no sample is made of it, and reading it may take all memory."""
-LIST_BYTES, LIST_VALUES = 512 << 20, 20_000_000
-"""Bounds of a file with one JSON list, which is parsed as a whole."""
+ROW_BYTES = 64 << 20  # a longer row is bad: reading it may take all memory
+LIST_BYTES, LIST_VALUES = 512 << 20, 20_000_000  # of one JSON list, which is parsed as a whole
 
-RAW = "_raw"
-"""Column of the bytes of a row (JSON). Beside it `_fault`: what is wrong with a row that was not
-even read."""
+RAW, FAULT = "_raw", "_fault"
+"""Columns of the bytes of a row (JSON), and of what is wrong with one that was not even read:
+reason, newline, message."""
 
-LINES = pa.schema(
-    {RAW: pa.large_binary(), PLACE: pa.string(), "_fault": pa.string()}  # reason, newline, message
-)
+LINES = pa.schema({RAW: pa.large_binary(), PLACE: pa.string(), FAULT: pa.string()})
 _BLOCK = 1 << 20
 
 _Rows = Iterator[tuple[int, bytes | BadRow]]
@@ -46,10 +41,7 @@ _Rows = Iterator[tuple[int, bytes | BadRow]]
 
 
 def line_tables(file: str, kind: LineKind, limit: int) -> Iterator[pa.Table]:
-    """Yield a file as tables of `LINES`; blank lines are no rows.
-
-    Holds some megabytes, or a longer row; of a JSON list the whole file.
-    """
+    """Yield a file as tables of `LINES`; holds some megabytes, of a JSON list the whole file."""
     return in_tables(stored_rows(file, kind, limit), LINES)
 
 
@@ -74,8 +66,8 @@ def stored_rows(
 
 def decoded(stored: dict[str, Any]) -> dict[str, Any]:
     """Return the mapping that a raw row stands for; raise BadRow for one that is none."""
-    if stored["_fault"] is not None:
-        reason, _, said = stored["_fault"].partition("\n")
+    if stored[FAULT] is not None:
+        reason, _, said = stored[FAULT].partition("\n")
         raise BadRow(said, reason)
     raw = stored[RAW]
     try:
@@ -92,7 +84,6 @@ def decoded(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open(file: str) -> IO[bytes]:
-    """Open a file behind its compression."""
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     ending = Path(file).suffix.lower()
     if ending == ".zst":

@@ -13,16 +13,11 @@ T = TypeVar("T")
 
 
 class BadRow(Exception):
-    """What is wrong with one row; whoever knows its file and number adds them.
-
-    Args:
-        said: what was expected and what came.
-        reason: a few words that are the same for all rows of this kind, to count them by.
-    """
+    """What is wrong with one row; whoever knows its file and number adds them."""
 
     def __init__(self, said: str, reason: str = "cannot be used") -> None:
         super().__init__(said, reason)
-        self.reason = reason
+        self.reason = reason  # the same for all rows of this kind, to count them by
 
     def __str__(self) -> str:
         return str(self.args[0])

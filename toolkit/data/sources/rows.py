@@ -55,9 +55,7 @@ class DataSource:
         return example_of(self.row(stored), self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
-        """Return where the `number`-th row of the source, or of a pass over a stream, stands:
-        `data/a.jsonl line 7`, `b.parquet row 12 (counted from 0)`.
-        """
+        """Return where the `number`-th row of the source, or of a pass over a stream, stands."""
         if tables.FILE in stored:
             return f"{self.files[stored[tables.FILE]]} {stored[tables.PLACE]}"
         of_pass = "" if isinstance(self.rows, datasets.Dataset) else " of a pass"
@@ -155,6 +153,6 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
-    wanted = (*layout.columns, *layout.optional, lines.RAW, "_fault", *_OF_FILES)
+    wanted = (*layout.columns, *layout.optional, lines.RAW, lines.FAULT, *_OF_FILES)
     columns = [name for name in wanted if name in source.rows.column_names]
     return replace(source, layout=layout, rows=source.rows.select_columns(columns))

@@ -1,8 +1,7 @@
 """Rows to token ids: one policy for rows that cannot be used, counted, cached on disk.
 
-Conversations are rendered and tokenised in `dataset_num_proc` processes; other rows in this one,
-where the Rust tokenizer runs on threads (see [Note: threads, not processes] in `text_ids.py`).
-Results come back in the order of the rows, the same for any number of processes.
+Conversations are encoded in `dataset_num_proc` processes; other rows in this one, where the Rust
+tokenizer runs on threads (see [Note: threads, not processes] in `text_ids.py`).
 """
 
 import json
@@ -31,14 +30,10 @@ from toolkit.data.tokens.encoder import EncodedExample, Encoder, EndsRun, LeftOu
 from toolkit.data.tokens.text_ids import BATCH_BYTES, content_of
 from toolkit.errors import DataError
 
-_CHAT_ROWS, _TEXT_ROWS = 512, 20_000
-"""Rows that are encoded at a time, at most."""
+_CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
-_ROWS_OF_A_PROCESS = 200
-"""Conversations for which a further process is worth its start."""
-
-_VERSION = 5
-"""Part of the cache key: raise it when the same row gives other tokens or counts."""
+_ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
+_VERSION = 5  # part of the cache key: raise it when the same row gives other tokens or counts
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
@@ -207,7 +202,6 @@ def _each(
 
 
 def _set_encoder(encoder: RowEncoder) -> None:
-    """Keep what this worker process encodes with."""
     global _encoder
     _encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
@@ -239,7 +233,7 @@ def _lists(values: list[np.ndarray]) -> pa.ListArray:
 def _key(
     source: DataSource, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
 ) -> str:
-    """Return a name for the result, made of all that decides it, the same in every process."""
+    """Return a digest of all that decides the result, the same in every process."""
     templates: dict[str, str] = {}
     names = ["on_bad_row", "append_eos"]
     if isinstance(cfg, FinetuneDataConfig):

@@ -19,7 +19,6 @@ from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 
 ACROSS = "tokens across the edge of what is learned"
-"""Kind of note: they are not learned."""
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +35,11 @@ class EndsRun(BadRow):
 class EncodedExample:
     """Token ids of one example, and which of them are learned."""
 
-    input_ids: np.ndarray
-    """int32 [n], n from 1 to `sequence_length`; of plain text any number: packing cuts it."""
-    spans: list[Span]
-    """Ranges (begin, end) of token positions that are learned, in order, disjoint."""
-    cut_off: int = 0
-    """Tokens at its end that were cut off, which are not among `input_ids`."""
-    notes: dict[str, int] = field(default_factory=dict)
-    """What is to be counted of it, by kind (such as `ACROSS`)."""
-    piece: int | None = None
-    """Tokens of the pieces that packing cuts it into; None: it stays whole."""
+    input_ids: np.ndarray  # int32 [n]; n up to `sequence_length`, of plain text any number
+    spans: list[Span]  # (begin, end) of token positions that are learned, in order, disjoint
+    cut_off: int = 0  # tokens cut off at its end, which are not among `input_ids`
+    notes: dict[str, int] = field(default_factory=dict)  # to be counted, by kind (see `ACROSS`)
+    piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
 
     @property
     def supervised(self) -> int:

@@ -1,15 +1,14 @@
 """Texts to token ids: with the special tokens around them, and positions of marked characters.
 
 [Note: threads, not processes]
-The Rust tokenizer has threads of its own, one per core (`RAYON_NUM_THREADS`), which share the text
-and the vocabulary; worker processes would fork and pickle to come no further. Where all of a text
-is learned, `encode_batch_fast` skips the character offsets; `benchmarks/tokenise.py` compares.
+The Rust tokenizer has threads of its own, one per core (`RAYON_NUM_THREADS`): worker processes are
+no faster. Where all of a text is learned, `encode_batch_fast` skips the character offsets;
+`benchmarks/tokenise.py` compares.
 
 [Note: tokens across an edge]
 A token is learned when all its characters are. One that holds the end of a prompt and the beginning
-of the answer is not: at inference the prompt ends in a token of its own, so that the model never
-sees that one. They are counted. Many tokenizers leave the white space before a word out of the
-offsets of its token, which is looked for in the token itself.
+of the answer is not: at inference the model never sees it. They are counted. Many tokenizers leave
+the white space before a word out of the offsets of its token; it is looked for in the token itself.
 """
 
 import copy
@@ -43,10 +42,8 @@ class TokenSpans(NamedTuple):
     """Token ids of a text, int32 [n], and which of them are marked."""
 
     ids: np.ndarray
-    spans: list[Span]
-    """Positions (begin, end) of the marked tokens, in order, disjoint."""
-    across: int = 0
-    """Tokens across an edge, which are not marked."""
+    spans: list[Span]  # positions (begin, end) of the marked tokens, in order, disjoint
+    across: int = 0  # tokens across an edge, which are not marked
 
 
 class TextTokenizer:
@@ -113,13 +110,18 @@ class TextTokenizer:
 
     def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
         """Return the ids of texts that are not learned whole."""
+        short = [pair for pair in pairs if len(pair[0]) <= BATCH_BYTES]
         if self.backend is None:
-            return [_too_long(text) or self._in_pieces(text, spans) for text, spans in pairs]
-        short = ["" if _too_long(text) else text for text, _ in pairs]
-        batch = self.backend.encode_batch(short, add_special_tokens=False)
+            found = iter([self._in_pieces(*pair) for pair in short])
+        else:
+            batch = self.backend.encode_batch([text for text, _ in short], add_special_tokens=False)
+            of_pairs = zip(short, batch, strict=True)
+            named = self.backend.id_to_token
+            found = iter([_marked(*pair, encoded, named) for pair, encoded in of_pairs])
+        said = f"expected a text of at most {BATCH_BYTES:,} characters, got"
         return [
-            _too_long(text) or _marked(text, encoded, spans, self.backend.id_to_token)
-            for (text, spans), encoded in zip(pairs, batch, strict=True)
+            next(found) if len(text) <= BATCH_BYTES else BadRow(f"{said} {len(text):,}", "too long")
+            for text, _ in pairs
         ]
 
     def _in_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
@@ -152,15 +154,8 @@ def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
         return b"".join(p.name.encode() + p.read_bytes() for p in files)
 
 
-def _too_long(text: str) -> BadRow | None:
-    if len(text) <= BATCH_BYTES:
-        return None
-    said = f"expected a text of at most {BATCH_BYTES:,} characters, got {len(text):,}"
-    return BadRow(said, "too long")
-
-
 def _marked(
-    text: str, encoded: Encoding, spans: Sequence[Span], named: Callable[[int], str | None]
+    text: str, spans: Sequence[Span], encoded: Encoding, named: Callable[[int], str | None]
 ) -> TokenSpans:
     """Return the tokens that hold no character outside of `spans`."""
     ids = np.array(encoded.ids, np.int32)

@@ -23,20 +23,13 @@ from toolkit.data.sources.tables import as_data_error, digest_of
 from toolkit.errors import ConfigError, DataError, ModelError, one_line
 from toolkit.formats import check_config, local_folder
 
-END_OF_TEXT = "<|endoftext|>"
-"""The only special token of a trained tokenizer; its id is 0."""
-
-TRAINING_BYTES = 32 << 20
-"""A tokenizer is trained on at most so much text, taken evenly from all of it."""
-
-_FILES = (
+END_OF_TEXT = "<|endoftext|>"  # the only special token of a trained tokenizer; its id is 0
+TRAINING_BYTES = 32 << 20  # of text to train a tokenizer on, taken evenly from all of it
+_FILES = (  # any of these makes a folder a tokenizer's
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json"),
     *("sentencepiece.bpe.model", "tekken.json", "vocab.txt"),
 )
-"""Any of these makes a folder a tokenizer's."""
-
-_MADE_OF = "made_of.txt"
-"""Beside a trained tokenizer: the digest of its text, and its vocabulary size."""
+_MADE_OF = "made_of.txt"  # beside a trained tokenizer: digest of its text, vocabulary size
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +62,24 @@ def own_tokenizer(model: ModelConfig) -> ModelConfig:
     Raises:
         ModelError: whether it has one cannot be seen.
     """
-    if model.tokenizer_name_or_path is not None or not _has_tokenizer(model):
+    if model.tokenizer_name_or_path is not None:
         return model
-    return replace(model, tokenizer_name_or_path=model.name_or_path)
+    path = Path(model.name_or_path).expanduser()
+    if not path.is_dir() and (path.exists() or model.name_or_path.startswith((".", "/", "~"))):
+        raise ModelError(f"model.name_or_path {model.name_or_path} is not a folder")
+    options = {"revision": model.revision, "_raise_exceptions_for_missing_entries": False}
+    try:
+        found = _has_files(path) or (
+            not path.is_dir()
+            and any(cached_file(model.name_or_path, name, **options) for name in _FILES)
+        )
+    except Exception as error:
+        # Unreachable is not absent: going on would train another tokenizer without a word.
+        raise ModelError(
+            f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)}); it is "
+            "no folder here (check the path), and the Hub did not answer for it"
+        ) from error
+    return replace(model, tokenizer_name_or_path=model.name_or_path) if found else model
 
 
 def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
@@ -237,23 +245,6 @@ def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]
         except Exception as error:
             raise as_data_error(error, source.where) from error
         left += room
-
-
-def _has_tokenizer(model: ModelConfig) -> bool:
-    path = Path(model.name_or_path).expanduser()
-    if path.is_dir():
-        return _has_files(path)
-    if path.exists() or model.name_or_path.startswith((".", "/", "~")):
-        raise ModelError(f"model.name_or_path {model.name_or_path} is not a folder")
-    options = {"revision": model.revision, "_raise_exceptions_for_missing_entries": False}
-    try:
-        return any(cached_file(model.name_or_path, name, **options) for name in _FILES)
-    except Exception as error:
-        # Unreachable is not absent: going on would train another tokenizer without a word.
-        raise ModelError(
-            f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)}); it is "
-            "no folder here (check the path), and the Hub did not answer for it"
-        ) from error
 
 
 def _has_files(folder: Path) -> bool:
