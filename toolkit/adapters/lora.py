@@ -40,6 +40,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
     _refuse(model, cfg)
     targets = targets_of(model, cfg)
     kept = {id(model.get_parameter(n)) for n in kept_in_fp32(model)}
+    config = _peft_config(targets)
     with warnings.catch_warnings():
         # PEFT settles the orientation of each module itself, and says so for each.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
@@ -49,9 +50,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         try:
             with torch.device("meta"):
-                adapted = get_peft_model(
-                    model, _peft_config(targets), ADAPTER, autocast_adapter_dtype=False
-                )
+                adapted = get_peft_model(model, config, ADAPTER, autocast_adapter_dtype=False)
         except Exception as error:  # PEFT refuses by any class of error
             raise refusal(model, targets, error) from error
     check_adapted(adapted, targets)
@@ -69,23 +68,19 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
 def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
     if cfg.r < 1:
         raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}")
-    for given, name in ((cfg.lora_dropout, "lora_dropout"), (cfg.use_dora, "use_dora")):
-        if cfg.target_parameters and given:
+    for name in ("lora_dropout", "use_dora"):
+        if cfg.target_parameters and getattr(cfg, name):
             raise ConfigError(
                 f"lora.target_parameters {cfg.target_parameters} cannot be adapted with "
                 f"lora.{name}: the adapter is added to the weight itself; leave out one of the two"
             )
     if has_adapters(model):
         raise ModelError("the model has adapters already; build it anew to adapt it otherwise")
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if sharded or not all(p.is_meta for p in model.parameters()):
         raise ModelError(
-            f"{plain_name(model)} is sharded already: nobody would reduce the adapters. Call "
-            "add_adapters before apply_fsdp"
-        )
-    if not all(p.is_meta for p in model.parameters()):
-        raise ModelError(
-            f"{plain_name(model)} has bytes already; put adapters on what build_on_meta returns, "
-            "then apply_fsdp, then load"
+            f"{plain_name(model)} {'is sharded' if sharded else 'has bytes'} already; put adapters "
+            "on what build_on_meta returns, before apply_fsdp and loading"
         )
 
 

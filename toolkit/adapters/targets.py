@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.config.settings import LoraConfig
-from toolkit.errors import ConfigError, ModelError
+from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import plain_name
 from toolkit.models.patterns import no_match, numbered
@@ -34,9 +34,8 @@ class Targets:
     modules: set[str]
     """What gets an adapter."""
     excluded: set[str]
-    """What is left alone, as asked for."""
     saved: set[str]
-    """What is trained in full, as asked for."""
+    """What is trained in full."""
     tied: set[str]
     """The modules that are one matrix with the input embedding, itself among them; often empty."""
 
@@ -61,15 +60,15 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
     modules = _expected(model, cfg, named) - excluded - _inside(named, saved)
     tied = _tied_modules(model)
-    _refuse_tied(model, tied, modules, saved)
+    _refuse_ties_apart(model, tied, modules, saved)
     _refuse_new_rows(model, saved | tied if saved & tied else saved)
     if unfit := {n: why for n in sorted(modules) if (why := _misfit(named[n]))}:
-        name, why = next(iter(unfit.items()))
-        raise ModelError(
-            f"PEFT cannot adapt {plain_name(model)} as asked ({name} {why}); "
-            f"{_excluding(cfg, unfit)}"
-        )
+        raise _not_adaptable(model, " ".join(next(iter(unfit.items()))), _excluding(cfg, unfit))
     return Targets(cfg, tuple(named), modules, excluded, saved, tied)
+
+
+def _not_adaptable(model: nn.Module, why: str, remedy: str) -> ModelError:
+    return ModelError(f"PEFT cannot adapt {plain_name(model)} as asked ({why}); {remedy}")
 
 
 def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
@@ -99,9 +98,8 @@ def _names_any(pattern: str, names: Iterable[str]) -> bool:
 def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
     """Return the setting that leaves modules out, by the ends of their names."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
-    return (
-        f"set lora.exclude_modules: [{', '.join(dict.fromkeys([*cfg.exclude_modules, *leaves]))}]"
-    )
+    excluded = dict.fromkeys([*cfg.exclude_modules, *leaves])
+    return f"set lora.exclude_modules: [{', '.join(excluded)}]"
 
 
 def _inside(names: Iterable[str], outer: set[str]) -> set[str]:
@@ -109,22 +107,18 @@ def _inside(names: Iterable[str], outer: set[str]) -> set[str]:
 
 
 def _modules_to_save(named: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
-    """Return the whole names of the modules that are trained in full.
-
-    PEFT takes every module whose name ends in what it is given, at a dot or not: `norm` would be
-    `input_layernorm` too.
+    """Return the whole names of the modules that are trained in full: of an end such as `norm`
+    PEFT would take `input_layernorm` too.
     """
-    found = _named("lora.modules_to_save", cfg.modules_to_save, named)
+    setting = "lora.modules_to_save"
+    found = _named(setting, cfg.modules_to_save, named)
     for name in sorted(found):
         if isinstance(named[name], nn.ModuleList | nn.ModuleDict):
             raise ModelError(
-                f"lora.modules_to_save: {name} only holds modules and is never called; name those"
+                f"{setting}: {name} only holds modules and is never called; name those"
             )
         if outer := [o for o in found if name.startswith(o + ".")]:
-            raise ModelError(
-                f"lora.modules_to_save names {name} and {outer[0]}, which holds it; name one of "
-                "them"
-            )
+            raise ModelError(f"{setting} names {name} and {outer[0]}, which holds it; name one")
     return found
 
 
@@ -140,16 +134,14 @@ def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Modul
     try:
         pattern = re.compile(targets)
     except re.error as error:
-        raise ConfigError(
-            f"lora.target_modules {targets!r} is no regular expression: {error}"
-        ) from error
-    matched = {n for n in named if pattern.fullmatch(n)}
-    if not matched:
-        raise ModelError(
-            _unknown("lora.target_modules", targets, named)
-            + "; a text is one regular expression of whole names, a list is of ends of names"
-        )
-    return matched
+        what = f"lora.target_modules {targets!r} is no regular expression"
+        raise ConfigError(f"{what}: {error}") from error
+    if matched := {n for n in named if pattern.fullmatch(n)}:
+        return matched
+    raise ModelError(
+        _unknown("lora.target_modules", targets, named)
+        + "; a text is one regular expression of whole names, a list is of ends of names"
+    )
 
 
 def _tied_modules(model: PreTrainedModel) -> set[str]:
@@ -161,24 +153,26 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
     return found if len(found) > 1 else set()
 
 
-def _refuse_tied(
+def _refuse_ties_apart(
     model: PreTrainedModel, tied: set[str], expected: set[str], saved: set[str]
 ) -> None:
-    if both := sorted(tied & expected):
-        raise ModelError(
-            f"lora.target_modules names {both[0]}, which is one matrix with "
-            f"{', '.join(sorted(tied - {both[0]}))}: an adapter on one of them would untie "
-            "them. Train it in full (lora.modules_to_save), or leave it out "
-            "(lora.exclude_modules)"
-        )
     ends = {name.rpartition(".")[2] for name in tied}
-    if saved & tied and ends != {"embed_tokens", "lm_head"}:
-        name = min(saved & tied)
-        raise ModelError(
-            f"lora.modules_to_save names {name}, which is one matrix with "
-            f"{', '.join(sorted(tied - {name}))}; PEFT keeps such a tie only between "
-            f"embed_tokens and lm_head, so that {plain_name(model)} would come apart. Leave it out"
+    if name := min(tied & expected, default=""):
+        setting = "target_modules"
+        why = (
+            "an adapter on one of them would untie them. Train it in full (lora.modules_to_save), "
+            "or leave it out (lora.exclude_modules)"
         )
+    elif (name := min(saved & tied, default="")) and ends != {"embed_tokens", "lm_head"}:
+        setting = "modules_to_save"
+        why = (
+            "PEFT keeps such a tie only between embed_tokens and lm_head, so that "
+            f"{plain_name(model)} would come apart. Leave it out"
+        )
+    else:
+        return
+    others = ", ".join(sorted(tied - {name}))
+    raise ModelError(f"lora.{setting} names {name}, which is one matrix with {others}: {why}")
 
 
 def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
@@ -208,10 +202,7 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
 
 
 def _misfit(module: nn.Module) -> str:
-    """Return why the module cannot be adapted; empty where it can.
-
-    Some routers are linear layers by their class and answer several tensors.
-    """
+    """Return why the module cannot be adapted; empty where it can."""
     if not isinstance(module, _ADAPTABLE):
         return f"is {type(module).__name__}, of which no adapter could be exported"
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
@@ -229,8 +220,7 @@ def _misfit(module: nn.Module) -> str:
 
 def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
     """Return what to say where PEFT refuses, with the setting that helps."""
-    problem = " ".join(f"{type(error).__name__}: {error}".split())
-    problem = problem if len(problem) <= 300 else problem[:300].rsplit(" ", 1)[0] + " ..."
+    problem = " ".join(str(error).split())
     remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if "lora_dropout" in problem or "use_dora" in problem:
         remedy = (
@@ -243,15 +233,11 @@ def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
         others = re.findall(r"'([\w.]+)'", also[1]) if also else []
         unfit = {named[1], *(o for o in others if _names_any(o, targets.modules))}
         remedy = _excluding(targets.cfg, unfit)
-    return ModelError(f"PEFT cannot adapt {plain_name(model)} as asked ({problem}); {remedy}")
+    return _not_adaptable(model, one_line(error), remedy)
 
 
 def check_adapted(adapted: PeftModel, targets: Targets) -> None:
-    """Refuse what PEFT left out or added without a word.
-
-    Raises:
-        ModelError: names the module, the parameter or the setting.
-    """
+    """Raise a ModelError for what PEFT left out or added without a word."""
     cfg, expected = targets.cfg, targets.modules
     modules, parameters = set(adapted_modules(adapted)), set(adapted_parameters(adapted))
     # Names that PEFT still looks for as modules; others it took for the parts of a fused parameter,
@@ -272,7 +258,7 @@ def check_adapted(adapted: PeftModel, targets: Targets) -> None:
         if not _names_any(pattern, parameters):
             raise ModelError(
                 f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
-                "itself (mlp.experts.gate_up_proj), and not also its module"
+                "itself (mlp.experts.gate_up_proj), and not its module too"
             )
     if touched := sorted(_inside(parameters, targets.excluded)):
         raise ModelError(
@@ -287,25 +273,19 @@ def check_adapted(adapted: PeftModel, targets: Targets) -> None:
             "give a list of names instead of a regular expression"
         )
     if lost := sorted(expected - modules):
-        leaves = sorted({n.rpartition(".")[2] for n in lost})
         raise ModelError(
             f"PEFT left {len(lost)} module(s) unadapted that lora.target_modules names, such as "
-            f"{lost[0]}: of this type it takes {', '.join(leaves)} for parts of the fused experts; "
-            f"{_excluding(cfg, leaves)}"
+            f"{lost[0]}: of this type it takes them for parts of the fused experts; "
+            f"{_excluding(cfg, lost)}"
         )
-    _check_saved(targets, saved_modules(adapted))
-
-
-def _check_saved(targets: Targets, found: dict[str, nn.Module]) -> None:
-    """Refuse modules that PEFT trains in full without being asked, and ties that came apart."""
-    tied = targets.tied
+    saved, tied = saved_modules(adapted), targets.tied
     asked = targets.saved | (tied if targets.ties else set())
-    if found.keys() != asked:
+    if saved.keys() != asked:
         raise ModelError(
             f"lora.modules_to_save names {', '.join(sorted(asked))}, and PEFT would train "
-            f"{', '.join(sorted(found))}, since it compares the ends of names; name other modules"
+            f"{', '.join(sorted(saved))}, since it compares the ends of names; name other modules"
         )
-    if targets.ties and len({id(m.weight) for n, m in found.items() if n in tied}) != 1:
+    if targets.ties and len({id(saved[name].weight) for name in tied}) != 1:
         raise ModelError(
             f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not; leave them out "
             "of lora.modules_to_save"
