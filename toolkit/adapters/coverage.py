@@ -49,10 +49,8 @@ class CoverageRow:
 
 
 def coverage(model: nn.Module) -> list[CoverageRow]:
-    """Return a row for every matrix of the base of adapted `model`, in the order of definition.
-
-    Matrices are parameters of two dimensions or more; tied ones are one. Sharded or not; a walk
-    over the modules.
+    """Return a row for every matrix (two dimensions or more; tied ones once) of the base of adapted
+    `model`, sharded or not, in the order of definition.
     """
     layers = adapted_parameters(model)
     saved = saved_modules(model).items()
@@ -80,9 +78,8 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
 
 
 def covered_share(rows: Iterable[CoverageRow]) -> float:
-    """Return the share of the base's matrices, by elements, for which something is trained.
-
-    Without embedding and head.
+    """Return the share of the base's matrices, by elements, for which something is trained; without
+    embedding and head.
     """
     counted = [row for row in rows if row.part != "embedding"]
     total = sum(row.elements for row in counted)
@@ -103,9 +100,9 @@ def coverage_lines(model: nn.Module) -> list[str]:
     if left := [row for row in rows if row.part == "experts" and not row.covered]:
         names = ", ".join(sorted({_short(row.name) for row in left}))
         share = sum(r.elements for r in left) / total
-        stacked = f"lora.target_parameters: [{names}] trains them (without dropout and DoRA)"
-        fused = all(len(row.shape) > 2 for row in left)
-        remedy = stacked if fused else "PEFT has no adapter for them"
+        remedy = "PEFT has no adapter for them"
+        if all(len(row.shape) > 2 for row in left):
+            remedy = f"lora.target_parameters: [{names}] trains them (without dropout and DoRA)"
         lines.append(
             f"WARNING    the routed experts are not adapted: {names} ({share:.0%} of the base's "
             f"matrices). {remedy}"
@@ -120,11 +117,11 @@ def coverage_lines(model: nn.Module) -> list[str]:
 
 
 def idle_adapters(model: nn.Module) -> list[str]:
-    """Return the modules of the base whose adapters still add nothing, after a step or more.
+    """Return the modules whose adapters still add nothing, after a step or more. Collective.
 
     Some architectures read a weight without calling its module (mamba's `dt_proj`): an adapter on
     it gets no gradient. None are named while all add nothing (the learning rate was still zero),
-    and no routed experts: no token may have come to them yet. Collective.
+    and no routed experts: no token may have come to them yet.
     """
     layers = adapted_parameters(model)
     experts = {row.name for row in coverage(model) if row.part == "experts"}

@@ -28,12 +28,9 @@ def first_values(
 
     A is drawn as `nn.Linear` draws (Kaiming, a = sqrt 5), B is zero, an embedding's the other way
     round; values depend on `seed` and the parameter's name alone. DoRA's magnitudes are the row
-    norms of the base weight, modules trained in full begin as the base's. Collective where a norm
-    runs over several ranks. Draws a whole adapter matrix at a time, on the CPU.
-
-    Args:
-        model: adapted, the base loaded.
-        device: where ranks exchange tensors.
+    norms of the base weight, modules trained in full begin as the base's, which must be loaded.
+    Collective where a norm runs over several ranks, which exchange tensors on `device`. Draws a
+    whole adapter matrix at a time, on the CPU.
 
     Raises:
         LoadingError: something is trained that has no first value.
@@ -69,6 +66,7 @@ def copied_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Value]:
     """Return how each trained parameter begins, by its id."""
+    kaiming = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
     rules: dict[int, _Value] = {}
     for original, copy in copies(model):
         rules[id(copy)] = partial(_copied, original)
@@ -78,7 +76,7 @@ def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Valu
             continue
         own = name.removeprefix(prefix + ".")
         values: dict[str, _Value] = {
-            "lora_A": partial(_drawn, _kaiming, f"{seed}/{own}.lora_A"),
+            "lora_A": partial(_drawn, kaiming, f"{seed}/{own}.lora_A"),
             "lora_B": _zeros,
             "lora_embedding_A": _zeros,
             "lora_embedding_B": partial(_drawn, nn.init.normal_, f"{seed}/{own}.lora_embedding_B"),
@@ -86,9 +84,6 @@ def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Valu
         }
         rules |= {id(p): values[part] for part, p in layer_parameters(module).items()}
     return rules
-
-
-_kaiming = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
 
 
 def _drawn(draw: Callable[..., torch.Tensor], key: str, parameter: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,6 @@
 """Adapters as PEFT keeps them: their config, their key names, and what each of them adapts.
 
 Key names are asked of PEFT; nothing here spells one by hand.
-
-[Note: a base without bytes] PEFT loads an adapter into a model that is there. `without_storage`
-gives it one whose parameters have their shapes and one element of memory each (stride 0): PEFT's
-own `from_pretrained` then runs unchanged, at the cost of the adapter alone.
 """
 
 import contextlib
@@ -18,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.errors import ExportError
+from toolkit.errors import ExportError, one_line
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.parsing import read_json
@@ -56,9 +52,8 @@ class PeftLayout:
     """An adapted model on meta, and how its parameters are called elsewhere."""
 
     model: Any
-    """The PeftModel."""
+    """The PeftModel around `base`."""
     base: PreTrainedModel
-    """The base inside it."""
     keys: dict[str, str]
     """Key in adapter_model.safetensors -> parameter of the adapted model; tied ones: the first."""
     parts: dict[str, list[AdapterLayer]] = field(default_factory=dict)
@@ -75,6 +70,10 @@ _KNOWN = {
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
     *("init_lora_weights", "qalora_group_size", "ensure_weight_tying"),
 }
+_SCOPE = (
+    "known are LoRA, DoRA and rsLoRA of linear layers, embeddings and fused experts, and whole "
+    "modules (modules_to_save)"
+)
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -83,9 +82,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
-
-    It may come from anybody: nothing of it is imported or asked for here.
+    """Return the content of adapter_config.json, which may come from anybody.
 
     Raises:
         ExportError: there is none, it is not that of a LoRA adapter, or it has a setting that the
@@ -111,11 +108,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         odd["init_lora_weights"] = start  # it subtracts what it begins with from the base
     if odd:
         shown = "; ".join(f"{name} is {str(value)[:60]!r}" for name, value in odd.items())
-        raise ExportError(
-            f"{file} has settings that are not supported here ({shown}): known are LoRA, DoRA and "
-            "rsLoRA of linear layers, embeddings and fused experts, and whole modules "
-            "(modules_to_save)"
-        )
+        raise ExportError(f"{file} has settings that are not supported here ({shown}): {_SCOPE}")
     return content
 
 
@@ -136,7 +129,7 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
         what = f"PEFT cannot put the adapter of {CONFIG_FILE} into {type(base).__name__}"
-        raise ExportError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ExportError(f"{what}: {one_line(error)}") from error
 
 
 def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
@@ -145,7 +138,7 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     Raises:
         ExportError: PEFT cannot put the adapter in, or something is trained that no part covers.
     """
-    names = {id(tensor): name for name, tensor in reversed(list(_tensors(base)))}
+    names = _first_names(base)
     model = attach_adapters(base, config)
     layout = PeftLayout(model, base, _keys(model))
     for part in _parts(model, names):
@@ -153,10 +146,7 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     held = {n for parts in layout.parts.values() for p in parts for n in p.tensors.values()}
     odd = sorted(set(layout.keys.values()) - held)
     if odd:
-        raise ExportError(
-            f"{odd[0]} is trained and not known to the export: it knows LoRA, DoRA and rsLoRA of "
-            "linear layers, embeddings and fused experts, and whole modules (modules_to_save)"
-        )
+        raise ExportError(f"{odd[0]} is trained and not known to the export: {_SCOPE}")
     return layout
 
 
@@ -164,9 +154,9 @@ def _keys(model: Any) -> dict[str, str]:
     """Return key in the file -> parameter, as PEFT's own saving names them."""
     from peft import get_peft_model_state_dict
 
-    first: dict[int, str] = {}
+    first = _first_names(model)
     # PEFT passes the values on untouched: here they say which parameter they stand for.
-    state = {name: first.setdefault(id(tensor), name) for name, tensor in _tensors(model)}
+    state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
     with _quiet():
         # No embedding layers: PEFT would add the frozen matrix of an embedding that is adapted.
         return get_peft_model_state_dict(
@@ -179,7 +169,7 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
     from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
-    first = {id(tensor): name for name, tensor in reversed(list(_tensors(model)))}
+    first = _first_names(model)
     for path, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             saved = dict(_tensors(module.modules_to_save[ADAPTER]))
@@ -199,6 +189,11 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
             )
 
 
+def _first_names(module: nn.Module) -> dict[int, str]:
+    """Return id of a tensor -> its first name."""
+    return {id(tensor): name for name, tensor in reversed(list(_tensors(module)))}
+
+
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter, tied ones under each name, and every persistent buffer."""
     yield from module.named_parameters(remove_duplicate=False)
@@ -207,7 +202,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def without_storage(base: PreTrainedModel) -> PreTrainedModel:
-    """Give a model on meta parameters that have their shape and no memory; see the note above."""
+    """Give a model on meta parameters of their shape and one element of memory each (stride 0):
+    PEFT's own `from_pretrained` then runs unchanged, at the cost of the adapter alone.
+    """
     made: dict[int, torch.Tensor] = {}
     for module in base.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -229,10 +226,8 @@ def read_as_peft(
     """Load an adapter as its readers do, with `PeftModel.from_pretrained`; return the model and
     PEFT's warnings of keys that it did not find.
 
-    Args:
-        base: with its weights, or as `without_storage` returns it.
-        empty: whether it has no storage. PEFT then begins with adapters on meta, where it can;
-            what was not in the folder is still on meta.
+    With `empty`, of a base `without_storage`, PEFT begins with adapters on meta, where it can; what
+    was not in the folder is still there.
 
     Raises:
         ExportError: PEFT cannot load it, or `read_config` refuses it.
@@ -248,9 +243,8 @@ def read_as_peft(
                 base, str(folder), ADAPTER, torch_device="cpu", low_cpu_mem_usage=lean
             )
     except Exception as error:  # whatever is in the folder: PEFT may raise anything
-        raise ExportError(
-            f"{folder} is not loaded by PeftModel.from_pretrained: {type(error).__name__}: {error}"
-        ) from error
+        what = f"{folder} is not loaded by PeftModel.from_pretrained"
+        raise ExportError(f"{what}: {one_line(error)}") from error
     warned = [" ".join(str(w.message).split()) for w in caught]
     return model, [text for text in warned if "missing adapter keys" in text]
 
@@ -260,11 +254,9 @@ def merge_layer(
 ) -> torch.Tensor:
     """Return `weight` with one layer of the adapter merged in, by PEFT's own layer.
 
-    So it is what `merge_and_unload` makes of that parameter, to the bit. `weight` is given away:
-    it is changed in place. Holds three tensors of its size in fp32 beside it (DoRA: five).
-
-    Args:
-        factors: A, B and magnitude, in float32: as PEFT lifts them when it loads an adapter.
+    So it is what `merge_and_unload` makes of that parameter, to the bit. `factors` (A, B and
+    magnitude) are in float32, as PEFT loads them. `weight` is changed in place; three tensors of
+    its size in fp32 are held beside it (DoRA: five).
     """
     with _holding(layout, layer, weight, factors) as module:
         module.merge(safe_merge=False, adapter_names=[ADAPTER])
@@ -275,8 +267,8 @@ def weight_delta(
     layout: PeftLayout, layer: AdapterLayer, factors: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return what PEFT's layer adds to its weight for these factors, in float32."""
-    base = layout.model.get_submodule(layer.module).get_base_layer()
-    shape = getattr(base, _leaf(layout.model.get_submodule(layer.module))).shape
+    module = layout.model.get_submodule(layer.module)
+    shape = getattr(module.get_base_layer(), _leaf(module)).shape
     with _holding(layout, layer, torch.zeros(()).expand(shape), factors) as module:
         return module.get_delta_weight(ADAPTER)
 

@@ -25,9 +25,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = [
-        m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)
-    ]
+    switched = BaseTunerLayer | AuxiliaryTrainingWrapper
+    layers = [module for module in model.modules() if isinstance(module, switched)]
     if not layers or any(not hasattr(m, "_disable_adapters") for m in layers):
         raise ExportError(
             "this model has no adapters that can be switched off (_disable_adapters); install a "
@@ -45,10 +44,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def amplified(model: nn.Module) -> Iterator[None]:
-    """Let an adapted model compute with adapters turned up until they cannot be overlooked.
-
-    After little training a difference may not survive rounding; with what moved scaled to 1 it
-    does, unless the adapter takes no part in the forward.
+    """Let an adapted model compute with what moved scaled to 1: a difference after little training
+    then survives rounding, unless the adapter takes no part in the forward.
     """
     kept = []
     try:

@@ -10,6 +10,7 @@ already, they change nothing.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -44,11 +45,7 @@ _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
     """Return the mesh of the run: (dp_shard,), or (dp_replicate, dp_shard) for replicas (HSDP).
 
-    Collective.
-
-    Raises:
-        ShardingError: dp_replicate x dp_shard is not the number of processes, or
-            `reshard_after_forward` does not divide the ranks that share a copy.
+    Collective. Raises as `mesh_shape` does.
     """
     replicas, shards = mesh_shape(world_size, cfg)
     if replicas == 1:
@@ -60,7 +57,8 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
     """Return (replicas, ranks that share a copy) of `world_size` processes.
 
     Raises:
-        ShardingError: as `init_mesh`.
+        ShardingError: dp_replicate x dp_shard is not the number of processes, or
+            `reshard_after_forward` does not divide the ranks that share a copy.
     """
     replicas, shards = cfg.dp_replicate, cfg.dp_shard
     if shards == -1:
@@ -86,13 +84,11 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
 @ranks.collective
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
     """Shard `model` in place, bottom up: inner units first, the root with all that is left last.
-    Collective.
 
     Every parameter becomes a DTensor sharded over dim 0 (but for what stays replicated, see
-    `units`); on a meta model nothing is allocated. The gathered parameters have `param_dtype`,
-    gradients are reduced in `reduce_dtype`, and the sharded parameters keep their storage dtype.
-    Recomputation goes inside, then compilation, then sharding. Build the optimizer afterwards. See
-    PyTorch's `torch.distributed.fsdp.fully_shard`.
+    `units`), in its storage dtype; on a meta model nothing is allocated. Recomputation goes inside,
+    then compilation, then sharding. Build the optimizer afterwards. Collective. See PyTorch's
+    `torch.distributed.fsdp.fully_shard`.
 
     Raises:
         ShardingError: nothing would be sharded, the model is sharded already, a dtype cannot be
@@ -100,9 +96,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
         ModelError: a pattern matches nothing.
     """
     if isinstance(model, FSDPModule):
-        raise ShardingError(
-            f"{type(model).__name__} is sharded already; build it anew to shard it otherwise"
-        )
+        raise ShardingError("the model is sharded already; build it anew to shard it otherwise")
     _, shards = mesh_shape(mesh.size(), cfg)
     _refuse_idle_experts(model, mesh.size())
     plan = plan_units(model, cfg)
@@ -148,11 +142,10 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
         raise ShardingError(
             f"{len(forgotten)} parameter(s) were not sharded: {', '.join(forgotten[:5])}"
         )
-    vars(model)[_PLAN] = plan
+    vars(model).update({_PLAN: plan, "unshard_early": cfg.unshard_early})
     # Where the bytes belong, for whoever brings them: host memory under offload.
     for part in {model, base_of(model)}:
         vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
-    vars(model)["unshard_early"] = cfg.unshard_early
     if cfg.forward_prefetch or cfg.backward_prefetch:
         vars(model)["prefetch"] = Prefetch(
             model,
@@ -171,11 +164,7 @@ def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
 
 
 def plan_of(model: nn.Module) -> UnitPlan:
-    """Return the plan that `apply_fsdp` carried out on `model`.
-
-    Raises:
-        ShardingError: the model is not sharded.
-    """
+    """Return the plan that `apply_fsdp` carried out on `model`; a ShardingError without one."""
     plan = vars(model).get(_PLAN)
     if not isinstance(plan, UnitPlan):
         raise ShardingError(f"{type(model).__name__} is not sharded; call apply_fsdp first")
@@ -209,10 +198,9 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
             if name in packed and parameters[name].dtype != unit.param_dtype:
                 raise ShardingError(
                     f"{name} is stored in 4 bits, as bytes that look like "
-                    f"{parameters[name].dtype}, and the unit {unit.name} would cast them to "
-                    f"{unit.param_dtype}, which makes noise of them. Give quantise_on_meta the "
-                    "sharding.param_dtype that apply_fsdp gets, and leave such layers out of "
-                    "sharding.param_dtype_overrides"
+                    f"{parameters[name].dtype}, which the unit {unit.name} would cast to "
+                    f"{unit.param_dtype}. Give quantise_on_meta the sharding.param_dtype that "
+                    "apply_fsdp gets, and leave such layers out of sharding.param_dtype_overrides"
                 )
             if parameters[name].requires_grad:  # what is not reduced may be stored otherwise
                 stored.setdefault(parameters[name].dtype, name)
@@ -246,18 +234,18 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
     return names
 
 
-def _inside(name: str, others: list[str]) -> bool:
+def _inside(name: str, others: Iterable[str]) -> bool:
     return any(name.startswith(other + ".") for other in others)
 
 
 def _refuse_units_inside(plan: UnitPlan) -> None:
     """Refuse units inside a compiled layer: the compiled code would run without their hooks."""
     for name in (name for unit in plan.units for name in unit.modules):
-        if around := [layer for layer in plan.layers if name.startswith(layer + ".")]:
+        if _inside(name, plan.layers):
             raise ShardingError(
-                f"torch_compile: layer compiles {around[0]} as a whole, with the unit {name} "
-                "inside it; set sharding.torch_compile: model, or leave out what makes that "
-                "unit (sublayer_units, param_dtype_overrides)"
+                f"torch_compile: layer compiles each layer as a whole, with the unit {name} inside "
+                "one; set sharding.torch_compile: model, or leave out what makes that unit "
+                "(sublayer_units, param_dtype_overrides)"
             )
 
 

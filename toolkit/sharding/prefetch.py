@@ -13,10 +13,9 @@ from toolkit.errors import ShardingError
 
 
 class Prefetch:
-    """Records the order in which units run in the first forward, then wires the prefetches.
+    """Records the order in which units run in the first forward of `root`, then wires prefetches.
 
     Args:
-        root: the sharded model; its forward ends the record.
         units: name -> modules of the other units.
         forward: units to gather ahead in the forward; 0 leaves PyTorch's own behaviour.
         backward: the same in the backward.
@@ -35,13 +34,10 @@ class Prefetch:
         backward: int,
         expected: list[str],
     ):
-        self._root, self._units = root, units
+        self._root, self._units, self._expected = root, units, expected
         self._depths = forward, backward
-        self._expected = expected
         self.begun: list[str] = []
-        """Units in the order in which their forwards began."""
         self.ended: list[str] = []
-        """Units in the order in which their forwards ended."""
         self.wired: dict[str, tuple[list[str], list[str]]] = {}
         """Unit -> those it gathers ahead in the forward, and in the backward."""
         unknown = [name for name in expected if name not in units]
@@ -79,10 +75,9 @@ class Prefetch:
     def _wire(self, begun: list[str], ended: list[str]) -> None:
         """Tell each unit what to gather ahead. The root's own is the first of either order."""
         forward, backward = self._depths
-        back = list(reversed(ended))
+        begun, back = ["", *begun], ["", *reversed(ended)]
         ahead = {name: begun[i + 1 : i + 1 + forward] for i, name in enumerate(begun)}
         behind = {name: back[i + 1 : i + 1 + backward] for i, name in enumerate(back)}
-        ahead[""], behind[""] = begun[:forward], back[:backward]
         for name in ahead:
             unit: Any = self._units[name][0] if name else self._root
             if forward:

@@ -38,10 +38,8 @@ def recompute_in_backward(
 ) -> None:
     """Recompute `module`'s forward in the backward pass, in place. Training only.
 
-    Args:
-        selective: keep the results of matrix products and attention.
-        offload: move what is kept to host memory until the backward.
-        pin_memory: page-lock that memory, so that copies from and to a GPU overlap.
+    `selective` keeps the results of matrix products and attention; `offload` moves what is kept to
+    host memory until the backward, page-locked with `pin_memory`, so that copies overlap.
     """
     forward: Callable = module.forward
     pin = pin_memory and torch.cuda.is_available()
@@ -94,9 +92,11 @@ class _Keep(TorchDispatchMode):
             self._kept.setdefault(func, []).append(stored)
         return out
 
-    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    def _to_host(self, tensor: torch.Tensor) -> partial[torch.Tensor]:
+        """Return the call that brings the tensor back to its device."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._pin)
-        return tensor.device, host.copy_(tensor.detach(), non_blocking=self._pin)
+        host.copy_(tensor.detach(), non_blocking=self._pin)
+        return partial(host.to, tensor.device, non_blocking=True)
 
 
 class _Reuse(TorchDispatchMode):
@@ -118,13 +118,4 @@ class _Reuse(TorchDispatchMode):
                 f"the recomputation runs {func} more often than the forward did; this layer's "
                 "forward is not repeatable: leave it out of activation_checkpointing"
             )
-        return _from_host(results[index])
-
-
-def _from_host(stored: Any) -> Any:
-    if isinstance(stored, tuple) and len(stored) == 2 and isinstance(stored[0], torch.device):
-        device, host = stored
-        return host.to(device, non_blocking=True)
-    if isinstance(stored, tuple | list):
-        return type(stored)(_from_host(part) for part in stored)
-    return stored
+        return tree_map_only(partial, lambda to_device: to_device(), results[index])

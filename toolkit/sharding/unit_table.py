@@ -9,31 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.adapters.lora import add_adapters
+from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
-from toolkit.models.quantise import quantise_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of
 from toolkit.tables import fold, table, without_numbers
 
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit of a sharded model; sizes of parameters."""
+    """One unit of a sharded model."""
 
     name: str
     modules: int
-    """Modules that are gathered together."""
+    """Gathered together."""
     parameters: int
-    """Values of its unsharded parameters, on all ranks together."""
+    """Values, on all ranks together."""
     bytes_sharded: int
-    """Bytes that this rank keeps, in the storage dtype."""
+    """That this rank keeps, in the storage dtype."""
     bytes_unsharded: int
-    """Bytes of the gathered parameters, in the compute dtype."""
+    """Gathered, in the compute dtype."""
     stored: str
     computed: str
     reduced: str
@@ -126,10 +125,7 @@ def ledger_line(model: nn.Module, cfg: ShardingConfig) -> str:
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be `rank` of `world_size` processes that do not exist: torch's fake backend, whose
-    collectives return at once and move nothing. For shapes and placements.
-
-    Raises:
-        ShardingError: there is a process group already, or torch has no fake one.
+    collectives return at once and move nothing. A ShardingError where there is a process group.
     """
     if dist.is_initialized():
         raise ShardingError("a process group exists already; plan in a process of its own")
@@ -151,14 +147,8 @@ def plan_summary(
 ) -> dict[str, Any]:
     """Return how a run of `cfg` would be sharded, ready for JSON. One process, no weights, no GPU.
 
-    Llama-70B on 64 ranks takes under a second.
-
-    Args:
-        world_size: of the run; None: dp_replicate x dp_shard where the config has both.
-
-    Raises:
-        ConfigError: the number of processes is not known.
-        ModelError, ShardingError: as the run itself would.
+    Llama-70B on 64 ranks takes under a second. Without `world_size` the config must have both
+    dp_replicate and dp_shard (ConfigError). Other errors are those of the run itself.
     """
     sharding = cfg.sharding
     if world_size is None:
@@ -172,11 +162,9 @@ def plan_summary(
         raise ConfigError(f"--world_size must be at least 1, got {world_size}")
     replicas, shards = mesh_shape(world_size, sharding)
     with fake_world(world_size):
-        model: nn.Module = build_on_meta(model_settings(cfg))
-        if isinstance(cfg, FinetuneConfig) and cfg.lora.load_in_4bit:
-            quantise_on_meta(model, cfg.lora, sharding.param_dtype)  # type: ignore[arg-type]
-        if isinstance(cfg, FinetuneConfig) and cfg.lora.r:
-            model = add_adapters(model, cfg.lora)  # type: ignore[arg-type]
+        model: Any = build_on_meta(model_settings(cfg))
+        if isinstance(cfg, FinetuneConfig):
+            model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
         apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
         rows = unit_rows(model, sharding)
         return {

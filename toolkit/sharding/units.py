@@ -1,6 +1,6 @@
 """Which modules are gathered together, in which dtype, and what stays on every rank.
 
-Every parameter belongs to exactly one unit or to the replicated ones. `fsdp` carries the plan out.
+Every parameter belongs to exactly one unit or to the replicated ones.
 
 [Note: shared parameters] A parameter with several names must belong to one unit, since FSDP2
 gathers it for one owner. Where one of its names lies in no unit but the root (or the base model),
@@ -44,15 +44,14 @@ class Unit:
     """One FSDP2 communication group: gathered, freed and reduced together."""
 
     modules: tuple[str, ...]
-    """Names of its modules; the root's is empty."""
+    """Names; the root's is empty."""
     parameters: tuple[str, ...]
-    """Names of the parameters that it owns, the first name of tied ones."""
+    """Names of what it owns, the first name of tied ones."""
     param_dtype: torch.dtype
-    """Dtype of the gathered parameters and of the computation."""
+    """Of the gathered parameters and of the computation."""
     output_dtype: torch.dtype | None
     reshard_after_forward: bool | int | None
-    """Whether the gathered parameters are freed after the forward, or how many ranks then share
-    them; None: they are, except of the root."""
+    """As `fully_shard` takes it."""
 
     @property
     def name(self) -> str:
@@ -67,9 +66,9 @@ class UnitPlan:
     units: tuple[Unit, ...]
     """Inner units before outer ones; the root last."""
     layers: tuple[str, ...]
-    """Names of the layers, for recomputation and compilation."""
+    """For recomputation and compilation."""
     replicated: tuple[str, ...]
-    """Names of the parameters that every rank keeps whole; first names of tied ones."""
+    """Parameters that every rank keeps whole; first names of tied ones."""
     root_only: str | None
     """Why the layers are not units, where they cannot be."""
 
@@ -99,10 +98,8 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     if cfg.base_model_unit:
         prefix = getattr(base, "base_model_prefix", "")
         if not (inner := _name_of(base._modules.get(prefix), named)):
-            raise ShardingError(
-                f"{plain_name(model)} has no base model inside it; leave sharding.base_model_unit "
-                "out"
-            )
+            what = f"{plain_name(model)} has no base model inside it"
+            raise ShardingError(f"{what}; leave sharding.base_model_unit out")
         members.append((inner,))
     dtypes = _overrides(model, cfg, members, head)
     members = list(dict.fromkeys([*members, *dtypes, (ROOT,)]))
@@ -170,10 +167,7 @@ def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | Non
 
 
 def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
-    """Return what is not sharded; see [Note: replicated parameters].
-
-    The dtype of adapters is chosen on purpose, and says nothing of what they compute in.
-    """
+    """Return what is not sharded; see [Note: replicated parameters]."""
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
     found = {id(model.get_parameter(name)) for name in names}
     if cfg.param_dtype != "float32":
@@ -181,7 +175,8 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
             found |= {id(base.get_parameter(name)) for name in kept_in_fp32(base)}
     packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
     stored = [p for p in model.parameters() if id(p) not in packed]
-    stored = [p for p in stored if not (has_adapters(model) and p.requires_grad)]
+    if has_adapters(model):  # theirs is chosen on purpose, and says nothing of the computation
+        stored = [p for p in stored if not p.requires_grad]
     elements: Counter[torch.dtype] = Counter()
     for parameter in stored:
         elements[parameter.dtype] += parameter.numel()
@@ -227,9 +222,7 @@ def _overrides(
         if name == head:
             dtypes[(name,)] = dtype
         else:
-            inside = [outer for outer in outer_names(name) if outer in units]
-            home = units[inside[-1]] if inside else (ROOT,)
-            groups.setdefault((home, dtype), []).append(name)
+            groups.setdefault((_home(name, members), dtype), []).append(name)
     return dtypes | {tuple(names): dtype for (_, dtype), names in groups.items()}
 
 
