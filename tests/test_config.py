@@ -369,7 +369,7 @@ def test_a_config_of_100_mb_is_not_read(tmp_path) -> None:
         (["--data.train_files", "a.txt", "b.txt"], "--data.train_files '[a.txt, b.txt]'"),
         (
             ["--train", "5"],
-            "--train is a section of settings; give them one by one, such as --train.max_steps",
+            "--train is a section of settings; give them one by one: --train.max_steps",
         ),
         (["--train.max_steps"], "--train.max_steps: expected one argument"),
     ],

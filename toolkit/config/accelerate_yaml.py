@@ -50,14 +50,11 @@ _AXES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 
 def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
-    """Return the dotted settings that a launch environment asks for, and notes on what it cannot
-    get.
+    """Return the dotted settings that the environment of a launched process asks for, and notes on
+    what it cannot get.
 
     Empty where Accelerate was not asked to shard or to compile. A setting here is a default: the
     run's own config and flags go before it.
-
-    Args:
-        env: the environment of a process that `accelerate launch` started.
 
     Raises:
         LaunchError: FSDP1, training in float16, or a value that Accelerate does not know either.
@@ -65,17 +62,20 @@ def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
     settings: dict[str, Any] = {}
     notes: list[str] = []
     if is_fsdp(env):
-        _check_version(env)
+        if (version := _text(env, "FSDP_VERSION") or "1") != "2":
+            raise LaunchError(
+                f"fsdp_version {version} of the launch configuration (1 is Accelerate's default): "
+                "the toolkit shards with FSDP2. Convert the YAML with `accelerate to-fsdp2 "
+                "--config_file OLD --output_file NEW`, or add `--fsdp_version 2` to the flags"
+            )
         _precision(env, settings, notes)
         _mesh(env, settings, notes)
         _units(env, settings, notes)
         unknown = sorted(n for n in env if n.startswith("FSDP_") and n not in _KNOWN)
         notes += [f"{n.lower()} is not known to the toolkit and has no effect" for n in unknown]
     elif (asked := _text(env, "ACCELERATE_MIXED_PRECISION").lower()) in ("fp16", "fp8"):
-        notes.append(
-            f"mixed_precision {asked}: there is no training in it here; sharding.param_dtype sets "
-            "the dtype of the computation"
-        )
+        what = "there is no training in it here; sharding.param_dtype sets the computation's dtype"
+        notes.append(f"mixed_precision {asked}: {what}")
     _compilation(env, settings, notes)
     # A variable that users set by hand: no YAML key makes it.
     steps = _number(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
@@ -90,10 +90,8 @@ def is_fsdp(env: Env) -> bool:
 
 
 def is_translated(name: str) -> bool:
-    """Return whether a variable is one that `translate` answers for, so that nobody else obeys it.
-
-    Accelerate would shard, compile or build meshes a second time, and transformers would leave
-    parameters on meta on all ranks but the first (`FSDP_CPU_RAM_EFFICIENT_LOADING`).
+    """Return whether `translate` answers for a variable. Obeyed by Accelerate or transformers too,
+    it would shard, compile or build meshes a second time, or leave parameters on meta.
     """
     return name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DYNAMO_")) or name in (
         "ACCELERATE_USE_FSDP",
@@ -102,20 +100,8 @@ def is_translated(name: str) -> bool:
     )
 
 
-def _check_version(env: Env) -> None:
-    if (version := _text(env, "FSDP_VERSION") or "1") != "2":
-        raise LaunchError(
-            f"fsdp_version {version} of the launch configuration (1 is Accelerate's default): the "
-            "toolkit shards with FSDP2. Convert the YAML with `accelerate to-fsdp2 --config_file "
-            "OLD --output_file NEW`, or add `--fsdp_version 2` to the flags"
-        )
-
-
 def _precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
-    """Set the compute dtype. `no` is Accelerate's float32: it keeps the master weights' dtype.
-
-    The reduction stays in `sharding.reduce_dtype`: Accelerate would reduce in bfloat16 too.
-    """
+    """Set the compute dtype; `no` is float32. Accelerate would reduce in bfloat16 too: not here."""
     asked = (_text(env, "ACCELERATE_MIXED_PRECISION") or "no").lower()
     _one_of("mixed_precision", asked, ("no", "bf16", "fp16", "fp8"))
     if asked == "fp16":
@@ -124,10 +110,8 @@ def _precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
             'mixed_precision: bf16 in the Accelerate YAML, or "no" for float32'
         )
     if asked == "fp8":
-        notes.append(
-            "mixed_precision fp8: there is no float8 training here; computed in bfloat16 "
-            "(sharding.param_dtype)"
-        )
+        what = "there is no float8 training here; computed in bfloat16 (sharding.param_dtype)"
+        notes.append(f"mixed_precision fp8: {what}")
     settings["sharding.param_dtype"] = "float32" if asked == "no" else "bfloat16"
 
 
@@ -198,10 +182,8 @@ def _compilation(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
     if _truth(env, "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
         notes.append("dynamo_use_fullgraph true: graph breaks are allowed here")
     if _truth(env, "ACCELERATE_DYNAMO_USE_DYNAMIC"):
-        notes.append(
-            "dynamo_use_dynamic true: torch.compile decides here, a size is made dynamic once it "
-            "has changed"
-        )
+        what = "torch.compile decides here, a size is made dynamic once it has changed"
+        notes.append(f"dynamo_use_dynamic true: {what}")
 
 
 def _text(env: Env, name: str) -> str:

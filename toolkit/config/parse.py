@@ -37,8 +37,8 @@ def parse(
         cls: a config dataclass such as `PretrainConfig`.
         args: the command line without the program's name; `sys.argv[1:]` where None.
         default_file: the config used when `args` name no `--config`.
-        defaults: dotted setting -> value that stands where neither a file nor a flag says
-            otherwise, such as what the launch configuration asks for.
+        defaults: dotted setting -> value, asked for by the launch configuration, that stands where
+            neither a file nor a flag says otherwise.
 
     Raises:
         ConfigError: an unknown key (the known ones are listed), a wrong type, a file that cannot be
@@ -64,12 +64,10 @@ def parse(
         raise ConfigError(_in_plain_words(cls, " ".join(str(error).split()))) from None
     except ConfigError as error:  # of a dataclass, whose settings contradict each other
         of_launch = [n for n, v in defaults.items() if parsed.get(n) == v]
-        blamed = [n for n in of_launch if re.search(rf"{n}\b", str(error))]
+        blamed = ", ".join(n for n in of_launch if re.search(rf"{n}\b", str(error)))
         if not blamed:
             raise
-        raise ConfigError(
-            f"{error} ({', '.join(blamed)} came from the launch configuration)"
-        ) from None
+        raise ConfigError(f"{error} ({blamed} came from the launch configuration)") from None
     for name, value in _flat(cfg).items():
         kind = _check_path(cls, name, "")
         if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
@@ -91,16 +89,17 @@ def dump(cfg: Any) -> str:
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
     before, after = _flat(old), _flat(new)
-    names = [n for n in {**before, **after} if _listed(before.get(n)) != _listed(after.get(n))]
-    return {n: (before.get(n), after.get(n)) for n in names}
+    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+    # A text is the list of one that it stands for: `train_files: a.txt` is `[a.txt]`.
+    lists = {n: [[v] if isinstance(v, str) else v for v in pair] for n, pair in pairs.items()}
+    return {name: pair for name, pair in pairs.items() if lists[name][0] != lists[name][1]}
 
 
 def _parser(cls: type) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # A text that is no YAML, such as `*.txt`, is the text itself.
-    set_loader(
-        "bounded_yaml", lambda text: parse_yaml(text, "a value", ConfigError), (ConfigError,)
-    )
+    load_value = partial(parse_yaml, source="a value", error=ConfigError)
+    set_loader("bounded_yaml", load_value, (ConfigError,))
     parser = ArgumentParser(
         description=cls.__doc__,
         exit_on_error=False,
@@ -109,9 +108,8 @@ def _parser(cls: type) -> ArgumentParser:
         formatter_class=partial(DefaultHelpFormatter, width=110, max_help_position=44),  # type: ignore[arg-type]
         parser_mode="bounded_yaml",
     )
-    parser.add_argument(
-        "--config", action="config", help="YAML file with any of the settings below"
-    )
+    about = "YAML file with any of the settings below"
+    parser.add_argument("--config", action="config", help=about)
     parser.add_class_arguments(cls)
     return parser
 
@@ -172,10 +170,8 @@ def _check_flags(cls: type, args: Sequence[str]) -> None:
             setting = flag.removeprefix("--").removesuffix("+")
             kind = _check_path(cls, setting, "command line")
             if dataclasses.is_dataclass(kind):
-                first = f"--{setting}.{dataclasses.fields(kind)[0].name}"
-                raise ConfigError(
-                    f"{flag} is a section of settings; give them one by one, such as {first} VALUE"
-                )
+                first = f"--{setting}.{dataclasses.fields(kind)[0].name} VALUE"
+                raise ConfigError(f"{flag} is a section of settings; give them one by one: {first}")
             if equals:
                 _check_text(setting, kind, value)
 
@@ -221,16 +217,17 @@ def _check_path(cls: type, path: str, where: str) -> Any:
     for part in path.split("."):
         hints = typing.get_type_hints(here) if dataclasses.is_dataclass(here) else {}
         if part not in hints:
-            guess = difflib.get_close_matches(part, hints, n=1)
-            section = walked.removesuffix(".") or "the top level"
             if is_secret_name(part):
                 raise ConfigError(
                     f"{path!r} ({where}) is no setting: a config is written to files, and a token "
                     "does not belong there. Run `hf auth login`, or set HF_TOKEN"
                 )
+            guess = difflib.get_close_matches(part, hints, n=1)
             meant = f", did you mean {walked}{guess[0]}?" if guess else ""
-            known = f"known in {section}: {', '.join(hints)}"
-            known = known if hints else f"{section} takes a value"
+            section = walked.removesuffix(".") or "the top level"
+            known = (
+                f"known in {section}: {', '.join(hints)}" if hints else f"{section} takes a value"
+            )
             raise ConfigError(f"unknown setting {path!r} ({where}){meant}; {known}")
         here, walked = hints[part], f"{walked}{part}."
     return here
@@ -281,11 +278,6 @@ def _in_words(kind: Any) -> str:
     if kind in names:
         return names[kind]
     return f"{', '.join(map(_in_words, inner[:-1]))} or {_in_words(inner[-1])}"
-
-
-def _listed(value: Any) -> Any:
-    """Return a text as the list of one that it stands for: `train_files: a.txt` is `[a.txt]`."""
-    return [value] if isinstance(value, str) else value
 
 
 def _flat(cfg: Any, prefix: str = "") -> dict[str, Any]:

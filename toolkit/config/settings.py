@@ -36,8 +36,7 @@ class ModelConfig:
     name_or_path: str
     """Folder of a Hugging Face causal LM checkpoint, or its id on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """`pretrained` reads the weights of the checkpoint; `random` draws new ones and needs only its
-    config.json."""
+    """`pretrained` reads the checkpoint's weights; `random` draws new ones, needs its config only."""
     dtype: Dtype | Literal["auto"] | None = "float32"
     """Storage dtype of the parameters (the master weights that the optimizer updates); `auto` is
     the checkpoint's own; empty: float32."""
@@ -53,11 +52,9 @@ class ModelConfig:
     """With resize_embeddings: round the number of rows up to a multiple of this, such as 64, which
     matrix products of some devices are faster with."""
     frozen_parameters: list[str] = field(default_factory=list)
-    """Patterns of parameter names that are not trained, such as `model.embed_tokens.*`; `*` matches
-    anything."""
+    """Patterns of parameters that are not trained: `model.embed_tokens.*`; `*` is anything."""
     attn_implementation: str | None = None
-    """Attention kernel as transformers names it (`sdpa`, `eager`, `flash_attention_2`, ...); empty:
-    transformers' choice."""
+    """Attention kernel, such as `sdpa` or `flash_attention_2`; empty: transformers' choice."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False
@@ -133,8 +130,7 @@ class ShardingConfig:
     reshard_after_forward_overrides: dict[str, bool | int] = field(default_factory=dict)
     """Pattern -> reshard_after_forward of the units that it names."""
     forward_prefetch: NotNegative = 0
-    """Gather so many units ahead in the forward, in the order in which they ran in the first one;
-    0: PyTorch's own overlap."""
+    """Gather so many units ahead in the forward, in the order of the first; 0: PyTorch's own."""
     backward_prefetch: NotNegative = 0
     """Gather so many units ahead in the backward; 0: PyTorch's own (one)."""
     prefetch_order: list[str] = field(default_factory=list)
@@ -166,10 +162,8 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         if self.layers_per_unit > 1 and self.sublayer_units:
-            raise ConfigError(
-                "sharding.layers_per_unit makes units coarser than a layer, sublayer_units finer; "
-                "set one of them"
-            )
+            what = "makes units coarser than a layer, sublayer_units finer"
+            raise ConfigError(f"sharding.layers_per_unit {what}; set one of them")
         if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
             raise ConfigError(
                 "sharding.prefetch_order without a depth does nothing; set forward_prefetch or "
@@ -180,10 +174,8 @@ class ShardingConfig:
                 "sharding.activation_offload runs uncompiled code in each layer, so that "
                 "torch_compile would compile none of it; leave out one of them"
             )
-        if self.activation_checkpointing not in (False, "none"):
-            return
         for name in ("activation_checkpointing_modules", "activation_offload"):
-            if getattr(self, name):
+            if getattr(self, name) and self.activation_checkpointing in (False, "none"):
                 raise ConfigError(
                     f"sharding.{name} without activation_checkpointing does nothing; set "
                     "sharding.activation_checkpointing: full"
@@ -258,9 +250,7 @@ class DataConfig:
             raise ConfigError(f"{names} are both set; give one of them")
         for i, source in enumerate(self.sources):
             if bool(source.files) == bool(source.dataset_name):
-                raise ConfigError(
-                    f"data.sources[{i}] must name files or a dataset_name, one of the two"
-                )
+                raise ConfigError(f"data.sources[{i}] must name either files or a dataset_name")
         if len({s.weight is None for s in self.sources}) > 1:
             raise ConfigError("data.sources: give every source a weight, or none")
 
@@ -348,9 +338,7 @@ class TrainConfig:
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None
-    """Evaluate every so many steps and at the end; empty: at the end only, where there is eval
-    data.
-    """
+    """Evaluate every so many steps and at the end; empty: at the end, where there is eval data."""
 
 
 @dataclass(frozen=True)
@@ -363,21 +351,18 @@ class FinetuneTrainConfig(TrainConfig):
     label_smoothing_factor: Fraction = 0.0
     """Share of the target that is spread over the whole vocabulary; training only."""
     early_stopping_patience: AtLeast1 | None = None
-    """Stop after so many evaluations in a row without a better checkpoint.metric_for_best_model;
-    empty: never."""
+    """Stop after so many evaluations without a better metric_for_best_model; empty: never."""
     early_stopping_threshold: NonNegative = 0.0
     """By how much the metric must be better to count."""
     eval_prompts: list[str] = field(default_factory=list)
-    """Prompts that the model answers at each evaluation, as a user's message where there is a chat
-    template."""
+    """Prompts answered at each evaluation, as a user's message where there is a chat template."""
     eval_max_new_tokens: AtLeast1 = 64
     """Tokens of an answer to eval_prompts at most."""
 
     def __post_init__(self) -> None:
         if self.early_stopping_patience is not None and self.eval_steps is None:
-            raise ConfigError(
-                "train.early_stopping_patience needs train.eval_steps: it counts evaluations"
-            )
+            what = "train.early_stopping_patience needs train.eval_steps"
+            raise ConfigError(f"{what}: it counts evaluations")
 
 
 @dataclass(frozen=True)
@@ -413,18 +398,16 @@ class LoraConfig:
     bnb_4bit_use_double_quant: bool = False
     """Quantise the scales too."""
     bnb_4bit_skip_modules: list[str] = field(default_factory=list)
-    """Modules that keep the base's dtype, by name or the end of one. Embedding, head, routers,
+    """Modules that keep the base's dtype, by name or its end. Embedding, head, routers,
     modules_to_save, fused experts and what is no linear layer always do."""
 
     def __post_init__(self) -> None:
-        if self.r:
-            return
         fields = dataclasses.fields(self)
-        changed = [f.name for f in fields if getattr(self, f.name) not in (f.default, [])]
-        if changed:
+        changed = [f"lora.{f.name}" for f in fields if getattr(self, f.name) not in (f.default, [])]
+        if changed and not self.r:
             raise ConfigError(
-                f"{', '.join(f'lora.{name}' for name in changed)} without lora.r does nothing; set "
-                "the rank of the adapters, such as lora.r: 16"
+                f"{', '.join(changed)} without lora.r does nothing; set the rank of the adapters, "
+                "such as lora.r: 16"
             )
 
 
@@ -435,8 +418,7 @@ class CheckpointConfig:
     save_steps: AtLeast1 = 500
     """A checkpoint every so many steps, and at the end."""
     save_total_limit: AtLeast2 | None = 2
-    """Keep the newest so many (at least 2, so that one is whole while another is written); empty:
-    all."""
+    """Keep the newest so many (at least 2: one is whole while another is written); empty: all."""
     save_permanent_steps: AtLeast1 | None = None
     """Keep the checkpoints of these steps for good: a multiple of save_steps; empty: none."""
     keep_best: bool | NotNegative = False
@@ -462,10 +444,8 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         permanent = self.save_permanent_steps
         if permanent is not None and permanent % self.save_steps:
-            raise ConfigError(
-                f"checkpoint.save_permanent_steps {permanent} must be a multiple of save_steps "
-                f"{self.save_steps}: other steps are not saved"
-            )
+            what = f"must be a multiple of save_steps {self.save_steps}"
+            raise ConfigError(f"checkpoint.save_permanent_steps {permanent} {what}")
         if self.save_total_limit is None and (permanent is not None or self.keep_best):
             raise ConfigError(
                 "checkpoint.save_permanent_steps and keep_best do nothing where save_total_limit "
@@ -483,8 +463,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Where the run is published at its end. The token is never a setting: it comes from `hf auth
-    login` or HF_TOKEN."""
+    """Where the run is published at its end. The token comes from `hf auth login` or HF_TOKEN."""
 
     push_to_hub: bool = False
     """Export the last checkpoint and push it when the run is done. Whether that is allowed is
@@ -492,8 +471,7 @@ class HubConfig:
     hub_model_id: str | None = None
     """Repository, ORG/NAME."""
     hub_private_repo: bool = True
-    """Create the repository as a private one; one that is public already is refused unless this is
-    false."""
+    """Create the repository as a private one; a public one is refused unless this is false."""
     hub_revision: str | None = None
     """Branch to push to, created when missing; empty: main."""
 
@@ -530,9 +508,8 @@ class RunConfig:
             if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
                 raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
         if self.data.streaming and self.train.max_steps == -1:
-            raise ConfigError(
-                "data.streaming needs train.max_steps: the length of a pass is not known before it"
-            )
+            what = "the length of a pass is not known before it"
+            raise ConfigError(f"data.streaming needs train.max_steps: {what}")
         every, evals = self.checkpoint.save_steps, self.train.eval_steps
         if self.checkpoint.keep_best and (evals is None or every % evals):
             raise ConfigError(

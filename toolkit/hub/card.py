@@ -28,12 +28,8 @@ _NO_RESULTS = ("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "le
 
 
 def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
-    """Return the model card (README.md) of an export.
-
-    Args:
-        manifest: of the export; the facts of its run are in origin.run, where they are known.
-        repo_id: ORG/NAME that it is published as.
-        digest: sha256 of the manifest's file.
+    """Return the model card (README.md) of an export with this manifest, whose file has the sha256
+    `digest`; the facts of its run are in origin.run, where they are known.
     """
     origin, name = manifest["origin"], repo_id.split("/")[-1]
     facts, adapter = dict(origin.get("run") or {}), origin.get("adapter") or {}

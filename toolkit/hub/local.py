@@ -41,8 +41,8 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     """Verify an export and return its files. Costs one read of it.
 
     Raises:
-        ExportError: it is no export, has a finding, holds a token or a link, or is an adapter that
-            names its base by a path.
+        ExportError: it is no export, has a finding, holds a token or a link, or names its base by
+            a path.
     """
     folder = folder.expanduser()
     _check_kind(folder)
@@ -105,5 +105,5 @@ def _check_kind(folder: Path) -> None:
         if file.is_symlink():
             raise ExportError(f"{file} is a link, which is not published; copy the file here")
     if not (folder / export_manifest.FILE).is_file():
-        what = "nothing proves its content; publish a folder that `toolkit consolidate` wrote"
-        raise ExportError(f"{folder} has no {export_manifest.FILE}: {what}")
+        what = f"has no {export_manifest.FILE}: nothing proves its content"
+        raise ExportError(f"{folder} {what}; give a folder that `toolkit consolidate` wrote")

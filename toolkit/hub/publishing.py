@@ -21,9 +21,7 @@ def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> No
     """Refuse before training what publishing would be refused for at its end. Collective.
 
     Creates the repository when there is none: nothing else proves that it may be created.
-
-    Args:
-        adapted: base of the adapters that the run trains; None where it trains none.
+    `adapted` is the base of the adapters that the run trains, None where it trains none.
 
     Raises:
         HubError: as `push`, or the base of the adapters is a path.

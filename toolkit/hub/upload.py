@@ -55,16 +55,14 @@ _IGNORE_NOTHING = "# every file of an export is published\n"
 
 @dataclass(frozen=True)
 class Preview:
-    """What a push would do."""
+    """What a push would do; file -> bytes."""
 
     send: dict[str, int]
-    """File -> bytes that would be sent or are there under another name."""
     same: dict[str, int]
-    """File -> bytes that the repository has already."""
+    """What the repository has already."""
     delete: list[str]
-    """Files of an older export that would be deleted in the same commit."""
+    """Files of an older export, deleted in the same commit."""
     card: str
-    """The model card, README.md."""
     notes: list[str]
     """What could not be found out, and what would be created."""
 
@@ -84,8 +82,7 @@ def push(
     same again makes no commit. See [Note: never half].
 
     Args:
-        folder: as `toolkit consolidate` wrote it. Its README.md is published as it is; without one
-            a model card is made.
+        folder: as `toolkit consolidate` wrote it; without a README.md a model card is made.
         repo_id: ORG/NAME; created when there is none.
         revision: a branch, created when there is none; None: main.
         private: of a repository that is created. One that is public already is refused.
@@ -201,17 +198,6 @@ class _Repository:
                 ours = model_card.is_unedited(answer.text)
             return _State(str(info.sha), bool(info.private), files, ours)
 
-    def open(self) -> _State:
-        """Return the revision's state; create the repository and the branch when missing."""
-        state = self.open_main()
-        if not self.private and state.private:
-            self.say(f"{self.repo_id} is private and stays so; its settings page makes it public")
-        if self.revision is None:
-            return state
-        with self.request(f"creating branch {self.revision}"):
-            self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
-        return self.read()
-
     def open_main(self) -> _State:
         """Return the state of main; create the repository when missing."""
         try:
@@ -255,7 +241,13 @@ class _Repository:
 
     def publish(self, export: LocalExport) -> str:
         """Make the commit, or find that it is there; return its URL. May be called again."""
-        state = self.open()
+        state = self.open_main()
+        if not self.private and state.private:
+            self.say(f"{self.repo_id} is private and stays so; its settings page makes it public")
+        if self.revision is not None:
+            with self.request(f"creating branch {self.revision}"):
+                self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
+            state = self.read()
         send, delete = state.difference(export)
         where = f"{self.repo_id} ({self.revision or 'main'})"
         if not send and not delete:
@@ -280,8 +272,7 @@ class _Repository:
                 f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
                 "again, and look at the repository's history"
             )
-        total = sum(sizes.values())
-        what = f"{len(sizes)} files, {total:,} bytes, all sizes and hashes agree"
+        what = f"{len(sizes)} files, {sum(sizes.values()):,} bytes, all sizes and hashes agree"
         self.say(f"{where} holds the export: {what}")
         return url
 
@@ -289,8 +280,7 @@ class _Repository:
         for name in (n for n in send if n not in self.additions):
             added = CommitOperationAdd(name, export.contents[name])  # hashes the file
             if added.upload_info.sha256.hex() != export.entries[name]["sha256"]:
-                what = "changed after it was verified; nothing was committed: consolidate again"
-                raise ExportError(f"{name} {what}")
+                raise ExportError(f"{name} changed after it was verified; consolidate again")
             self.additions[name] = added
         additions = [self.additions[name] for name in send]
         with self.request("sending files"):
@@ -323,10 +313,8 @@ def _repository(
     token: str | bool | None = None,
     answer: float = _ANSWER,
 ) -> Iterator[_Repository]:
-    """Yield the repository; keep secrets out of what the client logs meanwhile.
-
-    Args:
-        token: None: that of the machine, which must be there.
+    """Yield the repository; keep secrets out of what the client logs meanwhile. Without `token` the
+    machine's own is needed.
     """
     try:
         validate_repo_id(repo_id)
