@@ -15,7 +15,6 @@ from toolkit import __version__
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ToolkitError
 
-_FROM_PRETRAINED = "transformers.AutoModelForCausalLM.from_pretrained("
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
 
 
@@ -144,20 +143,15 @@ def _consolidate(args: argparse.Namespace) -> int:
     from toolkit.export import consolidate
 
     _quiet()
+    names = ("dtype", "max_shard_size", "hf_assets", "merge")
     with local_copy(args.checkpoint) as source:
-        folder = consolidate(
-            source,
-            args.output,
-            dtype=args.dtype,
-            max_shard_size=args.max_shard_size,
-            hf_assets=args.hf_assets,
-            merge=args.merge,
-        )
-    sizes = [file.stat().st_size for file in Path(folder).iterdir()]
-    weights = len(list(Path(folder).glob("*.safetensors")))
-    print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes):,} bytes")
-    adapter = (Path(folder) / "adapter_config.json").is_file()
-    load = "peft.PeftModel.from_pretrained(BASE, " if adapter else _FROM_PRETRAINED
+        folder = consolidate(source, args.output, **{name: getattr(args, name) for name in names})
+    sizes = {file.name: file.stat().st_size for file in Path(folder).iterdir()}
+    weights = sum(name.endswith(".safetensors") for name in sizes)
+    print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes.values()):,} bytes")
+    load = "transformers.AutoModelForCausalLM.from_pretrained("
+    if "adapter_config.json" in sizes:
+        load = "peft.PeftModel.from_pretrained(BASE, "
     print(f"load it with:\n    {load}{str(folder)!r})")
     return 0
 
@@ -233,9 +227,7 @@ def _push(args: argparse.Namespace) -> int:
         print(f"{title}: {len(files)} files, {sum(files.values()):,} bytes")
         for name, size in sorted(files.items()):
             print(f"    {size:>15,}  {name}")
-    print(f"delete: {len(seen.delete)} files")
-    for name in seen.delete:
-        print(f"    {name}")
+    print(f"delete: {len(seen.delete)} files", *seen.delete, sep="\n    ")
     for note in seen.notes:
         print(f"note: {note}")
     print(f"README.md:\n\n{seen.card}", end="")

@@ -41,11 +41,9 @@ def parse_json(
             to the next, and numbers that JSON does not have (NaN).
     """
     given = content.encode() if isinstance(content, str) else content
-    if len(given) > MAX_JSON_BYTES:
-        raise error(f"{source} has {len(given):,} bytes, more than the {MAX_JSON_BYTES:,} expected")
+    _refuse_more(len(given), MAX_JSON_BYTES, "bytes", source, error)
     values = sum(given.count(mark) for mark in (b",", b"[", b"{"))
-    if values > MAX_JSON_VALUES:
-        raise error(f"{source} holds {values:,} values, more than the {MAX_JSON_VALUES:,} expected")
+    _refuse_more(values, MAX_JSON_VALUES, "values", source, error)
     hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse}
     try:
         value = json.loads(given, **hooks if strict else {})
@@ -59,6 +57,11 @@ def parse_json(
     return value
 
 
+def _refuse_more(n: int, most: int, what: str, source: object, error: type[ToolkitError]) -> None:
+    if n > most:
+        raise error(f"{source} holds {n:,} {what}, more than the {most:,} expected")
+
+
 def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
     """Return the value that a YAML file holds: plain values only, no dates, no other tags.
 
@@ -70,10 +73,7 @@ def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
 
 def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) -> Any:
     """Return the value of a YAML text; `source` names it in errors. Raises as `read_yaml` does."""
-    if len(content) > MAX_YAML_BYTES:
-        raise error(
-            f"{source} has {len(content):,} bytes, more than the {MAX_YAML_BYTES:,} expected"
-        )
+    _refuse_more(len(content), MAX_YAML_BYTES, "bytes", source, error)
     depth = 0
     try:
         for count, event in enumerate(yaml.parse(content, Loader=yaml.CSafeLoader)):
@@ -109,8 +109,7 @@ def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        counts = collections.Counter(name for name, _ in pairs)
-        twice = next(name for name, count in counts.items() if count > 1)
+        twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{twice[:80]!r} is there twice")
     return found
 

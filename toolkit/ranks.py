@@ -39,21 +39,14 @@ def world_size() -> int:
 
 
 def ranks_here() -> int:
-    """Return how many processes of the run are on this machine. Collective at the first call."""
-    return _ranks_here(world_size())
-
-
-@functools.cache
-def _ranks_here(world: int) -> int:
+    """Return how many processes of the run are on this machine. Collective."""
     names = gather(socket.gethostname())
     return names.count(names[rank()])
 
 
 def first_to_report(text: str) -> bool:
-    """Return whether this rank is the first that is about to print `text`.
-
-    Not collective: a rank that fails alone learns that nobody has said it. One that cannot ask
-    (what holds the answers has ended) says it itself.
+    """Return whether this rank is the first that is about to print `text`. Not collective: a rank
+    that fails alone, or cannot ask any more, says it itself.
     """
     # Private in torch 2.x; without it each rank speaks for itself.
     store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
@@ -136,10 +129,8 @@ def main_first(fn: Callable[[], T]) -> T:
 
 
 def at_end(fn: Callable[[float | None], object]) -> None:
-    """Let `end` call `fn`: what runs behind the loop needs the process group to the last.
-
-    Args:
-        fn: takes the seconds it may wait at most, None for as long as it takes.
+    """Let `end` call `fn` with the seconds it may wait at most, None for as long as it takes: what
+    runs behind the loop needs the process group to the last.
     """
     if fn not in _endings:
         _endings.append(fn)
@@ -198,11 +189,9 @@ def _outcome(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 def _told(failure: BaseException | None) -> tuple[type[Exception], str] | None:
     """Return what the other ranks learn of a failure."""
-    if failure is None:
-        return None
     if isinstance(failure, ToolkitError):
         return type(failure), str(failure)
-    return ToolkitError, f"{type(failure).__name__}: {failure}"
+    return None if failure is None else (ToolkitError, f"{type(failure).__name__}: {failure}")
 
 
 def _raise_on_all(

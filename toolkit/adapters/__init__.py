@@ -1,13 +1,12 @@
 """Adapters (LoRA and its kin) on a model: targets, first values, PEFT's folder, coverage."""
 
 from toolkit.adapters.base import base_digest
-from toolkit.adapters.coverage import coverage, coverage_lines, idle_adapter_lines
+from toolkit.adapters.coverage import coverage_lines, idle_adapter_lines
 from toolkit.adapters.lora import add_adapters, prepare_adapters
 
 __all__ = [
     "add_adapters",
     "base_digest",
-    "coverage",
     "coverage_lines",
     "idle_adapter_lines",
     "prepare_adapters",

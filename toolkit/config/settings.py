@@ -36,7 +36,7 @@ class ModelConfig:
     name_or_path: str
     """Folder of a Hugging Face causal LM checkpoint, or its id on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """`pretrained` reads the checkpoint's weights; `random` draws new ones, needs its config only."""
+    """`pretrained` reads the checkpoint's weights; `random` draws new ones by its config.json."""
     dtype: Dtype | Literal["auto"] | None = "float32"
     """Storage dtype of the parameters (the master weights that the optimizer updates); `auto` is
     the checkpoint's own; empty: float32."""
