@@ -56,12 +56,8 @@ def pretrain(run: Path, fresh: bool) -> int:
     if ran:
         return ran
     model, tokenizer = load(export)
-    import torch
-
-    torch.manual_seed(0)
-    prompt = tokenizer(PROMPT, return_tensors="pt")
-    ids = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.7, top_p=0.9)
-    print(RULE, tokenizer.decode(ids[0], skip_special_tokens=True), RULE, sep="\n")
+    ids = generate(model, tokenizer(PROMPT, return_tensors="pt"), 80)
+    print(RULE, tokenizer.decode(ids, skip_special_tokens=True), RULE, sep="\n")
     say_losses(run)
     print(f"export   {export.resolve()}")
     return 0
@@ -142,34 +138,37 @@ def load(folder: Path, quiet: bool = False) -> tuple[Any, Any]:
     model, info = loaded
     if not quiet:
         print(f"\n$ AutoModelForCausalLM.from_pretrained({str(folder)!r})", flush=True)
-        print(
-            f"missing keys: {sorted(info['missing_keys'])}, unexpected keys: "
-            f"{sorted(info['unexpected_keys'])}"
-        )
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        print(f"missing keys: {missing}, unexpected keys: {unexpected}")
     return model, AutoTokenizer.from_pretrained(folder)
 
 
 def answer(model: Any, tokenizer: Any) -> str:
-    """Return what the model answers to the question; the same at every call."""
-    import torch
-
-    torch.manual_seed(0)
+    """Return what the model answers to the question."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
     )
-    ids = model.generate(**prompt, max_new_tokens=60, do_sample=True, temperature=0.7, top_p=0.9)
-    return tokenizer.decode(ids[0][prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    ids = generate(model, prompt, 60)
+    return tokenizer.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def generate(model: Any, prompt: Any, tokens: int) -> Any:
+    """Return the ids of the prompt and of what the model writes; the same at every call."""
+    import torch
+
+    torch.manual_seed(0)
+    return model.generate(
+        **prompt, max_new_tokens=tokens, do_sample=True, temperature=0.7, top_p=0.9
+    )[0]
 
 
 def say_losses(run: Path) -> None:
     lines = [line for line in read_metrics(run) if "loss" in line]
-    print(
-        f"\nloss     {lines[0]['loss']:.4f} (step {lines[0]['step']}) -> {lines[-1]['loss']:.4f} "
-        f"(step {lines[-1]['step']})"
-    )
+    first, last = (f"{line['loss']:.4f} (step {line['step']})" for line in (lines[0], lines[-1]))
+    print(f"\nloss     {first} -> {last}")
 
 
 if __name__ == "__main__":

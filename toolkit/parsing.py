@@ -23,10 +23,8 @@ MAX_DIGITS = 100
 
 
 def read_json(file: Path, error: type[ToolkitError], *, strict: bool = False) -> Any:
-    """Return the value that a JSON file holds.
-
-    Raises:
-        error: the file is not there, too large, too deeply nested, or not JSON. One line.
+    """Return the value that a JSON file holds; raise `error`, on one line, where the file is not
+    there, too large, too deeply nested, or not JSON.
     """
     return parse_json(read_bounded(file, MAX_JSON_BYTES, error), file, error, strict=strict)
 
@@ -36,9 +34,7 @@ def parse_json(
 ) -> Any:
     """Return the value of a JSON text; `source` names it in errors. Raises as `read_json` does.
 
-    Args:
-        strict: refuse a name that is there twice, which means one thing to one reader and another
-            to the next, and numbers that JSON does not have (NaN).
+    `strict` refuses a name that is there twice, which readers take differently, and NaN.
     """
     given = content.encode() if isinstance(content, str) else content
     _refuse_more(len(given), MAX_JSON_BYTES, "bytes", source, error)
@@ -63,10 +59,8 @@ def _refuse_more(n: int, most: int, what: str, source: object, error: type[Toolk
 
 
 def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
-    """Return the value that a YAML file holds: plain values only, no dates, no other tags.
-
-    Raises:
-        error: the file is not there, too large, too deeply nested, or not YAML. One line.
+    """Return the value that a YAML file holds: plain values only, no dates, no other tags. Raises
+    as `read_json` does.
     """
     return parse_yaml(read_bounded(file, MAX_YAML_BYTES, error), file, error)
 
@@ -91,11 +85,7 @@ def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) 
 
 
 def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
-    """Return the bytes of a plain file of at most `limit` bytes.
-
-    Raises:
-        error: it is not there, cannot be read, or is larger.
-    """
+    """Return the bytes of a file; raise `error` where it cannot be read or is beyond `limit`."""
     try:
         with open(file, "rb") as opened:
             content = opened.read(limit + 1)

@@ -100,8 +100,7 @@ def collective(fn: Callable[P, T]) -> Callable[P, T]:
 
 def gather_results(fn: Callable[[], T]) -> list[T]:
     """Run `fn` on every rank; return all results, in rank order, or raise as `on_all` does.
-
-    Collective: one exchange for both, which pickles the results.
+    Collective, one exchange, which pickles the results.
     """
     result, failure = _outcome(fn)
     outcomes = gather((_told(failure), result))
@@ -111,8 +110,7 @@ def gather_results(fn: Callable[[], T]) -> list[T]:
 
 def on_main(fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0 alone and return its result on every rank; its failure is everyone's.
-
-    Collective: one broadcast.
+    Collective, one broadcast.
     """
     result, failure = _outcome(fn) if rank() == 0 else (None, None)
     told, result = broadcast((_told(failure), result))
@@ -143,9 +141,8 @@ def end(seconds: float | None = None) -> None:
 
 
 def object_group(channel: str = "main") -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks that waits a day: one rank may tokenise for hours.
-
-    None without a process group. Created at its first use, which every rank takes part in.
+    """Return a gloo group of all ranks that waits a day: one rank may tokenise for hours. None
+    without a process group. Created at its first use, which every rank takes part in.
     """
     if not dist.is_initialized():
         return None
@@ -160,9 +157,8 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
 
 @contextmanager
 def exchanges_over(channel: str) -> Iterator[None]:
-    """Let this thread's exchanges use a group of their own, made by `object_group(channel)`.
-
-    Two threads that exchange over one group take each other's messages and wait for ever.
+    """Let this thread's exchanges use a group of their own, made by `object_group(channel)`: two
+    threads that exchange over one group take each other's messages.
     """
     _channel.name = channel
     try:

@@ -37,7 +37,7 @@ class AdapterLayer:
     """One layer of the adapter: which parameter of the base it adapts, and with what."""
 
     parameter: str
-    """Of the base model, as that calls it."""
+    """Of the base."""
     kind: str
     """linear, embedding, experts, or saved: trained as a whole."""
     module: str
@@ -114,9 +114,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
     """Return `base` with the adapters of `config` put in, as a PeftModel; on meta it stays there.
-
-    Raises:
-        ExportError: PEFT cannot put them in.
+    An ExportError where PEFT cannot.
     """
     from peft import LoraConfig, get_peft_model
 

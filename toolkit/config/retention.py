@@ -26,6 +26,5 @@ def retention(cfg: CheckpointConfig) -> Retention:
     greater = cfg.greater_is_better
     if greater is None:
         greater = not name.endswith(("loss", "perplexity"))
-    return Retention(
-        cfg.save_total_limit, cfg.save_permanent_steps, int(cfg.keep_best), name, greater
-    )
+    last, every = cfg.save_total_limit, cfg.save_permanent_steps
+    return Retention(last, every, int(cfg.keep_best), name, greater)

@@ -165,10 +165,8 @@ class ShardingConfig:
             what = "makes units coarser than a layer, sublayer_units finer"
             raise ConfigError(f"sharding.layers_per_unit {what}; set one of them")
         if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
-            raise ConfigError(
-                "sharding.prefetch_order without a depth does nothing; set forward_prefetch or "
-                "backward_prefetch to 1 or more"
-            )
+            what = "without forward_prefetch or backward_prefetch does nothing; set one of them"
+            raise ConfigError(f"sharding.prefetch_order {what}")
         if self.activation_offload and self.torch_compile not in (False, "none"):
             raise ConfigError(
                 "sharding.activation_offload runs uncompiled code in each layer, so that "
@@ -447,10 +445,8 @@ class CheckpointConfig:
             what = f"must be a multiple of save_steps {self.save_steps}"
             raise ConfigError(f"checkpoint.save_permanent_steps {permanent} {what}")
         if self.save_total_limit is None and (permanent is not None or self.keep_best):
-            raise ConfigError(
-                "checkpoint.save_permanent_steps and keep_best do nothing where save_total_limit "
-                "is empty: all checkpoints are kept"
-            )
+            what = "do nothing where save_total_limit is empty: all checkpoints are kept"
+            raise ConfigError(f"checkpoint.save_permanent_steps and keep_best {what}")
 
 
 @dataclass(frozen=True)
@@ -541,10 +537,8 @@ class FinetuneConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.train_tokenizer:
-            raise ConfigError(
-                "model.train_tokenizer is for pretraining; fine-tuning needs the tokenizer of the "
-                "model, or model.tokenizer_name_or_path"
-            )
+            what = "is for pretraining; set model.tokenizer_name_or_path"
+            raise ConfigError(f"model.train_tokenizer {what}, or leave it out")
         if not self.lora.r:
             return
         if self.model.frozen_parameters:
@@ -558,16 +552,12 @@ class FinetuneConfig(RunConfig):
                 "again, without code from outside. Train all parameters, or another model"
             )
         if self.checkpoint.async_save:
-            raise ConfigError(
-                "checkpoint.async_save with lora.r gains nothing: each save of an adapter is "
-                "proven by loading it back before the run goes on; leave async_save out"
-            )
+            what = "gains nothing: a save of an adapter is proven at once; leave it out"
+            raise ConfigError(f"checkpoint.async_save with lora.r {what}")
 
 
 def model_settings(cfg: PretrainConfig | FinetuneConfig) -> ModelConfig:
-    """Return the model's settings with the storage dtype that depends on the adapters filled in:
-    the checkpoint's own under them, else float32.
-    """
+    """Return the model's settings with the dtype filled in: the checkpoint's own under adapters."""
     with_adapters = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
     dtype = cfg.model.dtype or ("auto" if with_adapters else "float32")
     return dataclasses.replace(cfg.model, dtype=dtype)

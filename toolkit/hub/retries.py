@@ -67,8 +67,7 @@ def retried(what: str, fn: Callable[[], T], say: Say) -> T:
                 asked = f" (it asks to wait {error.wait:.0f} s)" if error.wait else ""
                 raise HubError(
                     f"{what} failed {tries} time{'s' * (tries > 1)}: {error}{asked}. The "
-                    "repository is unchanged or complete; run the same command again: it goes on "
-                    "where it stopped"
+                    "repository is unchanged or complete; run the same command again to go on"
                 ) from None
             doubled = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1))
             # Not all at once: many processes may have been refused together.

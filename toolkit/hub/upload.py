@@ -3,10 +3,9 @@
     folder -> verified -> compared with the repository -> large files sent -> ONE commit -> compared
 
 [Note: never half] A reader of the repository sees the files of its last commit. Large files are
-stored beside the commits first, by their sha256; those that are there are not sent again, so that
-an interrupted push goes on where it stopped. One commit then names them all, and its parent: where
-an answer was lost, or somebody else committed in between, the Hub refuses it, and everything is
-read and compared anew. So the whole attempt may be repeated, and is.
+stored beside the commits first, by their sha256; those that are there are not sent again. One
+commit then names them all, and its parent: where an answer was lost, or somebody else committed in
+between, the Hub refuses it, and the whole attempt is repeated.
 """
 
 import contextlib
@@ -101,9 +100,7 @@ def push(
 def preview(
     folder: str | Path, repo_id: str, *, revision: str | None = None, private: bool = True
 ) -> Preview:
-    """Return what `push` would do; raises as it does. Sends nothing, and works offline: what could
-    not be read is in the notes.
-    """
+    """Return what `push` would do; raises as it does. Sends nothing, and works offline."""
     token, notes, state = get_token(), [], None
     with _repository(repo_id, private, revision, token=token or False, answer=10.0) as repo:
         export = read_export(Path(folder), repo_id, token)

@@ -261,11 +261,9 @@ def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
 
 def _reshard(unit: Unit, shards: int) -> bool | int | None:
     value = unit.reshard_after_forward
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool) or value not in (1, shards):
         return value
-    if value == 1:  # as PyTorch reads it, without its warning
-        return False
-    return True if value == shards else value
+    return value != 1  # False as PyTorch reads 1, without its warning
 
 
 def _cast_each(modules: list[nn.Module], unit: Unit, cast_inputs: bool) -> None:

@@ -1,8 +1,8 @@
 """Activation checkpointing: what a layer keeps for its backward, and where.
 
-The module's forward is replaced, not the module wrapped: names stay those of the plain model, and
-the recomputation runs inside the module's hooks, on parameters that are gathered and inputs that
-are cast already (from outside, torch 2.11 and 2.12 lose that cast).
+The module's forward is replaced, not the module wrapped: names stay, and the recomputation runs
+inside the module's hooks, on gathered parameters and cast inputs (from outside, torch 2.11 and 2.12
+lose that cast).
 """
 
 import functools

@@ -41,9 +41,8 @@ class UnitRow:
 
 
 def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
-    """Return a row for each unit of a sharded model, the root first, then in order of definition.
-
-    Replicated parameters come last, as the row `(replicated)`.
+    """Return a row for each unit of a sharded model, the root first, then in order of definition;
+    replicated parameters last.
     """
     plan = plan_of(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}

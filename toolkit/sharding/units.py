@@ -191,9 +191,8 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
 def _overrides(
     model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
 ) -> dict[Member, torch.dtype]:
-    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit.
-
-    A unit inside a module that was named computes as that does.
+    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit. A
+    unit inside a module that was named computes as that does.
     """
     wanted: dict[str, torch.dtype] = {}
     for pattern, dtype_name in cfg.param_dtype_overrides.items():
