@@ -45,10 +45,7 @@ class Chat:
         """Return the text of a conversation, or what is wrong with it.
 
         Costs some five short renderings, about half a millisecond; more where turns must be
-        searched for (see `masks.py`).
-
-        Raises:
-            DataError: there is no template for it.
+        searched for (see `masks.py`). Raises DataError where there is no template for it.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
@@ -92,9 +89,7 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
     """Return name -> Jinja text of the chat templates to use, `default` and perhaps `tool_use`.
 
     `given`: Jinja text, the name of one of the tokenizer's, or a file; None: the tokenizer's.
-
-    Raises:
-        DataError: there is none, or the file cannot be read.
+    Raises DataError where there is none.
     """
     own = getattr(tokenizer, "chat_template", None)
     named = own if isinstance(own, dict) else {}

@@ -3,8 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from toolkit.data.chat.mask_text import common_start, pattern_of, uncut
-from toolkit.data.chat.rendering import TEMPLATE_ERRORS, Render
+from toolkit.data.chat.rendering import TEMPLATE_ERRORS, Render, common_start, pattern_of, uncut
 
 _USER, _ANSWER, _NEXT = "Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls"
 

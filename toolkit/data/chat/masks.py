@@ -27,9 +27,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from toolkit.data.chat.habits import Habits, closings_of
-from toolkit.data.chat.mask_text import (
+from toolkit.data.chat.rendering import (
+    NUMBERS,
+    SURELY,
     Message,
+    Render,
+    Rendering,
     Span,
+    check_printed,
     common_start,
     loose_start,
     only_content,
@@ -40,7 +45,6 @@ from toolkit.data.chat.mask_text import (
     with_call,
     with_content,
 )
-from toolkit.data.chat.rendering import NUMBERS, SURELY, Render, Rendering, check_printed
 from toolkit.data.sources.row_values import BadRow
 
 NO_STOP = "assistant turns without a stop token"

@@ -19,15 +19,12 @@ from jinja2 import TemplateSyntaxError
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.habits import Habits, habits
-from toolkit.data.chat.mask_text import Message, Span, pattern_of
 from toolkit.data.chat.masks import NotFound, Rendered, mark
-from toolkit.data.chat.rendering import REFUSED, Render
+from toolkit.data.chat.rendering import REFUSED, Message, Render, Span, pattern_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
 
-TODAY = datetime.datetime(2024, 7, 26, 12)
-"""What `strftime_now` tells templates: the day that Llama's templates print where they have no
-date."""
+TODAY = datetime.datetime(2024, 7, 26, 12)  # that Llama's templates print where they have no date
 UNCHECKED = "conversations whose generation markers could not be checked"
 _MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
 _transformers_render: Callable[..., tuple[list[str], list]]
@@ -35,11 +32,7 @@ _transformers_render = chat_template_utils.render_jinja_template  # type: ignore
 
 
 class Template:
-    """A chat template (Jinja text) with its tokenizer's special tokens, by name and as texts.
-
-    Raises:
-        DataError: it is no Jinja template, or transformers has another clock than expected.
-    """
+    """A chat template (Jinja text) with its tokenizer's special tokens, by name and as texts."""
 
     def __init__(self, text: str, variables: dict[str, Any], specials: tuple[str, ...]) -> None:
         self.text, self.variables, self.specials = text, variables, specials
@@ -74,16 +67,16 @@ class Template:
         if not (self.has_markers and wanted):
             return mark(render, messages, wanted, **options)
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        found = None
+        unchecked = False
         try:
-            rendered = found = mark(render, messages, every, **options)
+            found = mark(render, messages, every, **options)
         except NotFound:
             if every != wanted:
                 raise
-            rendered = mark(render, messages, [], **options)
+            found, unchecked = mark(render, messages, [], **options), True
         markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
-        if found is None:
-            return Rendered(rendered.text, markers, rendered.notes + Counter([UNCHECKED]))
+        if unchecked:
+            return Rendered(found.text, markers, found.notes + Counter([UNCHECKED]))
         turns = dict(zip(every, found.spans, strict=True))
         spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
         return Rendered(found.text, spans, found.notes)

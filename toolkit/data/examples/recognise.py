@@ -123,18 +123,14 @@ class Layout:
         return f"{_SHAPES[self.shape].stated}, in {' and '.join(map(repr, self.columns))}"
 
 
-PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))
-"""Of text files."""
+PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
 
 
 def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
     """Return the layout that most of `rows` have, the first rows of a source.
 
     Of several formats, the first of these wins: `input_ids`, a `text_column` other than `text`,
-    turns, prompt and completion, Alpaca, text.
-
-    Raises:
-        BadRow: none of them has the columns of any format.
+    turns, prompt and completion, Alpaca, text; of none it is a BadRow.
     """
     found = Counter(layout for row in rows if (layout := _layout_of(row, text_column)) is not None)
     if found:

@@ -65,10 +65,7 @@ def find_files(patterns: str | list[str], what: str) -> list[Path]:
 
     A pattern is a file, a folder (every file beneath it of a known ending, hidden ones and
     `__pycache__` left out) or a glob (`**` goes into folders; `~` is the home folder). What a
-    pattern finds is sorted by path.
-
-    Raises:
-        DataError: a pattern finds no file; names the setting `what`.
+    pattern finds is sorted by path; nothing is a DataError that names the setting `what`.
     """
     found: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

@@ -120,10 +120,8 @@ def read_files(
     """Return the rows of `files`, in order, with `FILE` and `PLACE`.
 
     A `Dataset` is read once and cached until a file changes. A stream reads while it is iterated,
-    one shard a file; skipping reads tables without making rows of them.
-
-    Args:
-        schema: of the reader's tables; None: that of the first one, to which others are cast.
+    one shard a file; skipping reads tables without making rows of them. A `schema` of None is that
+    of the reader's first table, to which others are cast.
 
     Raises:
         DataError: a file cannot be read, or its columns do not fit the first one's; names the row.
@@ -206,11 +204,7 @@ def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
 def read_named(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
 ) -> RowDataset:
-    """Return those of `columns` that a data set has, or all if none, text as bytes.
-
-    Raises:
-        DataError: it is not there, cannot be read, or has no such split.
-    """
+    """Return those of `columns` that a data set has, or all if none, text as bytes."""
     name, split = str(source.dataset_name), source.dataset_split
     folder = Path(name).expanduser()
     if folder.is_file():

@@ -17,11 +17,8 @@ import pyarrow as pa
 from toolkit.data.sources.tables import PLACE, in_tables
 from toolkit.errors import DataError
 
-PIECE_BYTES = 1 << 17
-"""A text longer than this is cut: small enough that a few megabytes keep every core busy."""
-
-LINE_BYTES = 64 << 20
-"""A longer line is refused, before any of it is tokenised: it is hardly text."""
+PIECE_BYTES = 1 << 17  # a longer text is cut: a few megabytes keep every core busy
+LINE_BYTES = 64 << 20  # a longer line is refused before any of it is tokenised
 
 PIECES = pa.schema(
     {"text": pa.string(), "start": pa.bool_(), "end": pa.bool_(), PLACE: pa.string()}
@@ -39,10 +36,10 @@ def _rows(file: str) -> Iterator[tuple[str, bool, bool, str]]:
 
 
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Yield a text file in pieces of about `size` bytes; joined they are the file's text.
+    """Yield the text of a file in pieces of about `size` bytes.
 
     Raises:
-        DataError: the file is not UTF-8, or has a line of more than `LINE_BYTES`; names the offset.
+        DataError: it is not UTF-8, or has a line of more than `LINE_BYTES`; names the offset.
     """
     with open(file, "rb") as stream:
         offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0

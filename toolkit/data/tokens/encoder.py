@@ -57,13 +57,8 @@ class Encoder:
     `append_eos`, the end-of-sequence token, which is learned. Token ids are taken with the labels
     that came with them. Documents to pretrain on are learned whole, also those without a token.
 
-    Args:
-        tokenizer: None only where all examples are tokenised already.
-        cfg: of pretraining, or of fine-tuning.
-        vocab_size: rows of the model's embedding.
-
-    Raises:
-        DataError: the tokenizer gives ids for which the model has no embedding.
+    The tokenizer is None only where all examples are tokenised already; one that gives ids of
+    `vocab_size` (rows of the model's embedding) or more is a DataError.
     """
 
     def __init__(

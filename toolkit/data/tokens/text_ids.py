@@ -94,11 +94,7 @@ class TextTokenizer:
         return [encoded.ids for encoded in batch]
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens that the tokenizer puts before and after a text.
-
-        Raises:
-            DataError: it changes the text too.
-        """
+        """Return the special tokens that the tokenizer puts before and after a text."""
         (bare,), (full,) = self.lists(["a"]), self.lists(["a"], True)
         for at in range(len(full) - len(bare) + 1):
             if full[at : at + len(bare)] == bare:

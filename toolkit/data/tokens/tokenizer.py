@@ -57,11 +57,7 @@ def prepare_tokenizer(
 
 @ranks.collective
 def own_tokenizer(model: ModelConfig) -> ModelConfig:
-    """Return `model` with its own tokenizer where none is named and it has one. Collective.
-
-    Raises:
-        ModelError: whether it has one cannot be seen.
-    """
+    """Return `model` with its own tokenizer where none is named and it has one. Collective."""
     if model.tokenizer_name_or_path is not None:
         return model
     path = Path(model.name_or_path).expanduser()
@@ -182,11 +178,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     """Train a byte-level BPE on `texts` and write it to `folder` as a Hugging Face tokenizer.
 
     Id 0 is `END_OF_TEXT`, which begins and ends texts; then come the 256 bytes, then merges up to
-    `vocab_size` (fewer where the text is small). The same text gives the same files. About 6 MB a
-    second on two cores.
-
-    Raises:
-        ConfigError: `vocab_size` leaves no room for a merge.
+    `vocab_size` (fewer where the text is small), at least one (else ConfigError). The same text
+    gives the same files. About 6 MB a second on two cores.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 2:
