@@ -19,8 +19,6 @@ from toolkit.data.sources.row_values import (
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of turns, as chat templates know them."""
-
 _CALLS = ("function_call", "tool_call")
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -99,7 +97,7 @@ def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def says_something(message: dict[str, Any]) -> bool:
     """Whether a turn has a tool call, or a content that is more than white space."""
-    return bool(message.get("tool_calls")) or bool((message.get("content") or "").strip())
+    return bool(message.get("tool_calls") or (message.get("content") or "").strip())
 
 
 def _turns(

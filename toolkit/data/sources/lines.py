@@ -101,9 +101,7 @@ def _lines(stream: IO[bytes], file: str, limit: int) -> _Rows:
 
 def _bounded_lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield (number, line); None for a line beyond `limit`, whose rest is read and forgotten."""
-    number = 0
-    while line := stream.readline(limit + 2):
-        number += 1
+    for number, line in enumerate(iter(lambda: stream.readline(limit + 2), b""), 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         part = line
