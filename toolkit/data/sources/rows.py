@@ -26,8 +26,7 @@ from toolkit.errors import DataError
 
 _OF_FILES = (tables.FILE, tables.PLACE)
 
-LOOK_AT = 100
-"""First rows of a source that its format is recognised by."""
+LOOK_AT = 100  # first rows of a source that its format is recognised by
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,8 @@ class DataSource:
     """Rows of one format; name, weight and max_repeats as in its `SourceConfig`."""
 
     name: str
-    where: str
-    """The setting and the first file, for messages."""
-    rows: tables.RowDataset
-    """As they are stored; `row` makes plain columns of one. A stream has a shard a file."""
+    where: str  # the setting and the first file, for messages
+    rows: tables.RowDataset  # as they are stored: see `row`. A stream has a shard a file
     layout: Layout
     weight: float | None = None
     max_repeats: float | None = None

@@ -35,8 +35,7 @@ Reader: TypeAlias = partial[Iterator[pa.Table]]
 FILE, PLACE = "_file", "_place"
 """Columns of a row of a file: the index of the file, and where in it the row stands, in words."""
 
-_VERSION = 1
-"""Part of the cache key: raise it when the same files give other rows."""
+_VERSION = 1  # part of the cache key: raise it when the same files give other rows
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
 
 

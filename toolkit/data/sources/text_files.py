@@ -27,12 +27,12 @@ PIECES = pa.schema(
 
 def text_tables(file: str) -> Iterator[pa.Table]:
     """Yield a text file as tables of `PIECES`; see `pieces`."""
-    return in_tables(_rows(file), PIECES)
-
-
-def _rows(file: str) -> Iterator[tuple[str, bool, bool, str]]:
-    for number, (text, following) in enumerate(pairwise(chain(pieces(Path(file)), [None]))):
-        yield text or "", not number, following is None, f"piece {number} (counted from 0)"
+    texts = enumerate(pairwise(chain(pieces(Path(file)), [None])))
+    rows = (
+        (text or "", not number, following is None, f"piece {number} (counted from 0)")
+        for number, (text, following) in texts
+    )
+    return in_tables(rows, PIECES)
 
 
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:

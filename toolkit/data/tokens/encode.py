@@ -145,7 +145,7 @@ def encode(
     encoder = RowEncoder(source, tokenizer, cfg, vocab_size)
     name = f"encoded-{_key(source, tokenizer, cfg, vocab_size)}"
     counted = tables.cache_folder() / f"{name}.json"
-    if not counted.is_file():
+    if not counted.is_file():  # it is written before the tokens get their name
         counted.with_suffix(".arrow").unlink(missing_ok=True)
     schema = _WHOLE if source.layout.whole else _IN_PART
     encoded = _encoded(encoder, cfg, counted)

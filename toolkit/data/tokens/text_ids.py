@@ -30,12 +30,10 @@ from toolkit.errors import DataError
 
 Span = tuple[int, int]
 
+# Text that is tokenised at a time; its encodings take about 50 times as much memory. A longer text
+# is cut as text files are.
 BATCH_BYTES = 8 << 20
-"""Text that is tokenised at a time; its encodings take about 50 times as much memory. A longer text
-is cut as text files are."""
-
-_SPACES = frozenset("Ġ▁Ċĉč")
-"""White space within a token, as byte-level and SentencePiece vocabularies write it."""
+_SPACES = frozenset("Ġ▁Ċĉč")  # white space, as byte-level and SentencePiece vocabularies write it
 
 
 class TokenSpans(NamedTuple):
