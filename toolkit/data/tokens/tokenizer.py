@@ -164,7 +164,7 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, resize: bool = False
 ) -> None:
     """Raise DataError where the tokenizer gives ids for which the model has no embedding."""
-    largest = max(*tokenizer.get_vocab().values(), *map(int, tokenizer.added_tokens_decoder))
+    largest = max([*tokenizer.get_vocab().values(), *map(int, tokenizer.added_tokens_decoder)])
     if largest >= vocab_size and not resize:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, the model's "
