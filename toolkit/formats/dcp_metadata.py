@@ -33,14 +33,12 @@ _MAX_DIMS = 64
 def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Metadata:
     """Return what a DCP folder holds, from its `.metadata`; nothing in that file can run code.
 
-    Only the names that torch 2.11 to 2.15 write are accepted, and read as inert records of which
-    the `Metadata` is built afresh. Every blob must lie inside a file of the folder and have room
-    for its chunk; without `blobs` the files are not looked at, to read what a damaged folder should
-    hold. Costs 0.4 s a MB of `.metadata`, and one stat a file.
+    Accepted are the names that torch 2.11 to 2.15 write. Without `blobs` the files are not looked
+    at, to read what a damaged folder should hold. Costs 0.4 s a MB of `.metadata`, one stat a file.
 
     Raises:
         CheckpointError: no metadata, a global that has no place there (named), a file name outside
-            the folder, or a blob beyond the end of its file.
+            the folder, a blob beyond the end of its file, or without room for its chunk.
     """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
@@ -66,17 +64,10 @@ class _Record:
     """Stands in for a class that `.metadata` names: keeps arguments and state, runs nothing."""
 
     __slots__ = ("args", "state")
-    args: tuple[Any, ...]
-    state: Any
     kind = ""
 
-    def __new__(cls, *args: Any) -> "_Record":
-        record = object.__new__(cls)
-        record.args, record.state = args, None
-        return record
-
     def __init__(self, *args: Any) -> None:
-        pass
+        self.args, self.state = args, None
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -153,9 +144,8 @@ class _Unpickler(_InPython):
 def _build_metadata(root: Any, most: int) -> Metadata:
     """Return torch's own metadata of at most `most` chunks: one list may stand in many places."""
     entries, stored = _fields(root, "Metadata", state_dict_metadata=dict, storage_data=dict)
-    paths, meta, version = _fields(
-        root, "Metadata", planner_data=dict | None, storage_meta=_Record | None, version=object
-    )
+    paths, meta = _fields(root, "Metadata", planner_data=dict | None, storage_meta=_Record | None)
+    (version,) = _fields(root, "Metadata", version=str | None)
     tensors: dict[str, Any] = {}
     for fqn, entry in entries.items():
         if not isinstance(fqn, str):
@@ -168,21 +158,21 @@ def _build_metadata(root: Any, most: int) -> Metadata:
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in stored.items():
         fqn, offset, number = _fields(key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER)
-        file, begin, length = _fields(
-            value, "_StorageInfo", relative_path=str, offset=int, length=int
+        place = {"relative_path": str, "offset": int, "length": int}
+        file, begin, length, transforms = _fields(
+            value, "_StorageInfo", **place, transform_descriptors=object
         )
-        (transforms,) = _fields(value, "_StorageInfo", transform_descriptors=object)
         index = MetadataIndex(fqn, None if offset is None else _size(offset), number)
         info = _StorageInfo(file, begin, length, None if transforms is None else _path(transforms))
         if storage.setdefault(index, info) != info:
             raise ValueError(f"{index.fqn} at {index.offset} is stored twice")
-    (save_id,) = (None,) if meta is None else _fields(meta, "StorageMeta", save_id=object)
+    (save_id,) = (None,) if meta is None else _fields(meta, "StorageMeta", save_id=str | None)
     return Metadata(
         state_dict_metadata=tensors,
         planner_data=None if paths is None else {k: _path(v) for k, v in paths.items()},
         storage_data=storage,
-        storage_meta=StorageMeta(save_id=save_id if isinstance(save_id, str) else None),
-        version=version if isinstance(version, str) else None,
+        storage_meta=StorageMeta(save_id=save_id),
+        version=version,
     )
 
 

@@ -48,11 +48,10 @@ class Chunk:
 def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chunk]:
     """Return the non-empty chunks of one tensor, each with the place of its raw bytes.
 
-    Reads the directory of each blob's zip (a few hundred bytes), never a payload.
+    Reads the directory of each blob's zip, never a payload.
 
     Raises:
-        CheckpointError: no such tensor, a chunk that is stored nowhere, or a blob that is no tensor
-            of its size.
+        CheckpointError: no such tensor, or a chunk whose blob is missing or no tensor of its size.
     """
     entry = _tensor_metadata(metadata, fqn)
     parts = [part for part in entry.chunks if math.prod(part.sizes) > 0]
@@ -86,8 +85,7 @@ def _locate(
         with open(file, "rb", buffering=0) as f:
             blob = BlobView(f.fileno(), info.offset, info.length)
             begin, length = payload(blob)
-            blob.seek(0)
-            tensor = torch.load(io.BufferedReader(blob), map_location="meta", weights_only=True)
+            tensor = blob.load("meta")
     except Exception as error:  # what a damaged blob raises has no common class
         raise CheckpointError(
             f"{file}: the blob of {fqn} cannot be read: {one_line(error)}"
@@ -105,21 +103,13 @@ def _locate(
 
 
 def read_chunk(chunk: Chunk) -> torch.Tensor:
-    """Return a chunk's tensor through torch's own reader, where it is not stored row by row.
-
-    Needs the memory of the blob.
-    """
-    with open(chunk.file, "rb") as f:
-        f.seek(chunk.blob[0])
-        blob = io.BytesIO(f.read(chunk.blob[1]))
-    return torch.load(blob, map_location="cpu", weights_only=True).contiguous()
+    """Return a chunk's tensor through torch's own reader, where it is not stored row by row."""
+    with open(chunk.file, "rb", buffering=0) as f:
+        return BlobView(f.fileno(), *chunk.blob).load("cpu").contiguous()
 
 
 def coverage_fault(metadata: Metadata, fqn: str) -> str | None:
-    """Return why chunks do not cover each element of a tensor exactly once; None if they do.
-
-    Intervals only, no bytes are read.
-    """
+    """Return why chunks do not cover each element of a tensor exactly once; None if they do."""
     entry = _tensor_metadata(metadata, fqn)
     boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
     return boxes_fault(tuple(entry.size), boxes)
@@ -128,7 +118,7 @@ def coverage_fault(metadata: Metadata, fqn: str) -> str | None:
 def boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     """Return why `boxes` do not cover each element of `shape` exactly once.
 
-    O(n log n) in the number of boxes for tensors sharded over one dimension.
+    O(n log n) in the number of boxes where one dimension is sharded.
     """
     boxes = [(offsets, sizes) for offsets, sizes in boxes if math.prod(sizes) > 0]
     if not shape and len(boxes) > 1:
@@ -149,11 +139,7 @@ def boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
 
 
 def check_blob(file: Path, offset: int, length: int) -> None:
-    """Refuse a blob that would become larger than it is, or that torch.save does not write.
-
-    Raises:
-        CheckpointError: names the file.
-    """
+    """Raise CheckpointError for a blob that torch.save does not write, or that would grow."""
     try:
         with open(file, "rb", buffering=0) as f:
             payload(BlobView(f.fileno(), offset, length))
@@ -201,10 +187,7 @@ def damaged_blobs(file: Path, places: Iterable[tuple[str, int, int]]) -> list[tu
     CRCs guard the records of a blob; the rest (headers, padding, the directory) is compared with
     what torch.save makes of the blob's own tensor. Where every blob is whole by itself the list is
     empty: then the shard is of another checkpoint, or the damage lies between the blobs. Memory:
-    the largest blob.
-
-    Args:
-        places: (tensor, offset, length) of the blobs.
+    the largest blob. `places` are (tensor, offset, length) of the blobs.
     """
     size, whole = file.stat().st_size, 0
     found: dict[str, str] = {}
@@ -240,27 +223,23 @@ def _as_saved(blob: "BlobView") -> bool:
     """Whether the bytes of a blob are those that torch.save writes for what it holds."""
     again = _Comparison(blob)
     try:
-        blob.seek(0)
-        held = torch.load(io.BufferedReader(blob), map_location="cpu", weights_only=True)
-        torch.save(held, again)  # type: ignore[arg-type]
+        torch.save(blob.load("cpu"), again)  # type: ignore[arg-type]
     except Exception:  # the directory is damaged where the CRCs are not
         return False
     return again.same and again.position == blob.length
 
 
-class _Comparison:
+class _Comparison(io.RawIOBase):
     """A file to write to, which keeps nothing but whether a blob has the same bytes."""
 
     def __init__(self, blob: "BlobView") -> None:
+        super().__init__()
         self.blob, self.position, self.same = blob, 0, True
 
     def write(self, content: Any) -> int:
         self.same = self.same and self.blob.at(self.position, len(content)) == content
         self.position += len(content)
         return len(content)
-
-    def flush(self) -> None:
-        pass
 
 
 class BlobView(io.RawIOBase):
@@ -278,6 +257,11 @@ class BlobView(io.RawIOBase):
             raise CheckpointError(f"its directory has {count} bytes")
         return os.pread(self.descriptor, count, self.offset + position)
 
+    def load(self, device: str) -> Any:
+        """Return what torch.save wrote here; without its values for `meta`."""
+        self.seek(0)
+        return torch.load(io.BufferedReader(self), map_location=device, weights_only=True)
+
     def readable(self) -> bool:
         return True
 
@@ -289,9 +273,6 @@ class BlobView(io.RawIOBase):
         if base + offset < 0:
             raise ValueError("seek before the beginning")
         self.position = base + offset
-        return self.position
-
-    def tell(self) -> int:
         return self.position
 
     def readinto(self, buffer: Any) -> int:

@@ -25,8 +25,7 @@ _ROWS = 2**16  # hashed before they are added up: the list of their hashes stays
 def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:
     """Return the wrapping sum of the hashes of some rows of the tensor `name`: int64 [LANES].
 
-    Sums of parts are the digest of the whole: add them with wrapping, `hexadecimal` writes it.
-    About 1 microsecond a row, and 8 GB/s.
+    The wrapping sum over all parts is the digest. About 1 microsecond a row, and 8 GB/s.
 
     Args:
         name: the tensor's key, `model.<fqn>`.
@@ -52,8 +51,7 @@ def hexadecimal(lanes: torch.Tensor) -> str:
 def whole_rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return those of `tensors` of which no rank holds whole rows, gathered. Collective.
 
-    Vectors, and what is sharded over another dimension than the first. `part_digests` takes the
-    result, which is all that needs the device's process group.
+    Vectors, and what is sharded over another dimension than the first.
     """
     sharded = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
     gathered = _whole_vectors({n: t for n, t in sharded.items() if t.ndim < 2})

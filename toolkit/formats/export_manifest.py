@@ -27,15 +27,13 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
     """Return {"files": {name: {"size", "sha256"}}, "tensors": {key: {"file", "dtype", "shape",
-    "begin", "sha256"}}} of a Hugging Face folder.
+    "begin", "sha256"}}} of a Hugging Face folder, or of the files `only`.
 
     A tensor's sha256 is over its bytes as they are stored, `begin` is where they begin in the file;
-    its dtype has safetensors' name. Hashes on four threads, with 1 MB each. With `only`, the named
-    files are described.
+    its dtype has safetensors' name. Hashes on four threads.
 
     Raises:
-        ExportError: a link, a folder or a damaged weight file is in it, or two files hold one
-            tensor.
+        ExportError: what is no plain file, a damaged weight file, or a tensor that is in two.
     """
     names = listed(folder) if only is None else list(only)
     ranges: list[tuple[Path, int, int]] = []
@@ -76,10 +74,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
 
 
 def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write the manifest of what `describe` returned, fsynced.
-
-    `origin`: where the weights came from, as JSON values; NaN is written as null.
-    """
+    """Write the manifest of what `describe` returned; `origin`: whence the weights, NaN as null."""
     manifest = {
         "version": 1,
         "toolkit": __version__,
@@ -103,27 +98,23 @@ def read(folder: Path) -> dict[str, Any]:
     file = folder / FILE
     if not file.is_file():
         raise ExportError(
-            f"{folder} has no {FILE}: it was not written by `toolkit consolidate`, or not copied "
-            "whole"
+            f"{folder} has no {FILE}: not written by `toolkit consolidate`, or not copied whole"
         )
     raw = read_bounded(plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
     content = parse_json(raw, f"{file} is damaged: it", ExportError)
     manifest: Any = content.get("manifest") if isinstance(content, dict) else None
     try:
-        whole = isinstance(manifest, dict) and _render(manifest) == raw
-    except ValueError:  # a number that JSON does not have
-        whole = False
-    if not whole:
-        raise ExportError(f"{file} is damaged: its content does not have its own sha256")
+        if _render(manifest) != raw:
+            raise ExportError(f"{file} is damaged: its content does not have its own sha256")
+    except ValueError as error:
+        raise ExportError(f"{file} is damaged: {error}") from error
     _check(file, manifest)
     return manifest
 
 
 def listed(folder: Path) -> list[str]:
     """Return the names in a Hugging Face folder that its manifest speaks of, sorted."""
-    return sorted(
-        name for name in os.listdir(folder) if name not in (FILE, CARD) and not name.startswith(".")
-    )
+    return sorted(n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
 
 
 def _render(manifest: dict[str, Any]) -> bytes:

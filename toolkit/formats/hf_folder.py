@@ -1,6 +1,4 @@
-"""The Hugging Face folder, read with suspicion: config, weight files and index, and what travels
-beside them.
-"""
+"""The Hugging Face folder, read with suspicion: config, weight files, index, and their assets."""
 
 import json
 import re
@@ -71,7 +69,7 @@ class HFAssets:
     """What identifies the source's weights, once it was asked for."""
 
     def save(self, folder: Path) -> None:
-        """Write the assets into an existing `folder`; the next reader is `HFAssets.load`."""
+        """Write the assets into an existing `folder`, for `HFAssets.load`."""
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", "utf-8")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
@@ -83,27 +81,17 @@ class HFAssets:
         """Read the assets of a checkpoint's `hf/` folder, or of any Hugging Face folder.
 
         Raises:
-            ModelError: there is no readable config.json.
+            ModelError: there is no readable config.json, or source.json is damaged.
         """
-        assets = cls(config=read_config(folder), files=asset_files(folder))
-        if (folder / SOURCE_FILE).is_file():
-            assets.source, assets.tied = _read_source(folder / SOURCE_FILE)
-        else:
-            assets.source = source_dtypes(folder)
-        return assets
-
-
-def _read_source(file: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
-    content = read_json(file, ModelError, strict=True)
-    content = content if isinstance(content, dict) else {}
-    keys: Any = content.get("keys")
-    tied: Any = content.get("tied")
-    if not (keys is None or _are_texts(keys)) or not _are_texts(tied):
-        raise ModelError(
-            f"{file} does not hold the key names of a source checkpoint, which map to texts; "
-            f"{_AGAIN}"
-        )
-    return keys, tied
+        file, config, files = folder / SOURCE_FILE, read_config(folder), asset_files(folder)
+        if not file.is_file():
+            return cls(config, files, source_dtypes(folder))
+        content = read_json(file, ModelError, strict=True)
+        content = content if isinstance(content, dict) else {}
+        keys, tied = content.get("keys"), content.get("tied")
+        if not (keys is None or _are_texts(keys)) or not _are_texts(tied):
+            raise ModelError(f"{file} does not map a source's key names to texts; {_AGAIN}")
+        return cls(config, files, keys, tied)
 
 
 def _are_texts(table: Any) -> bool:
@@ -111,11 +99,7 @@ def _are_texts(table: Any) -> bool:
 
 
 def assets_of(model: torch.nn.Module) -> HFAssets:
-    """Return the assets that `build_on_meta` attached to `model`.
-
-    Raises:
-        ModelError: there are none: the model was built in another way.
-    """
+    """Return the assets that `build_on_meta` attached to `model`; ModelError without."""
     assets = getattr(model, "hf_assets", None)
     if not isinstance(assets, HFAssets):
         raise ModelError(
@@ -125,45 +109,38 @@ def assets_of(model: torch.nn.Module) -> HFAssets:
 
 
 def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = True) -> Path:
-    """Return the folder of a checkpoint: itself, or the cached snapshot of a Hub id (downloaded).
+    """Return the folder of a checkpoint: itself, or the cached snapshot of a Hub id.
 
-    Args:
-        ask: the Hub, where the cache has no such model.
-
-    Raises:
-        ModelError: neither a folder nor a repository that can be reached.
+    With `ask`, config.json is downloaded where the cache has none. ModelError where neither is.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(
-            f"model.name_or_path {name_or_path} is a file; give the folder that holds it"
-        )
+        raise ModelError(f"model.name_or_path {path} is a file; give the folder that holds it")
+    local = not ask
     try:
-        config = cached_file(
-            name_or_path, "config.json", revision=revision, local_files_only=not ask
-        )
+        file = cached_file(name_or_path, "config.json", revision=revision, local_files_only=local)
     except OSError as error:
         raise ModelError(
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
             f"that the Hub gives: {str(error).strip().splitlines()[0]}"
         ) from error
-    return Path(str(config)).parent
+    return Path(str(file)).parent
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json.
 
     Raises:
-        ModelError: there is none, it is not a JSON object, or it asks for more layers, experts or
-            labels than any model has: building that would hang.
+        ModelError: there is none, it is no JSON object, or it asks for more layers, experts or
+            labels than any model has.
     """
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(
-            f"{folder} has no config.json; a Hugging Face checkpoint folder is expected, as "
-            "save_pretrained or `toolkit consolidate` write it"
+            f"{folder} has no config.json; expected is a Hugging Face checkpoint folder, as "
+            "save_pretrained and `toolkit consolidate` write it"
         )
     config = parse_json(read_bounded(file, _CONFIG_BYTES, ModelError), file, ModelError)
     if not isinstance(config, dict):
@@ -186,34 +163,28 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_config(folder: Path, *, required: bool = True) -> None:
-    """Refuse a folder whose JSON files transformers and tokenizers could not parse in bounds.
+    """Refuse a folder whose JSON files transformers could not parse in bounds, before it reads any.
 
-    Call it before transformers reads anything of a folder; `read_config` checks config.json alone.
-
-    Args:
-        required: whether there must be a config.json; a tokenizer's folder may have none.
+    `required`: there must be a config.json; a tokenizer's folder may have none.
 
     Raises:
         ModelError: a file is too large, too deep, or no JSON.
     """
     if required or (folder / "config.json").is_file():
         read_config(folder)
-    for name in _ASSET_FILES:
-        if name.endswith(".json") and (folder / name).is_file():
-            if name not in _BY_RUST:
-                read_json(folder / name, ModelError)
-            elif (size := (folder / name).stat().st_size) > _VOCABULARY_BYTES:
-                raise ModelError(
-                    f"{folder / name} has {size:,} bytes, more than the {_VOCABULARY_BYTES:,} "
-                    f"expected; {_AGAIN}"
-                )
+    for file in [folder / name for name in _ASSET_FILES if name.endswith(".json")]:
+        if file.is_file() and file.name not in _BY_RUST:
+            read_json(file, ModelError)
+        elif file.is_file() and (size := file.stat().st_size) > _VOCABULARY_BYTES:
+            raise ModelError(
+                f"{file} has {size:,} bytes, more than the {_VOCABULARY_BYTES:,} expected; {_AGAIN}"
+            )
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
     """Return what belongs beside the weights: generation config, tokenizer, template, custom code.
 
-    Raises:
-        ModelError: one of them is a link that leads out of the folder.
+    ModelError for a link that leads out of the folder.
     """
     names = [n for n in _ASSET_FILES if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
@@ -230,8 +201,8 @@ def weight_files(
         name_or_path: the Hub id, where missing files may be downloaded.
 
     Raises:
-        LoadingError: no weights, a format other than safetensors, or an index that names a file
-            which is missing, outside the folder, or a link that leads out of it.
+        LoadingError: no weights, another format, or an index that names a file which is missing or
+            outside the folder.
     """
     remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
     if _obtain(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
@@ -246,11 +217,10 @@ def weight_files(
             )
     else:
         kinds = (".bin", ".pt", ".pth", ".gguf")
-        others = sorted(p.name for p in folder.glob("*") if p.suffix in kinds)
+        others = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
         hint = "complete the folder, or set model.init: random to start from random weights"
         if others:
-            hint = f"it has {', '.join(others[:3])}: load it once with transformers and "
-            hint += "save_pretrained it"
+            hint = f"it has {others}: load it once with transformers and save_pretrained it"
         raise LoadingError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
     return [plain_file(folder, name, LoadingError) for name in names]
 
@@ -259,8 +229,8 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
     """Return every tensor of the given files. Reads headers only.
 
     Raises:
-        LoadingError: a damaged or truncated file, or a tensor that two files hold. The index is
-            compared too: a tensor that it names must be in the file it names.
+        LoadingError: a damaged file, a tensor that two files hold, or one that is not where the
+            index says.
     """
     entries: dict[str, TensorEntry] = {}
     files = list(files)
@@ -283,8 +253,7 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
 def source_dtypes(folder: Path) -> dict[str, str] | None:
     """Return key -> safetensors dtype of the weights in `folder`; None where there are none.
 
-    A folder whose weights are damaged or incomplete gives None too: `weight_files` and
-    `read_weights` say what is wrong when the weights are asked for.
+    None also where they are damaged: that is said when the weights are asked for.
     """
     try:
         entries = read_weights(weight_files(folder))
@@ -304,11 +273,7 @@ def _obtain(folder: Path, name: str, remote: str | None, revision: str | None) -
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return tensor -> file name of a safetensors index.
-
-    Raises:
-        LoadingError: it is none, or names what is not a file of its folder.
-    """
+    """Return tensor -> file name of a safetensors index; LoadingError if it is none."""
     raw = read_bounded(file, _INDEX_BYTES, LoadingError)
     if (count := raw.count(b":")) > _MAX_NAMES:
         raise LoadingError(f"{file} names {count:,} tensors, more than the {_MAX_NAMES:,} expected")
@@ -322,7 +287,7 @@ def read_index(file: Path) -> dict[str, str]:
     for name in sorted(set(index.values())):
         if not is_plain_name(name):
             raise LoadingError(
-                f"{file} names {name!r:.200}, which is not a file of its folder; only plain file "
-                "names are read. Get the checkpoint again from a source that you trust"
+                f"{file} names {name!r:.200}, which is not a file of its folder; get the "
+                "checkpoint again from a source that you trust"
             )
     return index

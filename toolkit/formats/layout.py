@@ -1,7 +1,4 @@
-"""Which part of a sharded tensor this rank holds, and that it is the sharded one.
-
-Owns the one private function of torch that tells. Knows nothing of where the bytes are.
-"""
+"""Which part of a sharded tensor this rank holds, and that it is the sharded one."""
 
 import torch
 from torch import nn
@@ -15,10 +12,7 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     except ImportError as error:
-        raise ShardingError(
-            f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use 2.11 to "
-            "2.15"
-        ) from error
+        raise ShardingError(f"torch {torch.__version__}: {error}; use 2.11 to 2.15") from error
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -36,20 +30,16 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_as(reference: DTensor, part: torch.Tensor) -> DTensor:
-    """Return the DTensor whose local part is `part`, wherever that is.
-
-    `DTensor.from_local` would move it to the mesh's device; under offload and in a copy for a
-    checkpoint it belongs in host memory.
-    """
+    """Return the DTensor whose local part is `part`, wherever that is."""
+    # `DTensor.from_local` would move what is in host memory (offload, copies) to the mesh's device.
     return DTensor(part.contiguous(), reference._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def reshard(model: nn.Module) -> None:
     """Free what units of `model` still hold gathered, so that its parameters are the sharded ones.
 
-    A forward without a backward leaves the root gathered (and every unit that keeps its parameters
-    after the forward): `model.parameters()` are then plain tensors, and an optimizer built from
-    them would update what nobody reads.
+    A forward without a backward leaves them gathered where a unit keeps them, as the root does; an
+    optimizer built then would update tensors that nobody reads.
     """
     for module in model.modules():
         if callable(free := getattr(module, "reshard", None)):

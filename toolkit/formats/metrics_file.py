@@ -1,4 +1,4 @@
-"""The files of JSON lines that a run writes while it trains, and how they are read again."""
+"""The files of JSON lines that a run writes while it trains."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def keep_until(file: Path, step: int) -> None:
 def _read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines; CheckpointError for one that has no step."""
     texts = file.read_text("utf-8").splitlines() if file.is_file() else []
-    lines: list[dict[str, Any]] = []
+    lines = []
     for number, text in enumerate(texts, start=1):
         try:
             line = parsing.parse_json(text, f"{file} line {number}", CheckpointError)

@@ -25,13 +25,9 @@ def is_cached(path: Path) -> bool:
 
 
 def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
-    """Return the path of the file `name` of `folder`.
+    """Return the path of the regular file `name` of `folder`, or raise `error`.
 
-    Links of the Hub's cache to its blobs belong to their folder.
-
-    Raises:
-        error: it is not there, no regular file, a link that leads out of the folder, or `name` is
-            no plain name.
+    A link may not leave the folder, except one of the Hub's cache to its blobs.
     """
     path, home = folder / name, folder.resolve()
     if not is_plain_name(name):
@@ -49,12 +45,11 @@ def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
 def sha256_of_part(file: Path, begin: int, count: int) -> str:
     """Return the sha256 of `count` bytes of a file, in hexadecimal; ToolkitError without them."""
     hasher = hashlib.sha256()
-    room = memoryview(bytearray(min(count, 2**20)))
     with open(file, "rb", buffering=0) as f:
         f.seek(begin)
         while count > 0:
-            if not (done := f.readinto(room[:count])):
+            if not (block := f.read(min(count, 2**20))):
                 raise ToolkitError(f"{file} became shorter while it was read")
-            hasher.update(room[:done])
-            count -= done
+            hasher.update(block)
+            count -= len(block)
     return hasher.hexdigest()

@@ -54,9 +54,7 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
     Without `whole` the file may be shorter or longer than its header says, to see what is lost.
 
     Raises:
-        LoadingError: the header is damaged (a name that is there twice, ranges that overlap or
-            leave holes, shapes that are no shapes), beyond its bounds, or the file is shorter or
-            longer than it says.
+        LoadingError: the header is damaged, beyond its bounds, or not that of so long a file.
     """
     header, begin, size = _read(file)
     header.pop("__metadata__", None)
@@ -85,9 +83,7 @@ def header_metadata(file: Path) -> dict[str, str]:
 def damaged_pieces(
     file: Path, entries: dict[str, TensorEntry], hashes: dict[str, str]
 ) -> list[tuple[str, str]]:
-    """Return (tensor, what is wrong) for the tensors of a safetensors file that are not what was
-    written, by the sha256 of their bytes.
-    """
+    """Return (tensor, what is wrong) where the bytes of a safetensors file have other sha256."""
     size, found = file.stat().st_size, []
     for name, entry in entries.items():
         if entry.begin + entry.nbytes > size:
@@ -127,7 +123,7 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
-    """Return the entry that one line of a header describes; refuses what is not of its type."""
+    """Return the entry that one line of a header describes."""
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise TypeError(f"{name} must have dtype, shape and data_offsets")
     kind, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
@@ -147,8 +143,9 @@ def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
 
 
 def _damaged(file: Path, what: object) -> LoadingError:
-    text = one_line(str(what), 200)
-    return LoadingError(f"{file} has a damaged safetensors header: {text}; {_AGAIN}")
+    return LoadingError(
+        f"{file} has a damaged safetensors header: {one_line(str(what), 200)}; {_AGAIN}"
+    )
 
 
 class OpenFiles(contextlib.ExitStack):
@@ -177,10 +174,8 @@ class FileTensor:
 
     Args:
         dtype: to cast floating values to while copying; None keeps the file's.
-        copy: False returns what may point into the file, uncast, for a caller that moves it to
-            another device at once.
-        rows: number of rows to pretend to have: an embedding that was resized. New rows are the
-            mean of the old ones.
+        rows: of an embedding that was resized; new ones are the mean of the old ones.
+        copy: False returns what may point into the file, uncast, for a caller that moves it on.
     """
 
     def __init__(

@@ -23,18 +23,16 @@ class ExportGroup:
     outputs: dict[str, tuple[int, ...]]
     """Exported name -> shape."""
     converted: bool
-    """Whether `convert_back` must be called; else the bytes of the one source are those of the
-    output.
+    """Whether `convert_back` must be called; else the bytes of the one source are the output's."""
+
+
+def conversion_mapping(model: PreTrainedModel, **options: bool) -> list[Any]:
+    """Return transformers' mapping from source keys to the parameters of `model`, not yet sharded.
+
+    A sharded class counts as custom code there, and has none.
     """
-
-
-def conversion_mapping(model: PreTrainedModel) -> list[Any]:
-    """Return transformers' mapping from source keys to the parameters of `model`.
-
-    Call it before `fully_shard`: the sharded class counts as custom code there and loses its
-    mapping.
-    """
-    return transformers_private("conversion_mapping", "get_model_conversion_mapping")(model)
+    name = "get_model_conversion_mapping"
+    return transformers_private("conversion_mapping", name)(model, **options)
 
 
 def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -46,11 +44,10 @@ def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
-    """Make `model` export under the key names of its source.
+    """Make `model` export under the key names of its source; without one, under transformers'.
 
     A mapping covers every spelling a checkpoint of this architecture may have; only the parts that
-    this source used may be turned back. They are found by replaying the source's keys. Without a
-    source (random start) transformers' default names apply.
+    this source used may be turned back. They are found by replaying the source's keys.
     """
     if assets.source is None:
         return
@@ -73,11 +70,13 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
     Raises:
         ExportError: two parameters would leave under one name.
     """
-    state = model.state_dict()
-    reverse = [c.reverse_transform() for c in reversed(_export_conversions(model))]
-    converters = split_mapping(reverse)[1]
-    members: dict[tuple[str, bool], list[str]] = {}
-    """(what they become, whether by a converter) -> parameters."""
+    state, mapping = model.state_dict(), getattr(model, "_weight_conversions", None)
+    if not isinstance(mapping, list):  # what `revert_weight_conversion` takes then
+        prefix_change = transformers_private("core_model_loading", "PrefixChange")
+        mapping = conversion_mapping(model, add_legacy=False)
+        mapping = [c for c in mapping if not isinstance(c, prefix_change)]
+    converters = split_mapping([c.reverse_transform() for c in reversed(mapping)])[1]
+    members: dict[tuple[str, bool], list[str]] = {}  # what they become, whether by a converter
     for name in names:
         target, pattern = name, None
         for converter in converters:
@@ -87,18 +86,16 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
         key = (name, False) if pattern is None else (target, True)
         members.setdefault(key, []).append(name)
     groups = []
+    seen: dict[str, list[str]] = {}
     for (_, converted), sources in sorted(members.items(), key=lambda item: item[0][1]):
         meta = {n: torch.empty_like(state[n], device="meta") for n in sources}
         outputs = {k: tuple(v.shape) for k, v in convert_back(model, meta).items()}
         groups.append(ExportGroup(tuple(sources), outputs, converted))
-    seen: dict[str, tuple[str, ...]] = {}
-    for group in groups:
-        for output in group.outputs:
-            if output in seen:
+        for output in outputs:
+            if seen.setdefault(output, sources) is not sources:
                 raise ExportError(
-                    f"{seen[output]} and {group.sources} would both be exported as {output}"
+                    f"{seen[output]} and {sources} would both be exported as {output}"
                 )
-            seen[output] = group.sources
     return groups
 
 
@@ -107,17 +104,6 @@ def convert_back(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
     return transformers_private("core_model_loading", "revert_weight_conversion")(model, tensors)
-
-
-def _export_conversions(model: PreTrainedModel) -> list[Any]:
-    """Return what `revert_weight_conversion` would turn back for `model`."""
-    if isinstance(own := getattr(model, "_weight_conversions", None), list):
-        return own
-    mapping = transformers_private("conversion_mapping", "get_model_conversion_mapping")(
-        model, add_legacy=False
-    )
-    prefix_change = transformers_private("core_model_loading", "PrefixChange")
-    return [c for c in mapping if not isinstance(c, prefix_change)]
 
 
 def transformers_private(module: str, name: str) -> Any:

@@ -37,11 +37,7 @@ class StoredTensor:
         return self.shape[0] if len(self.shape) > 1 else 1
 
     def block(self, first: int, last: int) -> torch.Tensor:
-        """Return rows `first` to `last` [last - first, ...].
-
-        Raises:
-            CheckpointError: a file ended too early, or a blob cannot be read.
-        """
+        """Return rows `first` to `last` [last - first, ...]; CheckpointError where they end."""
         width = self.shape[1:] if len(self.shape) > 1 else (math.prod(self.shape),)
         found = torch.empty(last - first, *width, dtype=self.dtype)
         for chunk in self.chunks:
@@ -100,9 +96,7 @@ def first_difference(
 ) -> tuple[str | None, str | None]:
     """Compare `left`, cast to the dtype of `right`, with `right`; both have one shape.
 
-    Returns:
-        (what differs or None, digest of `left` where `name` is given): so that what is compared is
-        known to be what was digested.
+    Returns what differs or None, and where `name` is given the digest of `left` as it was read.
     """
     total = torch.zeros(LANES, dtype=torch.int64)
     wrong, where = 0, None
@@ -131,12 +125,9 @@ def _read(chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: to
         place.copy_(read_chunk(chunk).reshape(sizes)[first:last])
         return
     rows = place if place.is_contiguous() else torch.empty(place.shape, dtype=chunk.dtype)
-    room = memoryview(rows.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    with open(chunk.file, "rb", buffering=0) as f:
+    with open(chunk.file, "rb") as f:  # buffered: it reads on until all is there
         f.seek(chunk.raw + first * math.prod(sizes[1:]) * chunk.dtype.itemsize)
-        while room:
-            if not (count := f.readinto(room)):
-                raise CheckpointError(f"{chunk.file} ends in the middle of a tensor")
-            room = room[count:]
+        if f.readinto(rows.reshape(-1).view(torch.uint8).numpy()) != rows.nbytes:  # type: ignore[arg-type]
+            raise CheckpointError(f"{chunk.file} ends in the middle of a tensor")
     if rows is not place:
         place.copy_(rows)

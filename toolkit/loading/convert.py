@@ -6,7 +6,6 @@ and everything unknown), or where a rank has no row (two experts on three ranks)
 read whole, converted on an unsharded copy one group at a time, and sliced afterwards.
 """
 
-import contextlib
 import copy
 import functools
 import math
@@ -84,10 +83,7 @@ def load_group(
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that transformers makes of one group's tensors: on the CPU, not cast.
 
-    Needs the memory of the group, and what the conversion itself takes.
-
-    Args:
-        model: on meta, not sharded; its parameters are on meta again afterwards.
+    `model` is on meta, not sharded, and so again afterwards.
 
     Raises:
         LoadingError: transformers cannot convert them.
@@ -112,7 +108,7 @@ def load_group(
 def run_loader(
     model: PreTrainedModel, sources: dict[str, Any], home: torch.device, *, bar: bool = False
 ) -> Any:
-    """Call transformers' loader on `sources`; return its account of keys. `bar`: show one."""
+    """Call transformers' loader on `sources`; return its account of keys."""
     load = transformers_private("core_model_loading", "convert_and_load_state_dict_in_model")
     transformers_private("core_model_loading", _WRAP)
     config = transformers_private("modeling_utils", "LoadStateDictConfig")(
@@ -186,12 +182,12 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
     def is_read_whole(group: LoadGroup) -> bool:
         if group.parameter in packed or (packed and several and group.converted):
             return True
-        if not is_sharded or not group.converted or group.parameter not in state:
+        if not is_sharded or group.operations is None or group.parameter not in state:
             return False
         commutes = all(
             (isinstance(op, MergeModulelist) and op.dim == 0)
             or (isinstance(op, Chunk | Concatenate) and op.dim >= 1)
-            for op in group.operations or ()
+            for op in group.operations
         )
         return not commutes or _some_rank_is_empty(state[group.parameter])
 
@@ -217,8 +213,8 @@ def convert_then_slice(
 ) -> None:
     """Convert whole groups of tensors on an unsharded copy, then keep this rank's slices.
 
-    One group is in memory at a time. What is stored in 4 bits is quantised on `device`, whose
-    kernels the forward will use. What happens to the keys is added to `info`.
+    One group is in memory at a time; 4-bit weights are quantised on `device`. What happens to the
+    keys is added to `info`.
     """
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed, home = packed_weights(model), parameter_device(model, device)
@@ -251,12 +247,3 @@ def _emptied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         is_parameter = isinstance(tensor, nn.Parameter)
         replace(model, name, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
     return {name: tensor.detach() for name, tensor in made.items()}
-
-
-def as_library_code(model: PreTrainedModel) -> contextlib.AbstractContextManager[Any]:
-    """Let transformers treat the sharded class as its own.
-
-    `fully_shard` changes the class of the model, which then counts as custom code: modules without
-    tensors of their own would be left uninitialised (falcon_h1's buffers, for one).
-    """
-    return mock.patch.object(model, "is_custom_code", plain_class(model).is_custom_code)

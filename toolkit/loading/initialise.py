@@ -34,7 +34,7 @@ def with_buffers(
     `from_pretrained` computes buffers in fp32, too, and rounds once.
 
     Args:
-        seed: of what is drawn on the way; the same on every rank.
+        seed: of what is drawn on the way.
         kept: (class of a module, name in it) of parameters that get values, too.
 
     Raises:
@@ -45,10 +45,8 @@ def with_buffers(
         try:
             return plain_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
         except Exception as error:  # an architecture may do anything on its way
-            raise LoadingError(
-                f"{plain_class(model).__name__} cannot be built to compute its buffers "
-                f"({one_line(error)})"
-            ) from error
+            name = plain_class(model).__name__
+            raise LoadingError(f"{name} cannot be built anew ({one_line(error)})") from error
 
 
 def drawn(
@@ -56,13 +54,10 @@ def drawn(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, first value) of the parameters `names`: whole, in fp32, on the CPU.
 
-    Needs the memory of one module's own parameters. See [Note: drawn by module].
-
-    Args:
-        built: of `model` by `with_buffers`; as before when the iterator has ended.
+    Needs the memory of one module's own parameters. `built`: of `model` by `with_buffers`.
 
     Raises:
-        LoadingError: a parameter gets no value, or cannot be drawn alone; named.
+        LoadingError: names a parameter that gets no value, or cannot be drawn alone.
     """
     modules: dict[str, dict[str, str]] = {}  # module -> leaf -> the name that was asked for
     for name in names:
@@ -71,19 +66,19 @@ def drawn(
             source = built.all_tied_weights_keys[source]
         path, _, leaf = source.rpartition(".")
         modules.setdefault(path, {})[leaf] = name
-    unwritten = {}
+    unwritten = []
     for path, leaves in modules.items():
         for leaf, value in _drawn_in(built, path, leaves, seed).items():
             if value.is_floating_point() and value.sum().isnan():
-                unwritten[f"{path}.{leaf}" if path else leaf] = leaves[leaf]
+                unwritten.append((path, leaf))
             else:
                 yield leaves[leaf], value
     if unwritten:
-        parts = [source.rpartition(".") for source in unwritten]
-        kept = [(type(built.get_submodule(path)), leaf) for path, _, leaf in parts]
+        kept = [(type(built.get_submodule(path)), leaf) for path, leaf in unwritten]
         constructed = with_buffers(model, seed, kept)
-        for source, name in unwritten.items():
-            value = constructed.get_parameter(source).detach()
+        for path, leaf in unwritten:
+            value = constructed.get_submodule(path).get_parameter(leaf).detach()
+            name = modules[path][leaf]
             if value.is_meta or value.sum().isnan():
                 raise _not_drawn(built, name, "no code of the architecture writes all of it")
             yield name, value
@@ -118,8 +113,7 @@ def _drawn_in(
 def _unwritten(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter in host memory that holds NaN, with the same marks."""
     fill = float("nan") if parameter.is_floating_point() else 0
-    values = torch.full(parameter.shape, fill, dtype=parameter.dtype)
-    made = nn.Parameter(values, parameter.requires_grad)
+    made = nn.Parameter(torch.full_like(parameter, fill, device="cpu"), parameter.requires_grad)
     vars(made).update(vars(parameter))  # by which `_init_weights` leaves some alone
     return made
 
@@ -133,7 +127,7 @@ def _not_drawn(model: nn.Module, name: str, why: str) -> LoadingError:
 
 @contextlib.contextmanager
 def _parameters_on_meta(kept: set[tuple[type, str]]) -> Iterator[None]:
-    """Have modules that are built keep their parameters on meta, except `kept`: (class, name)."""
+    """Have modules that are built keep their parameters on meta, except `kept`."""
     register, in_memory = nn.Module.register_parameter, set()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -19,12 +19,12 @@ from toolkit.models.ties import tied_families
 def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> None:
     """Materialise `model` on `device` with random weights, as its architecture draws. Collective.
 
-    The values depend on `seed` and the names of modules alone: not on the number of ranks or the
-    device. Every rank draws every module, one at a time on the host, and keeps its rows: DTensor's
-    own random operators repeat themselves on a CPU mesh. Adapters begin as in `load_pretrained`.
+    The values depend on `seed` and the names of modules alone. Every rank draws every module, one
+    at a time on the host, and keeps its rows: DTensor's own random operators repeat themselves on a
+    CPU mesh. Adapters begin as in `load_pretrained`.
 
     Raises:
-        LoadingError: the architecture computes a parameter in a way that cannot be drawn alone.
+        LoadingError: a parameter cannot be drawn alone.
     """
     target = torch.device(device)
     with unwrapped_base(model) as base:
@@ -68,15 +68,13 @@ def fill_missing(
         value = built.get_buffer(name).detach()
         replace(model, name, value.to(model.get_buffer(name).dtype, copy=True))
     families, home = tied_families(model), parameter_device(model, device)
-    if seed is None:
-        for name in parameters:
-            reference = model.get_parameter(name)
-            empty = torch.empty_like(local_tensor(reference), device=home)
-            place(model, families[name], empty, reference)
-        return
-    for name, whole in drawn(model, built, parameters, seed):
+    values: Iterable[tuple[str, torch.Tensor | None]] = dict.fromkeys(parameters).items()
+    for name, whole in values if seed is None else drawn(model, built, parameters, seed):
         reference = model.get_parameter(name)
-        part = part_of(whole, reference).to(home, reference.dtype, copy=True)
+        if whole is None:
+            part = torch.empty_like(local_tensor(reference), device=home)
+        else:
+            part = part_of(whole, reference).to(home, reference.dtype, copy=True)
         place(model, families[name], part, reference)
 
 

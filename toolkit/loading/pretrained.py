@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -27,7 +28,6 @@ from toolkit.formats import (
     weight_files,
 )
 from toolkit.loading.convert import (
-    as_library_code,
     convert_then_slice,
     groups_to_read_whole,
     listed,
@@ -44,7 +44,7 @@ from toolkit.loading.materialisation import (
     replace,
     settle,
 )
-from toolkit.models.causal_lm import plain_name
+from toolkit.models.causal_lm import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
 
@@ -75,8 +75,8 @@ def fill(
 
     Args:
         seed: of random weights, and of the first values of adapters.
-        empty: a checkpoint of the run is restored next, so that the weights need no values. The
-            base under adapters is loaded all the same: such a checkpoint does not hold it.
+        empty: a checkpoint of the run is restored next, which holds all values but those of a base
+            under adapters.
         say: prints a line, on one rank.
 
     Raises:
@@ -105,8 +105,7 @@ def load_pretrained(
     """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
 
     Every rank reads only its slices of each tensor, cast to the parameter's storage dtype; memory
-    beyond the shards stays below the largest tensor. Nothing keeps pointing into the files. Under
-    adapters it is that of the base, and is noted as such for checkpoints.
+    beyond the shards stays below the largest tensor. Under adapters they are those of the base.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.
@@ -120,10 +119,13 @@ def load_pretrained(
     begun, target = time.perf_counter(), torch.device(device)
     folder = ranks.collective(local_folder)(str(path))
     # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
-    with unwrapped_base(model) as base, as_library_code(base):
+    with unwrapped_base(model) as base:
         frozen = {n for n, p in _parameters(base).items() if not p.requires_grad}
-        info, counts = _stream(base, folder, str(path), target)
-        _settle(base, target, folder, info, frozen)
+        # The sharded class would count as custom code, whose modules without tensors of their own
+        # are left uninitialised (falcon_h1's buffers, for one).
+        with mock.patch.object(base, "is_custom_code", plain_class(base).is_custom_code):
+            info, counts = _stream(base, folder, str(path), target)
+            _settle(base, target, folder, info, frozen)
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
         record_base(model, str(path), folder, digest)
@@ -135,8 +137,7 @@ def load_pretrained(
 def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     """Refuse weights that are not those of `model`, before their bytes are read. Collective.
 
-    Reads headers only, and plays the load through on a copy of `model`, which is not yet sharded,
-    with tensors that have no bytes: renamed, converted and tied weights are judged as by the load.
+    Plays the load through on a copy of `model`, which is not yet sharded, from the headers.
 
     Raises:
         LoadingError: names the tensors that are missing, unknown or of another shape.
@@ -153,7 +154,7 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
 def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
     """Return what would keep transformers from loading `entries` into `model`: kind -> tensors.
 
-    Headers only; `model`, on meta and not sharded, stays as it is.
+    `model` is on meta and not sharded, and stays so.
     """
     meta = torch.device("meta")
     sources = {}
@@ -176,10 +177,7 @@ def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str
 def _stream(
     model: PreTrainedModel, folder: Path, path: str, device: torch.device
 ) -> tuple[Any, tuple[int, int, int]]:
-    """Read this rank's slices into the parameters of `model`.
-
-    Returns transformers' account of the keys, and (tensors, bytes, requested bytes).
-    """
+    """Read this rank's slices; return the account of keys and (tensors, bytes, bytes requested)."""
     entries = read_weights(weight_files(folder, path))
     _check_shapes(model, entries)
     home = parameter_device(model, device)
@@ -198,8 +196,7 @@ def _stream(
         bar = ranks.rank() == 0 and sys.stderr.isatty()
         info = run_loader(model, sources, home, bar=bar)
         convert_then_slice(model, groups, whole, device, info)
-    nbytes = sum(e.nbytes for e in entries.values())
-    return info, (len(entries), nbytes, reader.requested)
+    return info, (len(entries), sum(e.nbytes for e in entries.values()), reader.requested)
 
 
 @ranks.collective
@@ -227,7 +224,7 @@ def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -
 
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> None:
-    """Refuse other shapes from the headers, before a byte is read; all ranks see the same."""
+    """Refuse other shapes from the headers, before a byte is read."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
     for name in [name for name in entries if name in shapes]:
@@ -235,8 +232,7 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> No
         if entry.shape != expected and _resized_rows(model, name, entry) is None:
             raise LoadingError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
-                f"{list(expected)}; config.json and weights do not belong together. Give a "
-                "folder in which they do"
+                f"{list(expected)}; give a folder whose config.json and weights belong together"
             )
 
 
