@@ -88,7 +88,8 @@ class HFAssets:
             return cls(config, files, source_dtypes(folder))
         content = read_json(file, ModelError, strict=True)
         content = content if isinstance(content, dict) else {}
-        keys, tied = content.get("keys"), content.get("tied")
+        keys: Any = content.get("keys")
+        tied: Any = content.get("tied")
         if not (keys is None or _are_texts(keys)) or not _are_texts(tied):
             raise ModelError(f"{file} does not map a source's key names to texts; {_AGAIN}")
         return cls(config, files, keys, tied)
