@@ -138,7 +138,7 @@ def test_a_tiny_copy_has_every_kind_of_layer_and_little_else():
     kinds = layers.kinds(full)
     assert len(kinds) == 62
     assert len(set(kinds)) == 2
-    small = next(tiny_copy.cuts(config, layers, kinds, None))
+    small = next(tiny_copy.cuts(config, kinds, None))
     assert small.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
     assert small.head_dim == config.head_dim
     assert small.sliding_window == 4

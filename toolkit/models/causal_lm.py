@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -50,7 +50,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     """Return the model of `cfg` on the meta device, tied; the folder needs no weights.
 
     Parameters have the storage dtype `cfg.dtype`, or fp32 where transformers keeps them so.
-    `model.hf_assets` holds what an export needs. Costs milliseconds a layer and no memory.
+    `model.hf_assets` holds what an export needs.
 
     Raises:
         ModelError: no such folder, no usable config, or not a causal LM.
@@ -58,8 +58,15 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     folder = local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     model_class = _causal_lm_class(config, cfg, folder)
-    _check_stands_alone(model_class, cfg)
-    config = _own_section(config, model_class)
+    if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
+        raise ModelError(
+            f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
+            "values of the model it assists (shared_kv_states): it cannot be trained on text by "
+            "itself. Give the model that it assists as model.name_or_path"
+        )
+    wanted, text = model_class.config_class, config.get_text_config()
+    if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
+        config = text  # without images and sound, as `AutoModelForCausalLM` does
     dtype = _storage_dtype(cfg, config, folder)
     if cfg.attn_implementation is not None:
         config._attn_implementation = cfg.attn_implementation
@@ -113,10 +120,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
 def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
     """Refuse what is no causal LM, has too few positions, or lacks its weights. Collective.
 
-    Reads the config and the headers of the weights.
-
     Raises:
-        ModelError, LoadingError: says which.
+        ModelError, LoadingError: says which, from the config and the headers of the weights.
     """
     if cfg.trust_remote_code and ranks.rank() == 0:
         print(
@@ -151,8 +156,7 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
     if not getattr(model.config, "is_decoder", True) and any(False in mark for mark in marks):
         raise ModelError(
             f"{plain_name(model)} attends in both directions, since is_decoder is false in its "
-            "config.json: each token would see the one that it must predict. Set is_decoder: true "
-            "there, or give a causal model as model.name_or_path"
+            "config.json. Set is_decoder: true there, or give a causal model as model.name_or_path"
         )
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         value = getattr(model.config.get_text_config(), name, 0.0)
@@ -176,18 +180,16 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
             "be trained. Give the checkpoint that they were made from, in float32 or bfloat16; "
             "lora.load_in_4bit quantises that while loading"
         )
-    kind = content.get("model_type")
-    if kind is not None and kind not in CONFIG_MAPPING:
-        if "auto_map" not in content:
-            raise ModelError(
-                f"{file} is of model_type {kind!r}, which transformers {transformers.__version__} "
-                "does not know; check the file, or install the transformers that the model asks for"
-            )
-        if not cfg.trust_remote_code:
-            raise ModelError(
-                f"{file} is of model_type {kind!r}, which needs Python code that comes with the "
-                "checkpoint; read that code, then set model.trust_remote_code: true to run it"
-            )
+    kind, has_code = content.get("model_type"), "auto_map" in content
+    if kind is not None and kind not in CONFIG_MAPPING and not (has_code and cfg.trust_remote_code):
+        advice = (
+            "needs Python code that comes with the checkpoint; read that code, then set "
+            "model.trust_remote_code: true to run it"
+            if has_code
+            else f"transformers {transformers.__version__} does not know; check the file, or "
+            "install the transformers that the model asks for"
+        )
+        raise ModelError(f"{file} is of model_type {kind!r}, which {advice}")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the file comes from outside: it may hold anything
@@ -228,29 +230,6 @@ def mapped_class(config: PreTrainedConfig) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _check_stands_alone(model_class: type[PreTrainedModel], cfg: ModelConfig) -> None:
-    """Refuse a drafter, which works on another model's keys and values, not on text."""
-    if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
-        raise ModelError(
-            f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
-            "values of the model it assists (shared_kv_states): it cannot be trained on text by "
-            "itself. Give the model that it assists as model.name_or_path"
-        )
-
-
-def _own_section(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
-    """Return the part of `config` that the class is built from.
-
-    That is the text section where config.json describes more (images, sound) than the language
-    model that is trained; `AutoModelForCausalLM` takes it out in the same way.
-    """
-    wanted = model_class.config_class
-    if wanted is None or isinstance(config, wanted):
-        return config
-    text = config.get_text_config()
-    return text if isinstance(text, wanted) else config
-
-
 def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """Return the dtype in which parameters are stored; `auto`: the checkpoint's, or bfloat16."""
     if cfg.dtype != "auto":
@@ -269,11 +248,7 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
 
 
 def kept_in_fp32(model: nn.Module) -> list[str]:
-    """Return the parameters that transformers keeps in fp32 where the model runs in bfloat16.
-
-    Raises:
-        ModelError: the installed transformers does not say.
-    """
+    """Return the parameters that transformers keeps in fp32 where the model runs in bfloat16."""
     if not isinstance(model, PreTrainedModel):
         return []
     return list(_in_fp32(model, dict(model.named_parameters())))
@@ -289,9 +264,7 @@ def _in_fp32(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, torch
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of the input embedding."""
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.shape[0]
+    return cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
 
 
 def plain_class(model: nn.Module) -> Any:

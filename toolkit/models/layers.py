@@ -14,8 +14,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     They are the elements of its stacks (every outermost `ModuleList` that holds more than a
     fiftieth of the parameters) and the modules of the classes in `_no_split_modules`; of nested
     ones the outermost, but the layers rather than a stage that stacks several. Never one that holds
-    an embedding or the head, or a parameter tied to something that is no layer. Layers may share
-    parameters with each other.
+    an embedding, the head, or a parameter tied to something that is no layer.
     """
     classes: set[str] = set()
     for module in model.modules():
@@ -49,19 +48,15 @@ def _stacked(model: nn.Module) -> set[str]:
     """Return the names of the elements of the stacks that matter, outermost lists only."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     total = sum(p.numel() for p in model.parameters())
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            total -= module.weight.numel()
-    found = set()
-    for name, stack in lists.items():
-        if any(outer in lists for outer in outer_names(name)):
-            continue
-        if sum(p.numel() for p in stack.parameters()) * 50 < total:
-            continue
-        for i, child in enumerate(stack):
-            if not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Embedding):
-                found.add(f"{name}.{i}")
-    return found
+    total -= sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    return {
+        f"{name}.{i}"
+        for name, stack in lists.items()
+        if not any(outer in lists for outer in outer_names(name))
+        and sum(p.numel() for p in stack.parameters()) * 50 >= total
+        for i, child in enumerate(stack)
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Embedding)
+    }
 
 
 def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str]) -> set[int]:

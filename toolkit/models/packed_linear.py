@@ -2,14 +2,13 @@
 
 The only file that imports bitsandbytes, whose quantisation and product these are.
 
-[Note: packed weights] bitsandbytes keeps a 4-bit matrix in two places: the nibbles as a parameter,
-and the scales of its blocks as an attribute of that parameter, which no sharding sees: every rank
-would hold all scales, which are an eighth of the nibbles. Here one parameter holds both, as a
-column of bytes: nibbles first, then scales. Its dtype is that in which its unit computes, since
-FSDP2 casts whatever has another one, and bytes that are cast are noise. So it is sharded, gathered,
-offloaded and freed as any weight is, on any number of ranks, and nothing ever writes into it:
-bitsandbytes' own layer repacks its weight in place in an evaluation on some CPUs, which a sharded
-parameter does not survive. A forward takes the gathered column apart without a copy.
+[Note: packed weights] bitsandbytes keeps a 4-bit matrix as a parameter of nibbles, and the scales
+of its blocks as an attribute of that parameter, which no sharding sees: every rank would hold all
+scales, an eighth of the nibbles. Here one parameter holds both, as a column of bytes: nibbles
+first, then scales. Its dtype is that in which its unit computes, since FSDP2 casts whatever has
+another one. So it is sharded, gathered, offloaded and freed as any weight is, and nothing writes
+into it: bitsandbytes' own layer repacks its weight in place in an evaluation on some CPUs. A
+forward takes the gathered column apart without a copy.
 """
 
 import functools
@@ -149,9 +148,7 @@ class PackedLinear(nn.Module):
 
 
 def _parts(elements: int, double_quant: bool) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
-    """Return where in a column the nibbles lie, the scales, and of double quantisation scales and
-    offset of those; and the column's bytes.
-    """
+    """Return where in a column nibbles, scales (and their scales and offset) lie; and its bytes."""
     blocks = elements // BLOCK
     kinds = [(elements // 2, torch.uint8), (blocks, torch.float32)]
     if double_quant:
@@ -193,8 +190,6 @@ def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
 def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
     """Refuse a `device` on which a small matrix in 4 bits does not come back from products.
 
-    Tried are training, its backward, and one row at a time, each of which has kernels of its own.
-
     Raises:
         ConfigError: bitsandbytes is missing, does not run there, or computes something else.
     """
@@ -216,7 +211,10 @@ def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
 
 
 def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
-    """Return how far products give a matrix back, in shares of a block's largest value."""
+    """Return how far products give a matrix back, in shares of a block's largest value.
+
+    Training, its backward, and one row at a time: each has kernels of its own.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
     like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
@@ -234,11 +232,7 @@ def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
 
 
 def bitsandbytes() -> Any:
-    """Return the library.
-
-    Raises:
-        ConfigError: it is not installed, or cannot be loaded here.
-    """
+    """Return the library; ConfigError where it is not installed, or cannot be loaded."""
     try:
         import bitsandbytes as library
     except ImportError as error:

@@ -49,15 +49,13 @@ def keeps_apart(
     Takes a second; half a minute for the few types whose layers cannot be left out. Runs packed
     rows as training does (restarting `position_ids`, no attention mask), without dropout: later
     samples must not move when the first one changes, and each must come out as it does by itself.
-    Whatever fails on the way is a no with its reason. See `tiny_copy`.
+    Whatever fails on the way is a no with its reason.
 
     Args:
         config: of the model that will be trained, with its attention implementation.
         model_class: its class before sharding; None: what transformers maps the config to.
-        sequence_length: tokens of a packed row; windows and chunks that are as long are not cut.
-            None: all are.
-        rows: rows of a micro-batch; with flash attention transformers keeps the samples of one row
-            apart, and not those of several.
+        sequence_length: of a packed row; windows and chunks that are as long are not cut.
+        rows: of a micro-batch: flash attention keeps apart the samples of one row only.
         device: where the run computes, for an attention implementation that the CPU has not.
     """
     try:
@@ -68,7 +66,7 @@ def keeps_apart(
     except Exception as error:  # an architecture may do anything on its way
         return Verdict(False, f"its layers cannot be looked at: {one_line(error, 400)}")
     why = f"{type(full).__name__} has no decoder layers to look at"
-    for small in cuts(config, layers, kinds, sequence_length) if kinds else ():
+    for small in cuts(config, kinds, sequence_length) if kinds else ():
         try:
             bare = on_meta(model_class, small)
             size = sum(p.numel() for p in bare.parameters())
@@ -114,7 +112,7 @@ def _build(
 
 
 def _dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Flash attention runs in half precision only."""
+    # Flash attention runs in half precision only.
     return torch.bfloat16 if "flash" in str(config._attn_implementation) else torch.float32
 
 
@@ -142,22 +140,16 @@ def _compare(model: PreTrainedModel, rows: int) -> Verdict:
         if float(moved.max()) <= tolerance:
             return Verdict(False, "a tiny copy does not answer to its input at all", inf)
         if (leak := float((moved * later).max())) > tolerance:
-            why = (
-                "packed samples see each other: changing the first moves the logits of later ones "
-                f"by {leak:.1e} of their spread"
-            )
-            return Verdict(False, why, leak)
+            why = "packed samples see each other: changing the first moves the logits of later ones"
+            return Verdict(False, f"{why} by {leak:.1e} of their spread", leak)
         off = 0.0
         for row, lengths in enumerate(packed):
             parts = zip(ids[row].split(lengths), logits[row].split(lengths), strict=True)
             for sample, among in parts:
                 off = max(off, float((_logits(model, sample[None])[0] - among).abs().max()))
-        if off > tolerance * spread:
-            why = (
-                "a packed sample does not come out as it does by itself: its logits differ by "
-                f"{off / spread:.1e} of their spread"
-            )
-            return Verdict(False, why, off / spread)
+        if (off := off / spread) > tolerance:
+            why = "a packed sample does not come out as it does by itself: its logits differ"
+            return Verdict(False, f"{why} by {off:.1e} of their spread", off)
     return Verdict(True, "packed samples stay apart, as tried on a tiny copy of the model")
 
 

@@ -1,7 +1,6 @@
 """Of a model with adapters: what is the base, and what is trained.
 
-Told by the modules alone, without PEFT, whose import costs seconds. A model without adapters is its
-own base.
+Told by the modules alone, without PEFT, whose import costs seconds.
 """
 
 import contextlib
@@ -29,13 +28,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside the adapters; a model without them is its own base.
-
-    Its adapted modules are still wrapped; see `unwrapped_base`.
-    """
-    return (
-        cast(Any, model).get_base_model() if has_adapters(model) else cast(PreTrainedModel, model)
-    )
+    """Return the transformers model inside the adapters, its modules still wrapped; or `model`."""
+    found: Any = model
+    return found.get_base_model() if has_adapters(model) else found
 
 
 @contextlib.contextmanager
@@ -61,11 +56,9 @@ def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 def _unwrapped(module: nn.Module | None) -> nn.Module | None:
     """Return the innermost module that an adapter wraps; `module` itself where none does."""
-    if module is None:
-        return None
     for inner, added in _WRAPS:
-        wrapped = module._modules.get(inner)
-        if added in module._modules and wrapped is not None:
+        children = {} if module is None else module._modules
+        if added in children and (wrapped := children.get(inner)) is not None:
             return _unwrapped(wrapped)
     return module
 
@@ -102,9 +95,7 @@ def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of one LoRA layer's own adapter, not of layers inside it, by PEFT's
-    names (`lora_A`, ...).
-    """
+    """Return the parameters of one LoRA layer's own adapter by PEFT's names (`lora_A`, ...)."""
     found = {}
     for name in _OWN:
         table: Any = getattr(layer, name, ())
@@ -117,8 +108,7 @@ def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
 def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
     """Return the base's name of each adapted parameter -> its LoRA layer.
 
-    For a module that is `<module>.weight`; for `target_parameters` the parameter, of which several
-    may be wrapped around one module.
+    Several of `target_parameters` may be wrapped around one module.
     """
     found = {}
     for name, module in adapted_modules(model).items():
@@ -131,17 +121,15 @@ def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint of an adapted model holds, by PEFT's names: trained parameters
-    (shared ones once) and persistent buffers of the modules that are trained in full.
-    """
+    """Return trained parameters and persistent buffers of what is trained in full, as PEFT's."""
     own = f".modules_to_save.{ADAPTER}."
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     return tensors | {n: b for n, b in _persistent_buffers(model).items() if own in n}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `model.<name>` -> tensor for parameters (tied ones once) and persistent buffers; of a
-    model with adapters what is trained, under PEFT's names.
+    """Return what a checkpoint holds, as `model.<name>` -> tensor: parameters (tied ones once) and
+    persistent buffers; of a model with adapters `trained_tensors`.
     """
     reshard(model)  # a forward of the caller's own may have left the root gathered
     if has_adapters(model):
@@ -157,10 +145,7 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """Return the adapters' configuration as PEFT's adapter_config.json holds it, for inference.
-
-    Sets are sorted, so that equal adapters have equal texts.
-    """
+    """Return the adapters' configuration as PEFT's adapter_config.json holds it; sets sorted."""
     content = cast(Any, model).peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(dict(sorted(content.items())), default=sorted))
 

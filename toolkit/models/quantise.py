@@ -1,13 +1,12 @@
 """Which layers of a frozen base are kept in 4 bits (QLoRA), and what is refused.
 
-The layer itself is `packed_linear`'s.
-
 [Note: blocks] A scale belongs to 64 consecutive values of the flattened matrix. Where rows are no
 multiple of that, a block spans two rows, and bitsandbytes 0.50 on CPUs with AVX-512 then pairs
 blocks and scales wrongly, without an error (in_features of 32, 80, 96, ...). Such layers keep the
 base's dtype, on every device, so that a run means the same on each.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -67,7 +66,7 @@ def check_quantisation(
 
     Raises:
         ConfigError: settings contradict each other, bitsandbytes is missing, or it does not compute
-            in 4 bits on this device; says what to set.
+            in 4 bits on this device.
     """
     if not lora.load_in_4bit:
         return
@@ -92,10 +91,8 @@ def quantise_on_meta(
 
     Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers and what is
     no `nn.Linear` (fused experts, convolutions) keep their dtype; `describe` says which. The method
-    is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights].
-
-    Args:
-        param_dtype: in which the units compute, `ShardingConfig.param_dtype`.
+    is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights]. `param_dtype`: in
+    which the units compute.
 
     Raises:
         ModelError: no layer can be quantised, `lora.target_parameters` names one that is, or
@@ -177,13 +174,15 @@ def _choose(
         for inner, module in decoder.named_modules(remove_duplicate=False):
             name = f"{outer}.{inner}" if inner else outer
             matrices = [n for n, p in module.named_parameters(recurse=False) if p.ndim > 1]
+            if not matrices:
+                continue
             kind: Any = type(module)
-            if matrices and not (isinstance(module, nn.Linear) and _only_multiplies(kind)):
+            if not (isinstance(module, nn.Linear) and _only_multiplies(kind)):
                 why = f"in {kind.__name__}, which is no nn.Linear"
                 left.setdefault(why, []).extend(f"{name}.{leaf}" for leaf in matrices)
-            elif matrices and (why := left_alone(name, module)):
+            elif why := left_alone(name, module):
                 left.setdefault(why, []).append(name)
-            elif matrices:
+            else:
                 chosen[name] = module
     return chosen, left
 
@@ -195,11 +194,11 @@ def _only_multiplies(kind: Any) -> bool:
         return True
     with forked_rng():
         plain, own = nn.Linear(6, 4), kind.__new__(kind)
-    own.__dict__.update(copy.deepcopy(plain).__dict__)
+    vars(own).update(copy.deepcopy(vars(plain)))
     x = torch.linspace(-1, 1, 18).reshape(3, 6)
     try:
         found = own(x)
-    except Exception:  # a layer of somebody's own code, which needs what is not there
+    except Exception:  # somebody's own layer, which needs what is not there
         return False
     return isinstance(found, torch.Tensor) and torch.allclose(found, plain(x), atol=1e-5)
 
@@ -208,14 +207,10 @@ def _only_multiplies(kind: Any) -> bool:
 def _read_directly(kind: Any) -> frozenset[str]:
     """Return the children whose weight a module's source reads (Mamba's out_proj, by a kernel)."""
     found: set[str] = set()
-    for cls in kind.__mro__:
-        if cls is nn.Module:
-            break
-        try:
+    for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        with contextlib.suppress(OSError, TypeError):  # made at run time: it has no source
             source = inspect.getsource(cls)
-        except (OSError, TypeError):  # made at run time: it has none
-            continue
-        found.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
+            found.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
     return frozenset(found)
 
 

@@ -1,10 +1,9 @@
 """A config cut down until its model takes a second to try.
 
 A copy has the model's own class, attention implementation, head sizes, position settings and layer
-kinds. It has fewer layers: the first so many, up to where each kind has appeared. Widths,
-vocabulary and experts are cut in proportion; where that does not run, the next milder cut is to be
-tried. Sliding windows and chunks are cut too, so that they have an effect, unless they are as long
-as a row.
+kinds. It has the first so many layers, up to where each kind has appeared. Widths, vocabulary and
+experts are cut in proportion; where that does not run, the next milder cut is to be tried. Sliding
+windows and chunks are cut too, so that they have an effect, unless they are as long as a row.
 """
 
 import copy
@@ -103,12 +102,9 @@ class Layers:
 def _switches(layer: nn.Module) -> list[str]:
     found = set()
     for name, module in layer.named_modules():
+        kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         own = {
-            key: _plain(value)
-            for key, value in vars(module).items()
-            if not key.startswith("_")
-            and key != "training"
-            and (value is None or isinstance(value, bool | str | int | float))
+            k: _plain(v) for k, v in kept.items() if isinstance(v, bool | str | int | float | None)
         }
         found.add(json.dumps([numbered(name), type(module).__name__, own], sort_keys=True))
     return sorted(found)
@@ -122,12 +118,12 @@ def _plain(value: Any) -> Any:
 
 
 def cuts(
-    config: PreTrainedConfig, layers: Layers, kinds: list[str], length: int | None
+    config: PreTrainedConfig, kinds: list[str], length: int | None
 ) -> Iterator[PreTrainedConfig]:
     """Yield configs of tiny copies, the smallest first.
 
     Args:
-        layers: of the full model, and `kinds` of them, one a layer.
+        kinds: of the full model, one a layer.
         length: windows and chunks that are as long as that are not cut; None: all are.
     """
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
