@@ -24,7 +24,7 @@ from toolkit.config import ModelConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.formats import export_manifest
-from toolkit.models import build_on_meta
+from toolkit.models import build_on_meta, causal_lm
 
 TINY = str(Path(__file__).parent.parent / "recipes/configs/tiny_llama")
 
@@ -235,6 +235,23 @@ def test_a_tokenizer_folder_of_its_own(
     for read in (build_on_meta, load_tokenizer):
         with pytest.raises(ModelError, match=match):
             read(cfg)
+
+
+@pytest.mark.parametrize(("tokenizer", "asked"), [("org/words", None), ("org/model", "abc")])
+def test_the_revision_of_a_model_is_not_one_of_another_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: str, asked: str | None
+) -> None:
+    revisions = []
+
+    def fetch(name: str, file: str, *, revision: str | None) -> str:
+        revisions.append((name, revision))
+        return str(Path(TINY, file))
+
+    monkeypatch.setattr(causal_lm, "local_folder", lambda *_: Path(TINY))
+    monkeypatch.setattr(causal_lm, "cached_file", fetch)
+    cfg = ModelConfig("org/model", tokenizer_name_or_path=tokenizer, revision="abc", init="random")
+    build_on_meta(cfg)
+    assert revisions == [(tokenizer, asked)]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """From a checkpoint folder or Hub id to a causal LM on the meta device, with its assets."""
 
+import contextlib
 import copy
 import inspect
 import os
@@ -86,7 +87,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
     pristine, files, tokenizer_folder = read_config(folder), asset_files(folder), folder
     if cfg.tokenizer_name_or_path is not None:
-        tokenizer_folder = _tokenizer_folder(cfg.tokenizer_name_or_path, cfg.revision)
+        tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
         check_config(tokenizer_folder, required=False)
     if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
         kept = {n: content for n, content in files.items() if n == _GENERATION}
@@ -277,17 +278,14 @@ def plain_name(model: nn.Module) -> str:
     return plain_class(model).__name__
 
 
-def _tokenizer_folder(name_or_path: str, revision: str | None) -> Path:
-    if os.path.isdir(name_or_path):
-        return Path(name_or_path)
-    for name in ("tokenizer_config.json", "tokenizer.json"):
-        try:
-            return Path(str(cached_file(name_or_path, name, revision=revision))).parent
-        except OSError:
-            continue
-    raise ModelError(
-        f"model.tokenizer_name_or_path {name_or_path} is neither a folder nor on the Hub"
-    )
+def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
+    if (path := Path(name).expanduser()).is_dir():
+        return path
+    revision = cfg.revision if name == cfg.name_or_path else None  # another repository has others
+    for file in ("tokenizer_config.json", "tokenizer.json"):
+        with contextlib.suppress(OSError):
+            return Path(str(cached_file(name, file, revision=revision))).parent
+    raise ModelError(f"model.tokenizer_name_or_path {name} is neither a folder nor on the Hub")
 
 
 def _resize(
