@@ -140,7 +140,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(
-            f"{folder} has no config.json; expected is a Hugging Face checkpoint folder, as "
+            f"{folder} has no config.json; a Hugging Face checkpoint folder is expected, as "
             "save_pretrained and `toolkit consolidate` write it"
         )
     config = parse_json(read_bounded(file, _CONFIG_BYTES, ModelError), file, ModelError)
