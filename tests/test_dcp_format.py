@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from toolkit.checkpoint.shards import read_tensors
 from toolkit.errors import CheckpointError
-from toolkit.formats import coverage_fault, read_chunk, read_metadata, tensor_chunks
+from toolkit.formats import coverage_fault, read_metadata, tensor_chunks
+from toolkit.formats.dcp_tensors import read_chunk
 
 TENSORS = {
     "scalar": torch.tensor(3.25),

@@ -10,7 +10,6 @@ from toolkit.formats.dcp_tensors import (
     check_blob,
     coverage_fault,
     damaged_blobs,
-    read_chunk,
     tensor_chunks,
 )
 from toolkit.formats.digests import (

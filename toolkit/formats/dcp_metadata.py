@@ -52,11 +52,13 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
         raise CheckpointError(
             f"{file} is damaged, or not as torch writes it: {one_line(error)}"
         ) from error
-    for name in {info.relative_path for info in metadata.storage_data.values()}:
+    names = {info.relative_path for info in metadata.storage_data.values()}
+    for name in names:
         if not is_plain_name(name):
             raise CheckpointError(f"{file} names {name!r:.200}, which is no file of its folder")
     if blobs:
-        _check_blobs(Path(folder), metadata)
+        sizes = {n: plain_file(file.parent, n, CheckpointError).stat().st_size for n in names}
+        _check_blobs(file.parent, metadata, sizes)
     return metadata
 
 
@@ -236,15 +238,13 @@ def _path(value: Any) -> Any:
     return value
 
 
-def _check_blobs(folder: Path, metadata: Metadata) -> None:
+def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> None:
     """Check that every blob lies in its file and every chunk has a blob that has room for it."""
-    names = {info.relative_path for info in metadata.storage_data.values()}
-    size = {name: plain_file(folder, name, CheckpointError).stat().st_size for name in names}
     for index, info in metadata.storage_data.items():
         name, end = info.relative_path, info.offset + info.length
-        if info.offset < 0 or info.length < 0 or end > size[name]:
+        if info.offset < 0 or info.length < 0 or end > sizes[name]:
             raise CheckpointError(
-                f"{folder / name} is {size[name]} bytes long; {index.fqn} should be at "
+                f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at "
                 f"{info.offset} to {end}: the file is truncated or of another checkpoint"
             )
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -256,6 +256,5 @@ def _check_blobs(folder: Path, metadata: Metadata) -> None:
             if blob and blob.length < nbytes and not blob.transform_descriptors:
                 raise CheckpointError(
                     f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has a chunk of "
-                    f"{nbytes:,} bytes, and a blob of {blob.length:,} for it: they are not of one "
-                    "checkpoint"
+                    f"{nbytes:,} bytes, and a blob of {blob.length:,} of another checkpoint"
                 )

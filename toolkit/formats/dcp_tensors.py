@@ -151,10 +151,7 @@ def payload(blob: "BlobView") -> tuple[int, int]:
     """Return place and length, in the blob, of the tensor's bytes, its record data/0 (0, 0: none).
 
     Nothing may be compressed, or a small blob could become a large tensor. The CRCs of the other
-    records are checked.
-
-    Raises:
-        CheckpointError, zipfile.BadZipFile: it is not what torch.save writes.
+    records are checked. CheckpointError or zipfile.BadZipFile where torch.save did not write it.
     """
     blob.most = _MAX_RECORD  # while the directory is read
     with zipfile.ZipFile(blob) as archive:

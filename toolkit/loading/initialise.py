@@ -31,14 +31,8 @@ def with_buffers(
 ) -> PreTrainedModel:
     """Return `model` built anew, unsharded, in fp32: buffers in host memory, parameters on meta.
 
-    `from_pretrained` computes buffers in fp32, too, and rounds once.
-
-    Args:
-        seed: of what is drawn on the way.
-        kept: (class of a module, name in it) of parameters that get values, too.
-
-    Raises:
-        LoadingError: its constructor fails.
+    Except those in `kept`, as (class of a module, name in it), which get values. `from_pretrained`
+    computes buffers in fp32, too, and rounds once. LoadingError where the constructor fails.
     """
     with forked_rng(), _parameters_on_meta(set(kept)):
         torch.default_generator.manual_seed(seed)

@@ -12,8 +12,8 @@ from toolkit.adapters.first_values import copied_buffers, first_values
 from toolkit.errors import LoadingError
 from toolkit.formats import assets_of, laid_out_as, local_tensor, part_of
 from toolkit.loading.initialise import drawn, with_buffers
+from toolkit.models.layers import tied_families
 from toolkit.models.peft_model import has_adapters, unwrapped_base
-from toolkit.models.ties import tied_families
 
 
 def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> None:

@@ -9,6 +9,5 @@ from toolkit.models.causal_lm import (
     prepare,
     vocabulary_size,
 )
-from toolkit.models.layers import decoder_layers
+from toolkit.models.layers import decoder_layers, tied_families, tied_names
 from toolkit.models.quantise import check_quantisation
-from toolkit.models.ties import tied_families, tied_names

@@ -40,8 +40,8 @@ from toolkit.formats import (
     transformers_private,
     weight_files,
 )
+from toolkit.models.layers import tied_names
 from toolkit.models.patterns import matching_parameters
-from toolkit.models.ties import tied_names
 
 _QUANTISED = "quantization_config"
 _GENERATION = "generation_config.json"

@@ -1,11 +1,10 @@
-"""Where a model keeps its decoder layers: one stack or several, found from modules and classes."""
+"""Where a model keeps its decoder layers, found from modules and classes; which names are tied."""
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.models.patterns import plain_class_name
 from toolkit.models.peft_model import base_of
-from toolkit.models.ties import tied_families
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -71,3 +70,17 @@ def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str])
         if others and not all(inside):
             apart.add(id(model.get_parameter(first)))
     return apart
+
+
+def tied_families(model: nn.Module) -> dict[str, list[str]]:
+    """Return every parameter's first name -> all its names."""
+    first: dict[int, str] = {}
+    families: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        families.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return families
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return alias -> the first name of the same parameter, for every tied parameter."""
+    return {alias: names[0] for names in tied_families(model).values() for alias in names[1:]}

@@ -26,11 +26,10 @@ from transformers import PreTrainedModel
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.models.causal_lm import kept_in_fp32, plain_name
-from toolkit.models.layers import decoder_layers, outer_names
+from toolkit.models.layers import decoder_layers, outer_names, tied_families
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.models.peft_model import base_of, copies, has_adapters, unwrapped_base
-from toolkit.models.ties import tied_families
 
 ROOT = ""
 Member = tuple[str, ...]  # the names of a unit's modules
