@@ -66,10 +66,14 @@ class _Record:
     """Stands in for a class that `.metadata` names: keeps arguments and state, runs nothing."""
 
     __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
     kind = ""
 
-    def __init__(self, *args: Any) -> None:
-        self.args, self.state = args, None
+    def __new__(cls, *args: Any) -> "_Record":
+        record = object.__new__(cls)
+        record.args, record.state = args, None
+        return record
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
