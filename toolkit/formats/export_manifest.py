@@ -6,7 +6,6 @@ those of other tools (`.gitattributes`, `.cache` of a download).
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -78,7 +77,8 @@ def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> No
     manifest = {
         "version": 1,
         "toolkit": __version__,
-        "origin": json.loads(json.dumps(_finite(origin))),  # keys as a reader will find them
+        # Keys as a reader will find them; NaN and infinity as null.
+        "origin": json.loads(json.dumps(origin), parse_constant=lambda _: None),
         "files": described["files"],
         "tensors": described["tensors"],
     }
@@ -122,14 +122,6 @@ def _render(manifest: dict[str, Any]) -> bytes:
     text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"sha256": "{digest}", "manifest": {text}}}\n'.encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _check(file: Path, manifest: Any) -> None:

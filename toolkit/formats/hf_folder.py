@@ -264,13 +264,10 @@ def source_dtypes(folder: Path) -> dict[str, str] | None:
 
 
 def _obtain(folder: Path, name: str, remote: str | None, revision: str | None) -> bool:
-    if (folder / name).is_file():
-        return True
-    if remote is None:
-        return False
-    return bool(
-        cached_file(remote, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    )
+    if remote is None or (folder / name).is_file():
+        return (folder / name).is_file()
+    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    return bool(cached_file(remote, name, **options))
 
 
 def read_index(file: Path) -> dict[str, str]:

@@ -102,10 +102,8 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
         head = f.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 <= length <= min(MAX_JSON_BYTES, size - 8):
-            about = f", header of {length}" if length >= 0 else ""
-            raise LoadingError(
-                f"{file} is not a safetensors file ({size} bytes long{about}); {_AGAIN}"
-            )
+            about = f"{size} bytes long" + (f", header of {length}" if length >= 0 else "")
+            raise LoadingError(f"{file} is not a safetensors file ({about}); {_AGAIN}")
         raw = f.read(length)
     if not raw.startswith(b"{"):
         raise _damaged(file, "it is no JSON object")

@@ -242,8 +242,8 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
     dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     if dtype == torch.float16:
         raise ModelError(
-            f"{cfg.name_or_path} is stored in float16, which cannot hold master weights (AdamW's "
-            "second moment underflows to 0); set model.dtype: float32"
+            f"{cfg.name_or_path} is stored in float16, in which AdamW's second moment underflows "
+            "to 0; set model.dtype: float32"
         )
     return dtype
 

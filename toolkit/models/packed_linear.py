@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from toolkit.config.settings import LoraConfig
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, one_line
 
 # bitsandbytes, which PEFT imports where it is installed, misses one of its CPU kernels aloud; that
 # is for the layout of an evaluation, which is not used here.
@@ -199,14 +199,12 @@ def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{library} does not compute in {lora.bnb_4bit_quant_type} on {device} "
-            f"({type(error).__name__}: {error}). Set lora.load_in_4bit: false, or train on a "
-            "device for which it is built"
+            f"({one_line(error)}). Set lora.load_in_4bit: false, or train on another device"
         ) from error
     if not off < 0.25:  # half of the widest step of nf4 is 0.15, of fp4 0.17
         raise ConfigError(
-            f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest "
-            "value, where 4 bits explain 0.17). Set lora.load_in_4bit: false, or install another "
-            "bitsandbytes"
+            f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest, 4 "
+            "bits explain 0.17). Set lora.load_in_4bit: false, or install another bitsandbytes"
         )
 
 
