@@ -98,12 +98,12 @@ def measure(kind: str, samples: int) -> dict[str, Any]:
     bound = -(-int(lengths.sum()) // SEQUENCE_LENGTH)
     data: Any
     if kind == "ours":
-        from toolkit.data.samples.sequences import Packed, Pieces, Rows
+        from toolkit.data.samples.sequences import EncodedRows, Packed, Pieces
 
         start = time.perf_counter()
-        packed = Packed(Pieces(Rows(rows), SEQUENCE_LENGTH))
+        packed = Packed(Pieces(EncodedRows(rows), SEQUENCE_LENGTH))
         seconds = time.perf_counter() - start
-        bins, tokens, data = len(packed), packed.tokens, packed
+        bins, tokens, data = len(packed), packed.plan.tokens, packed
     else:
         from trl import pack_dataset
 

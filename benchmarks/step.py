@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, get_scheduler
 
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
-from toolkit.data.order.position import GlobalBatches, SampleOrder
+from toolkit.data.order.mixture import SampleOrder
+from toolkit.data.order.position import GlobalBatches
 from toolkit.loading.pretrained import init_weights
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh

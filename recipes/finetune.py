@@ -15,7 +15,7 @@ from pathlib import Path
 from toolkit import adapters, checkpoint, export, hub, loading, models, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import FinetuneConfig, model_settings
-from toolkit.data import finetune as finetune_data
+from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens.tokenizer import own_tokenizer
 from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
 from toolkit.training import Run
@@ -33,7 +33,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     model_cfg = own_tokenizer(model_settings(cfg))
     base = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(base, cfg.model)
-    data = finetune_data.prepare(cfg, base, model_cfg, run)
+    data = prepare_data(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
     apply_fsdp(model, mesh, cfg.sharding)

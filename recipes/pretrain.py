@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit import checkpoint, export, hub, loading, models, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import PretrainConfig
-from toolkit.data import pretrain as pretrain_data
+from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens.tokenizer import prepare_tokenizer
 from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
 from toolkit.training import Run
@@ -31,7 +31,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(model, cfg.model)
-    data = pretrain_data.prepare(cfg, model, model_cfg, run)
+    data = prepare_data(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding)
     folder.hold(model, data.max_steps)
 

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.stream import StreamSource
-from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.data.tokens.encoder import EncodedExample
@@ -77,7 +76,7 @@ def tokens_of(batch: dict[str, Any]) -> list[list[int]]:
 
 
 def lockstep(
-    make: Callable[[], Feed | StreamFeed],
+    make: Callable[[], Feed],
     state: dict | None,
     world: int,
     per_device: int,

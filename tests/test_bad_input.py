@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from toolkit import checkpoint
 from toolkit.checkpoint import run_folder
 from toolkit.config.settings import ModelConfig
-from toolkit.data import training_data
+from toolkit.data import prepare
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
 from toolkit.loading import materialisation
@@ -94,7 +94,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
     did: list[str] = []
     for module, name in (
         (tokenizer, "train_tokenizer"),
-        (training_data, "encode"),
+        (prepare, "encode"),
         (loading, "_stream"),
         (materialisation, "_fill"),
         (checkpoint, "save"),

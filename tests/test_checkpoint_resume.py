@@ -32,7 +32,8 @@ class Trainer:
     def __init__(self, folder: str, world: int, kind: str, max_steps: int = BEFORE + AFTER) -> None:
         from toolkit import checkpoint
         from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
-        from toolkit.data.order.position import Position, SampleOrder
+        from toolkit.data.order.mixture import SampleOrder
+        from toolkit.data.order.position import Position
         from toolkit.loading import pretrained as loading
         from toolkit.models.causal_lm import build_on_meta
         from toolkit.sharding.fsdp import apply_fsdp, init_mesh

@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 
 from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig, TrainConfig
 from toolkit.data.feed.stream import SourceStream
+from toolkit.data.prepare import read_sources
 from toolkit.data.sources import text_files
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import RowEncoder, encode
-from toolkit.data.training_data import encode_sources
 from toolkit.errors import DataError
 from toolkit.models import causal_lm as models
 
@@ -102,7 +102,7 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
     for streaming in (False, True):
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
         cfg = PretrainConfig(model=named, data=data, train=TrainConfig(max_steps=9))
-        feed = encode_sources(cfg, tokenizer, models.vocabulary_size(model), "none", 1).feed
+        feed = read_sources(cfg, tokenizer, models.vocabulary_size(model), "none", 1)
         if streaming:
             (source,) = feed.sources
             streamed = SourceStream(source, 0, feed.shape, seed=0)

@@ -9,16 +9,15 @@ import torch
 from feeds import APART, FEATURES, rows, source
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed.feed import Feed
-from toolkit.data.feed.sets import SampleShape
+from toolkit.data.feed.feed import SampleShape
+from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.order.grouping import ByLength
-from toolkit.data.order.position import SampleOrder
+from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.samples.packing import best_fit
 from toolkit.data.samples.sequences import (
     FILLER,
     IGNORED,
     EncodedRows,
-    Joined,
     Packed,
     PadCollate,
     Padded,
@@ -170,7 +169,7 @@ def test_a_padded_batch():
     padded = Padded(Pieces(EncodedRows(rows([3, 0, 9, 5])), 16))
     assert len(padded) == 3
     assert padded.pieces.empty == 1
-    assert padded.lengths(np.array([2, 0])).tolist() == [5, 3]
+    assert padded.pieces.lengths.tolist() == [3, 9, 5]
     batch = PadCollate(7, 16)([padded[0], padded[1], padded[FILLER]])
     assert [tuple(v.shape) for v in batch.values()] == [(3, 16)] * 3
     assert batch["attention_mask"].sum(1).tolist() == [3, 9, 1]
@@ -191,7 +190,7 @@ def padding(batches: np.ndarray, lengths: np.ndarray) -> float:
 
 def test_batches_of_like_length_hold_the_same_samples_with_little_padding():
     lengths, order = realistic(4000), SampleOrder(4000, 3)
-    grouped = ByLength(order, lambda samples: lengths[samples], 32, seed=3)
+    grouped = ByLength(order, lengths, 32, seed=3)
     read = grouped.indices(0, 9600).reshape(-1, 32)
     for window in range(3):
         here = slice(window * 1600, (window + 1) * 1600)
@@ -201,15 +200,15 @@ def test_batches_of_like_length_hold_the_same_samples_with_little_padding():
     # Long batches are spread over the window, not gathered at its end.
     assert abs(np.corrcoef(np.arange(50), lengths[read[:50]].mean(1))[0, 1]) < 0.5
     for start in (0, 32, 1568, 1600, 3232):
-        again = ByLength(order, lambda samples: lengths[samples], 32, seed=3)
+        again = ByLength(order, lengths, 32, seed=3)
         assert np.array_equal(again.indices(start, 64), grouped.indices(start, 64))
-    other = ByLength(order, lambda samples: lengths[samples], 32, seed=4)
+    other = ByLength(order, lengths, 32, seed=4)
     assert not np.array_equal(other.indices(0, 320), grouped.indices(0, 320))
 
 
 def test_a_pass_is_over_before_the_next_begins_however_batches_are_grouped():
     for n, size in ((7, 4), (50, 4), (101, 8)):
-        grouped = ByLength(SampleOrder(n, 0), lambda s: s * 7 % 13, size, seed=0, window=5)
+        grouped = ByLength(SampleOrder(n, 0), np.arange(n) * 7 % 13, size, seed=0, window=5)
         read = grouped.indices(0, 4 * n // size * size)
         for start in range(0, len(read) - n, n):
             assert sorted(read[start : start + n]) == list(range(n))
@@ -246,12 +245,7 @@ def test_rows_are_read_from_the_file(tmp_path, dtype, chunk):
 
 def test_workers_read_packed_and_padded_samples(tmp_path):
     packed = Packed(Pieces(EncodedRows(rows([5, 9, 3, 12, 7])), 16))
-    padded = Joined(
-        [
-            Padded(Pieces(EncodedRows(rows([5, 9])), 16)),
-            Padded(Pieces(EncodedRows(rows([3], 1)), 16)),
-        ]
-    )
+    padded = Padded(Pieces(EncodedRows(rows([5, 9, 3])), 16))
     for data, collate in ((packed, None), (padded, PadCollate(0, 16))):
         here, there = (
             list(
@@ -264,7 +258,6 @@ def test_workers_read_packed_and_padded_samples(tmp_path):
         for a, b in zip(here, there, strict=True):
             assert a.keys() == b.keys()
             assert all(torch.equal(a[k], b[k]) for k in a)
-    assert padded.lengths(np.array([2, 0, 1])).tolist() == [3, 5, 9]
     for index in (3, -2):
         with pytest.raises(IndexError, match=f"no sample {index} of 3"):
             padded[index]
@@ -287,23 +280,23 @@ def test_joined_rows_keep_the_labels_of_their_spans():
     for i in range(len(wrapped)):
         assert wrapped[i]["input_ids"].tolist() == ids[17 * i : 17 * i + 17]
         assert wrapped[i]["labels"].tolist() == labels[17 * i : 17 * i + 17]
-    later = wrapped.view(3, 5)
+    later = Windows(EncodedRows(stored), 17, range(3, 5))
     assert torch.equal(later[1]["labels"], wrapped[4]["labels"])
     assert later[FILLER]["labels"].tolist() == [IGNORED] * 17
 
 
 def test_what_a_source_became_is_counted():
     lengths = [5, 0, 16, 40, 3]
-    feed = Feed([source(lengths)], SampleShape("bfd", 16), seed=0, global_batch=1)
+    feed = PreparedFeed([source(lengths)], SampleShape("bfd", 16), seed=0, global_batch=1)
     (part,) = feed.parts
     assert (part.samples, part.tokens, part.bins, part.cut) == (4, 64, (4, 4), 1)
     assert part.density == 1.0
     assert part.dropped == {"empty rows": 1}
-    feed = Feed([source(lengths)], SampleShape("none", 16), seed=0, global_batch=1)
+    feed = PreparedFeed([source(lengths)], SampleShape("none", 16), seed=0, global_batch=1)
     assert (feed.parts[0].samples, feed.parts[0].tokens, feed.parts[0].density) == (6, 64, None)
-    feed = Feed([source(lengths)], SampleShape("wrapped", 15), seed=0, global_batch=1)
+    feed = PreparedFeed([source(lengths)], SampleShape("wrapped", 15), seed=0, global_batch=1)
     assert (feed.parts[0].samples, feed.parts[0].dropped) == (4, {"tokens": 4})
     with pytest.raises(
         DataError, match="at least one row with a token in the source source 0, got none"
     ):
-        Feed([source([0, 0])], SampleShape("bfd", 16), seed=0, global_batch=1)
+        PreparedFeed([source([0, 0])], SampleShape("bfd", 16), seed=0, global_batch=1)

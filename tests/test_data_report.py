@@ -1,7 +1,7 @@
 """The supervision report: right numbers, what is learned marked, and nothing learned is refused."""
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -15,9 +15,9 @@ from toolkit.config.settings import (
     FinetuneTrainConfig,
     SourceConfig,
 )
-from toolkit.data import finetune as finetune_data
-from toolkit.data.feed.feed import Feed
-from toolkit.data.feed.sets import SampleShape
+from toolkit.data.feed.feed import SampleShape
+from toolkit.data.feed.prepared import PreparedFeed
+from toolkit.data.prepare import inspect_data
 from toolkit.data.report import check_supervised, render, supervision_report
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Counts, EncodedSource, encode
@@ -71,8 +71,13 @@ def encoded(
 ASKED = [("Two and two?", False), ("Four.</s>", True), ("Sure?", False), ("Yes.</s>", True)]
 
 
-def report(tokenizer, *sources: EncodedSource, **options) -> dict:
-    return supervision_report(sources, tokenizer, sequence_length=MAX, **options)
+def report(tokenizer, *sources: EncodedSource, evaluated=(), **part) -> dict:
+    """Return the report of sources, the first of which became what `part` says."""
+    feed = PreparedFeed(
+        sources, SampleShape("bfd", MAX), seed=0, global_batch=1, eval_sources=evaluated
+    )
+    feed.parts[0] = replace(feed.parts[0], **part)
+    return supervision_report(feed, tokenizer)
 
 
 def test_numbers(tokenizer):
@@ -81,11 +86,10 @@ def test_numbers(tokenizer):
     first = encoded(
         tokenizer, ASKED, ASKED[:2], rows=5, truncated=1, dropped=dropped, places=places
     )
-    first.weight, first.max_repeats = 2.0, 3.0
+    first.weight, first.max_repeats, first.format = 2.0, 3.0, "conversations"
     second = encoded(tokenizer, [("All of it.", True)], name="text", notes={"odd tokens": 4})
-    part = {"name": "chat", "samples": 1, "density": 0.75, "dropped": {"empty rows": 3}}
-    part["bins"] = (1, 1)
-    made = report(tokenizer, first, second, formats={"chat": "conversations"}, parts=[part])
+    second.weight = 1.0
+    made = report(tokenizer, first, second, density=0.75, dropped={"empty rows": 3})
     assert made == json.loads(json.dumps(made))
     chat, text = made["sources"]
     assert (chat["rows"], chat["examples"], chat["left_out"]) == (5, 2, 3)
@@ -185,12 +189,11 @@ def test_tokens_across_a_character_and_spaces_that_a_first_token_loses(tokenizer
 )
 def test_a_source_of_which_nothing_is_learned_is_refused(tokenizer, counts, expected):
     silent = encoded(tokenizer, [("Two and two?", False)], **counts)
-    good = encoded(tokenizer, ASKED, name="good")
     with pytest.raises(DataError) as caught:
-        report(tokenizer, good, silent)
+        check_supervised(silent, MAX)
     assert "source 'chat', got none" in str(caught.value)
     assert expected in str(caught.value)
-    check_supervised(good, MAX)
+    check_supervised(encoded(tokenizer, ASKED), MAX)
 
 
 def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
@@ -203,10 +206,7 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
     )
     (source,) = load_sources(cfg)
     made = encode(source, tokenizer, cfg, len(tokenizer))
-    feed = Feed([made], SampleShape("bfd", MAX), seed=0, global_batch=1)
-    formats = {source.name: str(source.layout)}
-    parts = [asdict(part) for part in feed.parts]
-    said = render(report(tokenizer, made, formats=formats, parts=parts), colour=False)
+    said = render(report(tokenizer, made), colour=False)
     for line in (
         "a          5         2         3          0      57          18  31.6%",
         "a: prompts and completions, in 'prompt' and 'completion'",
@@ -223,21 +223,14 @@ def test_what_is_evaluated_on_stands_apart(tokenizer):
     train = encoded(tokenizer, ASKED, name="a", rows=3, dropped={"x": 2}, truncated=1, cut_off=99)
     other = encoded(tokenizer, ASKED, name="b")
     held = encoded(tokenizer, ASKED, ASKED, name="a")
-    part = {"name": "a", "samples": 7, "density": 0.5, "dropped": {}}
-    made = report(
-        tokenizer,
-        *(train, other),
-        evaluated=[held],
-        formats={"a": "to train"},
-        eval_formats={"a": "to look at"},
-        parts=[part],
-    )
+    train.format, held.format = "to train", "to look at"
+    made = report(tokenizer, train, other, evaluated=[held], samples=7)
     assert [(s["name"], s["use"], s["format"]) for s in made["sources"]] == [
         ("a", "train", "to train"),
-        ("b", "train", None),
+        ("b", "train", "examples"),
         ("a", "eval", "to look at"),
     ]
-    assert [s["packed"] and s["packed"]["samples"] for s in made["sources"]] == [7, None, None]
+    assert [s["packed"] and s["packed"]["samples"] for s in made["sources"]] == [7, 1, None]
     assert made["total"]["rows"] == 4
     assert made["total"]["cut_off"] == 99
     assert made["total"]["tokens"] == train.counts.tokens + other.counts.tokens
@@ -267,7 +260,7 @@ def test_inspecting_a_stream_makes_its_checks_and_splits_nothing_off(
         model = FinetuneModelConfig(name_or_path=str(tiny_llama))
         train = FinetuneTrainConfig(max_steps=9)
         cfg = FinetuneConfig(output_dir=str(tmp_path / "run"), model=model, data=data, train=train)
-        return finetune_data.inspect_data(cfg)
+        return inspect_data(cfg)
 
     with pytest.raises(DataError, match="expected a weight for each source"):
         inspect(None)

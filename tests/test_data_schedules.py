@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from feeds import APART, lockstep, source, stream
 
-from toolkit.data.feed.feed import Feed
-from toolkit.data.feed.sets import SampleShape
+from toolkit.data.feed.feed import SampleShape
+from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.errors import DataError
 
@@ -79,7 +79,7 @@ def case(kind: str, number: int) -> Case:
         common = {"seed": number, "global_batch": rng.choice([global_batch, 24])}
         if streamed:
             return StreamFeed(sources, shape, window=window, group=group, **common)
-        return Feed(sources, shape, **common)
+        return PreparedFeed(sources, shape, **common)
 
     passes_of = {}
     for i, of_source in enumerate(lengths):

@@ -14,16 +14,17 @@ from toolkit.config.settings import (
     FinetuneModelConfig,
     FinetuneTrainConfig,
 )
-from toolkit.data.feed.feed import Feed
-from toolkit.data.feed.sets import SampleShape
+from toolkit.data.feed.feed import SampleShape
+from toolkit.data.feed.prepared import PreparedFeed
+from toolkit.data.prepare import check_data
 from toolkit.data.tokens.encode import EncodedSource
-from toolkit.data.training_data import EncodedData, PackingChoice, TrainingData, check_data
+from toolkit.data.training_data import TrainingData
 from toolkit.errors import ConfigError, DataError
 
 
-def feed(rows: int, eval_split: float = 0.0, max_repeats: float | None = None) -> Feed:
+def feed(rows: int, eval_split: float = 0.0, max_repeats: float | None = None) -> PreparedFeed:
     tokens = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * rows})
-    return Feed(
+    return PreparedFeed(
         [EncodedSource("one", tokens, max_repeats=max_repeats)],
         SampleShape("bfd", 6),
         seed=1,
@@ -37,9 +38,9 @@ def config(**train: object) -> FinetuneConfig:
     return FinetuneConfig(FinetuneModelConfig("x"), train=settings)
 
 
-def check_feed(cfg: FinetuneConfig, feed: Feed, world_size: int = 1) -> TrainingData:
+def check_feed(cfg: FinetuneConfig, feed: PreparedFeed, world_size: int = 1) -> TrainingData:
     run = Rank(ranks.rank(), world_size)
-    data = TrainingData(cfg, EncodedData(feed), PackingChoice("bfd", "asked"), None, run)
+    data = TrainingData(cfg, feed, "asked", None, run)
     check_data(data)
     return data
 
@@ -77,7 +78,7 @@ def test_a_batch_larger_than_the_data_is_said_once():
 
 def test_a_loaded_position_is_checked_against_batches_and_limits():
     data = check_feed(config(max_steps=3), feed(24, max_repeats=1))
-    state = data.state_dict()
+    state = data.position.state_dict()
     with pytest.raises(DataError, match="global batch of 6 samples does not divide"):
         data.load_state_dict(state | {"global_batch": 6})
     with pytest.raises(DataError, match="at most 1 steps of 8 samples"):

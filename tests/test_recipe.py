@@ -28,7 +28,7 @@ from conftest import (
 from toolkit import checkpoint
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import find_checkpoint
-from toolkit.data.order.position import SampleOrder
+from toolkit.data.order.mixture import SampleOrder
 from toolkit.export import consolidate
 from toolkit.formats import export_manifest
 from toolkit.formats.metrics_file import read_metrics

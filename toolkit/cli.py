@@ -197,7 +197,7 @@ def _inspect(args: argparse.Namespace) -> int:
         found = plan_summary(config.load(config.FinetuneConfig, args.plan), args.world_size)
         render = render_plan
     elif args.data is not None:
-        from toolkit.data.finetune import inspect_data
+        from toolkit.data.prepare import inspect_data
         from toolkit.data.report import render
 
         _quiet()

@@ -3,13 +3,16 @@
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.prepared import PreparedFeed, SourceSamples
+from toolkit.data.samples.sequences import EncodedRows
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
@@ -20,68 +23,39 @@ SHOWN_CHARACTERS = 600
 _SHOWN_PARTS = 24
 _BAR = 40
 _GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
+_NUMBERS = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
 
 
 def supervision_report(
-    sources: Sequence[EncodedSource],
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    sequence_length: int,
-    formats: Mapping[str, str] | None = None,
-    parts: Iterable[Mapping[str, Any]] = (),
-    evaluated: Sequence[EncodedSource] = (),
-    eval_formats: Mapping[str, str] | None = None,
-    samples: int = 2,
+    feed: Feed, tokenizer: PreTrainedTokenizerBase | None, samples: int = 2
 ) -> dict[str, Any]:
-    """Return what the sources hold and what of it is learned, ready for JSON.
+    """Return what the sources of a feed hold and what of it is learned, ready for JSON.
 
     Keys: `sequence_length`; `sources`, each with `name`, `use` (`train` or `eval`), `format`,
     `weight`, `max_repeats`, `rows`, `examples` (rows that are kept), `tokens`, `supervised` (tokens
     that the loss covers), `supervised_share`, `truncated`, `cut_off` (tokens of what was truncated,
-    beyond `tokens`), `dropped` (reason -> `rows` and the `first` places), `notes`, `lengths`
-    (`min`, `median`, `mean`, `max`, and `histogram`: a list of from, to, examples), `packed` (its
-    entry of `parts`, or None) and `first` (examples as lists of `text` and whether it is
-    `supervised`); `total` with the sums over what is trained on.
+    beyond `tokens`), `left_out`, `dropped` (reason -> `rows` and the `first` places), `notes`,
+    `lengths` (`min`, `median`, `mean`, `max`, and `histogram`: a list of from, to, examples),
+    `packed` (its `SourceSamples`; None of what is evaluated on) and `first` (examples as lists of
+    `text` and whether it is `supervised`); `total` with the sums over what is trained on.
 
     Costs a pass over the lengths of the examples; reads the tokens of the shown ones.
 
     Args:
-        sources: encoded rows to train on.
+        feed: of a stream only what is evaluated on is known.
         tokenizer: to decode with; None shows ids.
-        sequence_length: tokens of a sample at most.
-        formats: source name -> its format in words (`str(source.layout)`).
-        parts: what the sources became, as mappings with `name`, `samples`, `density`, `dropped` and
-            `bins` (packed samples, least possible), such as `asdict` of `feed.Part`.
-        evaluated: encoded rows to evaluate on; they may have the names of others to train on.
-        eval_formats: as `formats`, of these.
         samples: examples to show of each source.
-
-    Raises:
-        DataError: see `check_supervised`.
     """
-    packed = {
-        part["name"]: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()}
-        for part in parts
-    }
     found = []
-    for source, use in [*((s, "train") for s in sources), *((s, "eval") for s in evaluated)]:
-        check_supervised(source, sequence_length)
-        entry = _numbers(source) | {"use": use}
-        train = use == "train"
-        entry["format"] = ((formats if train else eval_formats) or {}).get(source.name)
-        entry["packed"] = packed.get(source.name) if train else None
-        shown = source.tokens[: min(samples, len(source.tokens))]
-        columns = (shown[name] for name in ("row", "input_ids", "spans"))
-        entry["first"] = [
-            {"row": row, "tokens": len(ids), "parts": _parts(ids, spans, tokenizer)}
-            for row, ids, spans in zip(*columns, strict=True)
+    if isinstance(feed, PreparedFeed):
+        found = [
+            _entry(source, "train", part, tokenizer, samples)
+            for source, part in zip(feed.sources, feed.parts, strict=True)
         ]
-        found.append(entry)
-    sums = ("rows", "examples", "tokens", "supervised", "truncated", "cut_off", "left_out")
-    trained = [entry for entry in found if entry["use"] == "train"]
-    total = {name: sum(entry[name] for entry in trained) for name in sums}
+    total = {name: sum(entry[name] for entry in found) for name in (*_NUMBERS, "cut_off")}
     total["supervised_share"] = total["supervised"] / max(total["tokens"], 1)
-    return {"sequence_length": sequence_length, "sources": found, "total": total}
+    found += [_entry(source, "eval", None, tokenizer, samples) for source in feed.eval_sources]
+    return {"sequence_length": feed.shape.sequence_length, "sources": found, "total": total}
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
@@ -97,10 +71,13 @@ def check_supervised(source: EncodedSource, sequence_length: int) -> None:
     if not counts.rows:
         cause = "it has no row; give more data, or leave the source out"
     elif not counts.kept:
-        why = _listed(counts.dropped, counts.places) or "none of them gives a token"
+        why = "; ".join(
+            f"{rows:,} for {reason}, such as {counts.places[reason][0]}"
+            for reason, rows in counts.dropped.items()
+        )
         cause = (
-            f"all {counts.rows:,} rows were left out: {why}. Look at the data, "
-            "data.sequence_length and data.supervise"
+            f"all {counts.rows:,} rows were left out: {why or 'none of them gives a token'}. Look "
+            "at the data, data.sequence_length and data.supervise"
         )
     else:
         cause = (
@@ -120,14 +97,12 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
     """
     colour = sys.stdout.isatty() if colour is None else colour
     head = ["source", "rows", "left out", "examples", "truncated", "tokens", "supervised", "share"]
-    of_use = {use: [s for s in report["sources"] if s["use"] == use] for use in ("train", "eval")}
-    rows = [[s["name"], *_cells(s)] for s in of_use["train"]]
-    if len(rows) > 1:
-        rows.append(["all", *_cells(report["total"])])
-    rows += [[_titled(s), *_cells(s)] for s in of_use["eval"]]
+    trained = [source for source in report["sources"] if source["use"] == "train"]
+    several = [report["total"] | {"name": "all", "use": "train"}] if len(trained) > 1 else []
+    rows = [_row(s) for s in trained + several + report["sources"][len(trained) :]]
     lines = table([head, *rows], right=set(range(1, len(head))))
     for source in report["sources"]:
-        lines += ["", _escaped(f"{_titled(source)}: {source['format'] or 'examples'}")]
+        lines += ["", _escaped(f"{_titled(source)}: {source['format']}")]
         lines += [f"  {line}" for line in _facts(source, report["sequence_length"])]
         lines += [f"  {line}" for line in _bars(source["lengths"]["histogram"])]
         for example in source["first"]:
@@ -145,10 +120,20 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def _numbers(source: EncodedSource) -> dict[str, Any]:
-    counts = source.counts
+def _entry(
+    source: EncodedSource,
+    use: str,
+    part: SourceSamples | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    samples: int,
+) -> dict[str, Any]:
+    counts, lengths = source.counts, EncodedRows(source.tokens).lengths()
+    shown = source.tokens[: min(samples, len(source.tokens))]
+    columns = (shown[name] for name in ("row", "input_ids", "spans"))
     return {
         "name": source.name,
+        "use": use,
+        "format": source.format,
         "weight": source.weight,
         "max_repeats": source.max_repeats,
         "rows": counts.rows,
@@ -164,22 +149,18 @@ def _numbers(source: EncodedSource) -> dict[str, Any]:
             for reason, rows in counts.dropped.items()
         },
         "notes": dict(counts.notes),
-        "lengths": _lengths(source),
-    }
-
-
-def _lengths(source: EncodedSource) -> dict[str, Any]:
-    chunks = source.tokens.data.column("input_ids").chunks
-    sizes = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks]
-    lengths = np.concatenate(sizes)
-    if source.tokens._indices is not None:
-        lengths = lengths[source.tokens._indices.column(0).to_numpy()]
-    return {
-        "min": int(lengths.min()),
-        "median": float(np.median(lengths)),
-        "mean": float(lengths.mean()),
-        "max": int(lengths.max()),
-        "histogram": _histogram(lengths),
+        "lengths": {
+            "min": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "mean": float(lengths.mean()),
+            "max": int(lengths.max()),
+            "histogram": _histogram(lengths),
+        },
+        "packed": None if part is None else asdict(part) | {"bins": part.bins and [*part.bins]},
+        "first": [
+            {"row": row, "tokens": len(ids), "parts": _parts(ids, spans, tokenizer)}
+            for row, ids, spans in zip(*columns, strict=True)
+        ],
     }
 
 
@@ -197,13 +178,11 @@ def _parts(
     """Return an example as (text, supervised), cut where what is learned begins and ends."""
     # The first token has nothing before it to be predicted from, whatever the span says.
     edges = [min(max(edge, 1), len(ids)) for edge in spans]
-    cuts = [0, *edges, len(ids)]
-    parts = []
-    for i, (begin, end) in enumerate(pairwise(cuts)):
-        if begin < end:
-            text = _decoded(ids, begin, end, tokenizer)
-            parts.append({"text": text, "supervised": i % 2 == 1})
-    return parts
+    return [
+        {"text": _decoded(ids, begin, end, tokenizer), "supervised": i % 2 == 1}
+        for i, (begin, end) in enumerate(pairwise([0, *edges, len(ids)]))
+        if begin < end
+    ]
 
 
 def _decoded(
@@ -230,9 +209,9 @@ def _titled(source: Mapping[str, Any]) -> str:
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
 
-def _cells(numbers: Mapping[str, Any]) -> list[str]:
-    names = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
-    return [*(f"{numbers[name]:,}" for name in names), f"{numbers['supervised_share']:.1%}"]
+def _row(source: Mapping[str, Any]) -> list[str]:
+    numbers = [f"{source[name]:,}" for name in _NUMBERS]
+    return [_titled(source), *numbers, f"{source['supervised_share']:.1%}"]
 
 
 def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
@@ -253,12 +232,12 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         yield f"note      {count:,} {note}"
     if packed := source["packed"]:
         line = f"samples   {packed['samples']:,} of up to {sequence_length:,} tokens"
-        if packed.get("density") is not None:
+        if packed["density"] is not None:
             line += f", {packed['density']:.1%} of their room is tokens"
-        if packed.get("bins"):
+        if packed["bins"]:
             line += f"; no packing does with less than {packed['bins'][1]:,}"
         yield line
-        for what, count in packed.get("dropped", {}).items():
+        for what, count in packed["dropped"].items():
             if count:
                 yield f"dropped   {count:,} {what}"
     lengths = source["lengths"]
@@ -299,11 +278,4 @@ def _escaped(text: str, keep: str = "\n") -> str:
         if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"
         else c.encode("unicode_escape").decode("ascii")
         for c in text
-    )
-
-
-def _listed(dropped: Mapping[str, int], places: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(
-        f"{rows:,} for {reason}" + (f", such as {places[reason][0]}" if places.get(reason) else "")
-        for reason, rows in dropped.items()
     )

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from toolkit.data.feed.sets import SampleShape
-from toolkit.data.order.position import derived_seed, permute
+from toolkit.data.feed.feed import SampleShape
+from toolkit.data.order.permutation import derived_seed, permute
 from toolkit.data.samples.packing import best_fit
 from toolkit.data.samples.sequences import (
     IGNORED,
+    Piece,
     Sample,
     labels_of,
     packed_sample,
@@ -54,7 +55,7 @@ class StreamSource:
 
 @dataclass
 class StreamPlace:
-    """Where a window of a stream begins, and what was read before."""
+    """Where a window of a stream begins, and what was read before; a checkpoint keeps it."""
 
     epoch: int = 0
     """Passes that are done."""
@@ -63,38 +64,39 @@ class StreamPlace:
     row: int = 0
     """Rows read of the next one."""
     rows: int = 0
-    """Rows read in this pass."""
+    """Rows read in this pass; so are `window` and `samples` counted in it."""
     window: int = 0
-    """Windows read in this pass."""
     samples: int = 0
-    """Samples made in this pass."""
     rows_read: int = 0
-    """Rows read in all passes."""
+    """Rows read in all passes; so are the counts below."""
     left_out: int = 0
-    """Rows that were left out, in all passes."""
     reasons: dict[str, int] = field(default_factory=dict)
-    """Reason -> how many of these."""
+    """Reason -> how many rows were left out for it."""
     first: dict[str, str] = field(default_factory=dict)
     """Reason -> the first of these, and what is wrong with it."""
     truncated: int = 0
-    """Rows whose end was cut off, in all passes."""
+    """Rows whose end was cut off."""
     cut_off: int = 0
     """Tokens of these ends."""
 
-    def leave_out(self, reason: str, said: str) -> None:
-        """Count a row that is left out."""
-        self.left_out += 1
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        self.first.setdefault(reason, said)
+    def count(self, row: EncodedExample | BadRow) -> bool:
+        """Count a row that was read; return whether it is used."""
+        if not isinstance(row, BadRow) and not len(row.input_ids):
+            row = BadRow(f"row {self.rows} of a pass (counted from 0)", "no token")
+        self.row, self.rows, self.rows_read = self.row + 1, self.rows + 1, self.rows_read + 1
+        if isinstance(row, BadRow):
+            self.left_out += 1
+            self.reasons[row.reason] = self.reasons.get(row.reason, 0) + 1
+            self.first.setdefault(row.reason, str(row))
+            return False
+        self.truncated += bool(row.cut_off)
+        self.cut_off += row.cut_off
+        return True
 
     def read(self) -> dict[str, Any]:
         """Return what is counted over all passes, as JSON values."""
-        return {name: asdict(self)[name] for name in _OF_ALL_PASSES}
-
-
-_OF_ALL_PASSES = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
-_NO_TOKEN = "no token"
-Piece = tuple[np.ndarray, np.ndarray]
+        names = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
+        return {name: asdict(self)[name] for name in names}
 
 
 class StreamSample(NamedTuple):
@@ -114,9 +116,8 @@ class FirstWindow:
 
     name: str
     rows: int
-    """Rows read for it."""
+    """Rows read for it, of which `left_out` were left out."""
     left_out: int
-    """Of those, rows that were left out."""
     samples: int
     tokens: int
     supervised: int
@@ -143,12 +144,19 @@ class SourceStream:
         limit = source.max_repeats
         if limit is not None and (limit < 1 or limit != int(limit)):
             raise DataError(
-                f"expected a whole number of passes as max_repeats of {source.name}, which is "
-                f"streamed, so that nobody knows how long a part of one is, got {limit}"
+                f"expected a whole number of passes as max_repeats of {source.name}, since the "
+                f"length of a stream is not known before its end, got {limit}"
             )
         self.source, self.number, self.shape, self.window = source, number, shape, window
         self.seed = derived_seed(seed, "stream", number)
-        self.load_state_dict(asdict(StreamPlace()) | {"given": 0})
+        self._start_at(StreamPlace())
+
+    def _start_at(self, place: StreamPlace) -> None:
+        # The window in hand lies between two places; of its samples some were given.
+        self._place = self._next = place
+        self._items: list[StreamSample] = []
+        self._given = 0
+        self._rows: Iterator[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place as JSON values."""
@@ -160,21 +168,18 @@ class SourceStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a place; the next sample costs a skip to it and the making of its window."""
-        place = {k: v for k, v in state.items() if k != "given"}
-        self._place, self._next = StreamPlace(**place), StreamPlace(**place)
-        self._given = 0
-        self._items: list[StreamSample] = []
-        self._rows: Iterator[dict[str, Any]] | None = None
-        if state["given"]:
+        given = state["given"]
+        self._start_at(StreamPlace(**{k: v for k, v in state.items() if k != "given"}))
+        if given:
             self._fill()
-            if len(self._items) < state["given"]:
+            if len(self._items) < given:
                 raise DataError(
-                    f"the checkpoint's position counts on {state['given']} samples or more from "
-                    f"row {self._place.rows} of {self.source.name} on, there are "
-                    f"{len(self._items)}: the stream gives other rows than before; give the same, "
-                    "or start anew in another output_dir"
+                    f"the checkpoint's position counts on {given} samples or more from row "
+                    f"{self._place.rows} of {self.source.name} on, there are {len(self._items)}: "
+                    "the stream gives other rows than before; give the same, or start anew in "
+                    "another output_dir"
                 )
-            self._given = state["given"]
+            self._given = given
 
     def next(self) -> StreamSample | None:
         """Return the next sample; None when all passes are over.
@@ -195,14 +200,12 @@ class SourceStream:
         Raises:
             DataError: see `next`.
         """
-        if self.next() is None:
-            raise DataError(f"expected rows in the stream {self.source.name}, all passes are over")
+        self.next()
         labels = [labels[1:] for item in self._items for _, labels in item.pieces]
-        rows, left_out = self._next.rows_read, self._next.left_out
         return FirstWindow(
             self.source.name,
-            rows - self._place.rows_read,
-            left_out - self._place.left_out,
+            self._next.rows_read - self._place.rows_read,
+            self._next.left_out - self._place.left_out,
             len(self._items),
             sum(item.length for item in self._items),
             sum(int((part != IGNORED).sum()) for part in labels),
@@ -211,9 +214,8 @@ class SourceStream:
     def _fill(self) -> None:
         """Make the samples of the next window."""
         self._place, self._given = self._next, 0
-        examples, after, ended = self._read(self._place)
-        order = permute(np.arange(len(examples)), max(1, len(examples)), *self._key("rows"))
-        self._items = self._samples([examples[i] for i in order])
+        pieces, after, ended = self._read(self._place)
+        self._items = self._samples(self._permuted(pieces, "rows"))
         after.samples += len(self._items)
         if ended:
             if not after.samples:
@@ -225,8 +227,9 @@ class SourceStream:
             after = StreamPlace(epoch=after.epoch + 1, **after.read())
         self._next = after
 
-    def _key(self, what: str) -> tuple[int, int]:
-        return derived_seed(self.seed, what, self._place.window), self._place.epoch
+    def _permuted(self, items: list, what: str) -> list:
+        seed, n = derived_seed(self.seed, what, self._place.window), len(items)
+        return [items[i] for i in permute(np.arange(n), max(1, n), seed, self._place.epoch)]
 
     def _read(self, start: StreamPlace) -> tuple[list[Piece], StreamPlace, bool]:
         """Return the pieces of a window of rows, the place after it, and whether the pass ended."""
@@ -242,17 +245,12 @@ class SourceStream:
             if row is None:
                 self._rows, at.shard, at.row = None, at.shard + 1, 0
                 continue
-            encoded = self.source.encode(row, at.rows)
-            at.row, at.rows, at.rows_read = at.row + 1, at.rows + 1, at.rows_read + 1
-            if isinstance(encoded, BadRow):
-                at.leave_out(encoded.reason, str(encoded))
-            elif not len(encoded.input_ids):
-                at.leave_out(_NO_TOKEN, f"row {at.rows - 1} of a pass (counted from 0)")
-            else:
-                at.truncated += bool(encoded.cut_off)
-                at.cut_off += encoded.cut_off
-                spans = [edge for span in encoded.spans for edge in span]
-                pieces += self._cut(encoded.input_ids, labels_of(encoded.input_ids, spans))
+            example = self.source.encode(row, at.rows)
+            if at.count(example) and isinstance(example, EncodedExample):
+                ids = example.input_ids
+                labels = labels_of(ids, [edge for span in example.spans for edge in span])
+                whole = self.shape.packing == "wrapped"  # joined with others, and cut then
+                pieces += _cut(ids, labels, len(ids) if whole else self.shape.sequence_length)
         at.window += 1
         return pieces, at, False
 
@@ -263,29 +261,24 @@ class SourceStream:
         seed = derived_seed(self.seed, "shards")
         return rows.shard(rows.num_shards, int(permute(at.shard, rows.num_shards, seed, at.epoch)))
 
-    def _cut(self, ids: np.ndarray, labels: np.ndarray) -> list[Piece]:
-        """Return a row in pieces that fit into a sample; a whole one where rows are joined."""
-        limit = len(ids) if self.shape.packing == "wrapped" else self.shape.sequence_length
-        return [(ids[i : i + limit], labels[i : i + limit]) for i in range(0, len(ids), limit)]
-
     def _samples(self, pieces: list[Piece]) -> list[StreamSample]:
-        if not pieces:
-            return []
-        if self.shape.packing == "wrapped":
-            joined = [np.concatenate(column) for column in zip(*pieces, strict=True)]
-            length = self.shape.sequence_length
-            groups = [
-                [(joined[0][i : i + length], joined[1][i : i + length])]
-                for i in range(0, len(joined[0]), length)
-            ]
-        elif self.shape.packing == "bfd":
-            plan = best_fit(np.array([len(p[0]) for p in pieces]), self.shape.sequence_length)
+        groups = [[piece] for piece in pieces]
+        if self.shape.packing == "bfd":
+            lengths = np.array([len(ids) for ids, _ in pieces], np.int64)
+            plan = best_fit(lengths, self.shape.sequence_length)
             groups = [[pieces[i] for i in plan.bin(b)] for b in range(len(plan))]
-        else:
-            groups = [[piece] for piece in pieces]
-        order = permute(np.arange(len(groups)), len(groups), *self._key("samples"))
-        sizes, epoch = [sum(len(p[0]) for p in group) for group in groups], self._place.epoch
-        return [StreamSample(groups[i], sizes[i], self.number, epoch) for i in order]
+        elif self.shape.packing == "wrapped" and pieces:
+            ids, labels = (np.concatenate(column) for column in zip(*pieces, strict=True))
+            groups = [[piece] for piece in _cut(ids, labels, self.shape.sequence_length)]
+        epoch = self._place.epoch
+        return [
+            StreamSample(group, sum(len(ids) for ids, _ in group), self.number, epoch)
+            for group in self._permuted(groups, "samples")
+        ]
+
+
+def _cut(ids: np.ndarray, labels: np.ndarray, limit: int) -> list[Piece]:
+    return [(ids[i : i + limit], labels[i : i + limit]) for i in range(0, len(ids), limit)]
 
 
 def sample_of(item: StreamSample, shape: SampleShape) -> Sample:
@@ -293,9 +286,9 @@ def sample_of(item: StreamSample, shape: SampleShape) -> Sample:
     if shape.packing == "bfd":
         return packed_sample(item.pieces, shape.sequence_length, shape.pad_id)
     ids, labels = item.pieces[0]
-    if shape.packing == "none":
-        return padded_sample(ids, labels)
-    # The last window of its kind is filled up; nothing after it looks at the filling.
-    missing = (0, shape.sequence_length - len(ids))
-    ids = np.pad(ids, missing, constant_values=shape.pad_id)
-    return padded_sample(ids, np.pad(labels, missing, constant_values=IGNORED))
+    if shape.packing == "wrapped":
+        # The last window of its kind is filled up; nothing after it looks at the filling.
+        missing = (0, shape.sequence_length - len(ids))
+        ids = np.pad(ids, missing, constant_values=shape.pad_id)
+        labels = np.pad(labels, missing, constant_values=IGNORED)
+    return padded_sample(ids, labels)

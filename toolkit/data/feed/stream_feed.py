@@ -1,127 +1,40 @@
-"""Streamed sources as this rank's micro-batches, and the position that continues them.
-
-The surface is that of `feed.Feed`.
-"""
+"""Streamed sources as this rank's micro-batches."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset, default_collate
 
 from toolkit import ranks
-from toolkit.data.feed.mixed import GROUP, MixedStream
-from toolkit.data.feed.sets import (
-    MicroBatch,
-    Processes,
-    SampleShape,
-    check_names,
-    eval_batches,
-    to_evaluate,
+from toolkit.data.feed.feed import Feed, MicroBatch, Processes, SampleShape
+from toolkit.data.feed.prepared import to_evaluate
+from toolkit.data.feed.stream import (
+    WINDOW,
+    FirstWindow,
+    SourceStream,
+    StreamSample,
+    StreamSource,
+    sample_of,
 )
-from toolkit.data.feed.stream import WINDOW, FirstWindow, StreamSource, sample_of
-from toolkit.data.order.position import accumulation_for, check_reading
+from toolkit.data.order.grouping import regroup
+from toolkit.data.order.mixture import DrawnSamples, locate, shares
+from toolkit.data.order.permutation import derived_seed
+from toolkit.data.order.position import Position
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
+GROUP = 16
+"""Global batches whose samples are sorted by length together, where they are padded."""
 _PLACE = "place"
 _ERROR = "error"
 
 
-class StreamPosition:
-    """How far a run has read its streams: the state of the data in a checkpoint.
-
-    Args:
-        seed: of the orders.
-        global_batch: samples of an optimizer step on all ranks.
-        reading: what else the samples depend on, as JSON values; a difference is refused.
-    """
-
-    def __init__(self, seed: int, global_batch: int, reading: dict[str, Any]) -> None:
-        self.seed, self.global_batch, self.reading = seed, global_batch, reading
-        self.samples_seen = 0
-        self.stream: dict[str, Any] | None = None
-        self._after_step: dict[str, Any] | None = None
-
-    @property
-    def passes(self) -> dict[str, int]:
-        """Source name -> passes over it that are done."""
-        return self._of_sources("epoch")
-
-    @property
-    def rows_read(self) -> dict[str, int]:
-        """Source name -> rows read in all passes, up to the window in hand."""
-        return self._of_sources("rows_read")
-
-    @property
-    def left_out(self) -> dict[str, int]:
-        """Source name -> how many of `rows_read` were left out."""
-        return self._of_sources("left_out")
-
-    @property
-    def read(self) -> dict[str, dict[str, Any]]:
-        """Source name -> what came of all rows read so far, ahead of the steps that are done by the
-        window in hand: `passes` that are done, `rows_read`, `left_out`, `reasons` (reason -> rows),
-        `first` (reason -> the first of them), `truncated`, `cut_off` (tokens).
-        """
-        return self.stream.get("read", {}) if self.stream else {}
-
-    @property
-    def epoch(self) -> float:
-        """Passes that are done over the source that has the fewest."""
-        return float(min(self.passes.values(), default=0))
-
-    def _of_sources(self, name: str) -> dict[str, int]:
-        sources = self.stream["sources"] if self.stream else {}
-        return {source: place[name] for source, place in sources.items()}
-
-    def advance(self) -> None:
-        """Count the step that was read last as done.
-
-        Raises:
-            DataError: no step was read since the last call.
-        """
-        if self._after_step is None:
-            raise DataError("expected a step that was read from the stream, to count it as done")
-        self.samples_seen += self.global_batch
-        self.stream, self._after_step = self._after_step, None
-
-    def step_read(self, place: dict[str, Any]) -> None:
-        """Remember the place after a step, for `advance`."""
-        self._after_step = place
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, the same on every rank."""
-        return {
-            "samples_seen": self.samples_seen,
-            "global_batch": self.global_batch,
-            "seed": self.seed,
-            "reading": self.reading,
-            "stream": self.stream,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`: its position and its global batch.
-
-        Raises:
-            DataError: it is of other data or of another order.
-        """
-        if "stream" not in state:
-            raise DataError(
-                "the checkpoint's position is one in data that were prepared before the run, this "
-                "run reads streams (data.streaming); give the same, or start anew in another "
-                "output_dir"
-            )
-        check_reading(
-            state["reading"] | {"seed": state["seed"]}, self.reading | {"seed": self.seed}
-        )
-        self.samples_seen, self.global_batch = state["samples_seen"], state["global_batch"]
-        self.stream, self._after_step = state["stream"], None
-
-
-class StreamFeed:
-    """Streamed sources as this rank's micro-batches. Used as `Feed` is.
+class StreamFeed(Feed):
+    """Streamed sources as this rank's micro-batches.
 
     Every rank reads and encodes every row; see [Note: streams] in `stream.py`. What to
     evaluate on is not streamed, and nothing is split off a stream.
@@ -137,11 +50,8 @@ class StreamFeed:
         group: global batches that are sorted by length together, where samples are padded.
 
     Raises:
-        DataError: no source, two of one name, or several without weights.
+        DataError: several sources without weights, or max_repeats is not a whole number of passes.
     """
-
-    position: StreamPosition
-    """Where the run stands: the state of the data in a checkpoint."""
 
     def __init__(
         self,
@@ -155,39 +65,48 @@ class StreamFeed:
         window: int = WINDOW,
         group: int = GROUP,
     ) -> None:
-        check_names(sources)
-        self.sources, self.shape, self.seed = list(sources), shape, seed
-        self.sequence_length = shape.sequence_length
-        self.eval_sets = to_evaluate(eval_sources, shape, max_eval_samples)
-        self._window, self._group = window, group
-        self._mixed(global_batch)  # refuses what cannot be mixed before anything long begins
-        self.position = StreamPosition(seed, global_batch, self._reading())
-        self._first_windows: list[FirstWindow] | None = None
-
-    def _mixed(self, global_batch: int) -> MixedStream:
-        return MixedStream(
-            self.sources, self.shape, self.seed, global_batch, self._window, self._group
-        )
-
-    def _reading(self) -> dict[str, Any]:
+        self.sources, self.window, self.group = list(sources), window, group
+        if len(sources) > 1 and (lacking := [s.name for s in sources if s.weight is None]):
+            raise DataError(
+                "expected a weight for each source (data.sources[...].weight), since the size of a "
+                f"stream is not known before its end; {', '.join(lacking)} has none"
+            )
         reading: dict[str, Any] = {
-            "data.packing": self.shape.packing,
-            "data.sequence_length": self.shape.sequence_length,
-            "the rows shuffled together": self._window,
-            "the batches grouped by length": self._group,
-            "the sources": [source.name for source in self.sources],
+            "data.packing": shape.packing,
+            "data.sequence_length": shape.sequence_length,
+            "the rows shuffled together": window,
+            "the batches grouped by length": group,
+            "the sources": [source.name for source in sources],
         }
-        for source in self.sources:
+        for source in sources:
             reading[f"the shards of {source.name}"] = source.rows.num_shards
             reading[f"the weight of {source.name}"] = source.weight
             reading[f"max_repeats of {source.name}"] = source.max_repeats
-        return reading
+        position = Position(None, seed, global_batch, reading)
+        eval_sets = to_evaluate(eval_sources, shape, max_eval_samples)
+        super().__init__(shape, position, eval_sources, eval_sets)
+        self._mixed()  # refuses what cannot be streamed before anything long begins
+
+    def _mixed(self) -> "MixedStream":
+        position = self.position
+        group = self.group if self.shape.packing == "none" else 1
+        streams = [
+            SourceStream(source, i, self.shape, position.seed, self.window)
+            for i, source in enumerate(self.sources)
+        ]
+        weights = [source.weight or 1 for source in self.sources]
+        return MixedStream(streams, weights, position.seed, position.global_batch, group)
+
+    def lines(self) -> list[str]:
+        names = ", ".join(source.name for source in self.sources)
+        evals = sum(len(samples) for samples in self.eval_sets.values())
+        return [f"{names}: {self.shape}, read while training; {evals:,} to evaluate"]
 
     def steps_for(self, epochs: float) -> int:
-        """Refuse: how many samples a stream gives, nobody knows before its end."""
+        """Refuse: how many samples a stream gives is not known before its end."""
         raise DataError(
-            "expected a number of steps, since how long a pass over a stream is nobody knows "
-            "before it ends; set train.max_steps"
+            "expected a number of steps, since how long a pass over a stream is becomes known when "
+            "it ends; set train.max_steps"
         )
 
     def check_steps(self, max_steps: int) -> None:
@@ -197,11 +116,8 @@ class StreamFeed:
         """Refuse a stream whose first rows give nothing to learn. Reads a window of each.
 
         However few samples there are is enough: a stream that is read through begins anew.
-
-        Raises:
-            DataError: names the source; or a row is refused.
         """
-        for seen in self.first_windows():
+        for seen in self.first_windows:
             if not seen.supervised:
                 raise DataError(
                     f"expected tokens to learn in the stream {seen.name}, its first {seen.rows} "
@@ -210,16 +126,26 @@ class StreamFeed:
                     "format of the rows"
                 )
 
+    @cached_property
     def first_windows(self) -> list[FirstWindow]:
-        """Return what the first window of each source holds; read at the first call.
+        """What the first window of each source holds. Raises what reading it raises."""
+        return [stream.first_window() for stream in self._mixed().streams.values()]
 
-        Raises:
-            DataError: a row is refused, or a whole pass gives no sample.
-        """
-        if self._first_windows is None:
-            mixed = self._mixed(self.position.global_batch)
-            self._first_windows = [stream.first_window() for stream in mixed.streams]
-        return self._first_windows
+    def _means(self) -> list[tuple[float, float]]:
+        pairs = zip(self.first_windows, self._mixed().shares, strict=True)
+        return [(seen.tokens / seen.samples, share) for seen, share in pairs]
+
+    def _read(
+        self, run: Processes, count: int, size: int, each: int, workers: int
+    ) -> Iterator[MicroBatch]:
+        place, rank, world = self.position.stream, run.rank, run.world_size
+        mine = RankBatches(self._mixed(), place, self.shape, count, size, rank, world)
+        for batch in run.stream(mine, workers):
+            if _ERROR in batch:
+                raise _refusal(batch[_ERROR])
+            if _PLACE in batch:
+                self.position.after_step = json.loads(batch.pop(_PLACE))
+            yield batch
 
     def reading_lines(self) -> list[str]:
         """Return what came of the rows read so far, as lines: rows, left out and why, truncated.
@@ -227,7 +153,7 @@ class StreamFeed:
         Counts of the run so far, over all its starts; none before the first step is done.
         """
         lines = []
-        for name, read in self.position.read.items():
+        for name, read in (self.position.stream or {}).get("read", {}).items():
             passes = f"{read['passes']:,} {'pass' if read['passes'] == 1 else 'passes'} done"
             lines.append(
                 f"{name}: {read['rows_read']:,} rows read ({passes}), {read['left_out']:,} left "
@@ -239,62 +165,109 @@ class StreamFeed:
                 lines.append(f"  left out {rows:,}: {reason} (the first: {first})")
         return lines
 
-    def tokens_of_step(self) -> float:
-        """Return the mean of the tokens of a global batch, without padding, by weight.
 
-        An estimate from the first window of each source.
+class MixedStream:
+    """The samples of several streams, mixed by weight, as global batches. See [Note: streams].
+
+    Sources are mixed as in [Note: mixing] (`order/mixture.py`), but where one is used up is seen
+    when it happens; it is the same on all ranks, since all read the same.
+
+    Args:
+        streams: the sources, with names of their own.
+        weights: of each.
+        seed: of the order of batches in a group.
+        global_batch: samples of an optimizer step on all ranks.
+        group: global batches that are sorted by length together.
+    """
+
+    def __init__(
+        self,
+        streams: list[SourceStream],
+        weights: Sequence[float],
+        seed: int,
+        global_batch: int,
+        group: int,
+    ) -> None:
+        self.streams, self.shares = {s.source.name: s for s in streams}, shares(weights)
+        self.seed, self.global_batch = derived_seed(seed, "lengths"), global_batch
+        self.group = group
+        self._turn, self._used_up = 0, list[str]()
+        self._begin(0)
+
+    def _begin(self, batches: int) -> None:
+        """Let the next group of batches begin here, after so many of all."""
+        self._start: dict[str, Any] = {
+            "turn": self._turn,
+            "used_up": list(self._used_up),
+            "sources": {name: stream.state_dict() for name, stream in self.streams.items()},
+            "batches": batches,
+        }
+        self._batches: list[list[StreamSample]] = []
+        self._given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place as JSON values, the same on every rank; and under `read` what came of
+        the rows read so far, which may be ahead of the place.
         """
-        shares = self._mixed(self.position.global_batch).shares
-        mean = sum(
-            seen.tokens / seen.samples * share / sum(shares)
-            for seen, share in zip(self.first_windows(), shares, strict=True)
-        )
-        return mean * self.position.global_batch
+        read = {name: stream.read() for name, stream in self.streams.items()}
+        return self._start | {"given": self._given, "read": read}
 
-    def steps(
-        self, run: Processes, count: int, *, per_device_batch_size: int, workers: int = 0
-    ) -> Iterator[list[MicroBatch]]:
-        """Give this rank's micro-batches of the next `count` steps, a list for each.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a place that `state_dict` gave."""
+        self._turn, self._used_up = state["turn"], list(state["used_up"])
+        for name, stream in self.streams.items():
+            stream.load_state_dict(state["sources"][name])
+        self._begin(state["batches"])
+        if state["given"]:
+            self._fill()
+            self._given = state["given"]
 
-        They begin at the position, which does not move by itself: call `position.advance()` when a
-        step is done. Any number of `workers` above 0 is one process that reads ahead.
+    def next_batch(self) -> list[StreamSample]:
+        """Return the samples of the next global batch.
 
         Raises:
-            DataError: the global batch does not divide over the ranks, a row is refused, or
-                max_repeats ends the data before.
+            DataError: max_repeats of all sources ended the data.
         """
-        if count < 1:
-            return
-        size = self.position.global_batch
-        each = accumulation_for(size, per_device_batch_size, run.world_size)
-        batches = RankBatches(
-            self._mixed(size),
-            self.position.stream,
-            self.shape,
-            count,
-            per_device_batch_size,
-            run.rank,
-            run.world_size,
-        )
-        stream = iter(run.stream(batches, workers))
-        try:
-            for _ in range(count):
-                micro_batches = list(islice(stream, each))
-                for batch in micro_batches:
-                    if _ERROR in batch:
-                        raise _refusal(batch[_ERROR])
-                self.position.step_read(json.loads(micro_batches[-1].pop(_PLACE)))
-                yield micro_batches
-        finally:
-            del stream  # now: a traceback would keep its worker, which then ends badly
+        if self._given == len(self._batches):
+            self._begin(self._start["batches"] + self._given)
+            self._fill()
+        self._given += 1
+        return self._batches[self._given - 1]
 
-    def evals(
-        self, run: Processes, *, per_device_batch_size: int
-    ) -> dict[str, Iterable[MicroBatch]]:
-        """Return source name -> this rank's micro-batches to evaluate on; see `eval_batches`."""
-        return eval_batches(run, self.eval_sets, self.shape, per_device_batch_size)
+    def _fill(self) -> None:
+        size, done = self.global_batch, self._start["batches"]
+        items = [item for _ in range(self.group * size) if (item := self._next()) is not None]
+        if len(items) < size:
+            raise DataError(
+                f"the data ended after {done} steps of {size} samples: max_repeats allows no more "
+                f"passes over {', '.join(self.streams)}; set train.max_steps to {done}, raise "
+                "max_repeats, or give more data"
+            )
+        order = np.arange(len(items))
+        if self.group > 1:
+            names = ("source", "epoch", "length")
+            sources, passes, lengths = (np.array([getattr(i, n) for i in items]) for n in names)
+            draws = DrawnSamples(order, sources, passes)
+            order = regroup(draws, lengths, size, self.seed, done)
+        whole = order[: len(items) // size * size]
+        self._batches = [[items[i] for i in batch] for batch in whole.reshape(-1, size)]
+
+    def _next(self) -> StreamSample | None:
+        names = list(self.streams)
+        while active := [i for i, name in enumerate(names) if name not in self._used_up]:
+            which, _ = locate(active, self.shares, np.array([self._turn]))
+            name = names[int(which[0])]
+            item = self.streams[name].next()
+            if item is not None:
+                self._turn += 1
+                return item
+            # Those that remain share out what follows, from the beginning of a cycle.
+            self._used_up.append(name)
+            self._turn = 0
+        return None
 
 
+@dataclass(eq=False)
 class RankBatches(IterableDataset):
     """The micro-batches of one rank: of each global batch every W-th sample, from its own on.
 
@@ -303,18 +276,14 @@ class RankBatches(IterableDataset):
     traceback.
     """
 
-    def __init__(
-        self,
-        mixed: MixedStream,
-        place: dict[str, Any] | None,
-        shape: SampleShape,
-        steps: int,
-        per_device_batch: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self.mixed, self.place, self.shape, self.steps = mixed, place, shape, steps
-        self.per_device_batch, self.rank, self.world_size = per_device_batch, rank, world_size
+    mixed: MixedStream
+    place: dict[str, Any] | None
+    """Where it begins; None: at the beginning."""
+    shape: SampleShape
+    steps: int
+    per_device_batch: int
+    rank: int
+    world_size: int
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         collate: Callable[[list], Any] = self.shape.collate() or default_collate

@@ -10,11 +10,12 @@ A sample must not be overtaken by its own next pass: only batches in which no so
 regrouped, and only with others of the same passes. The rest stay as they are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from toolkit.data.order.position import DrawnSamples, Order, derived_seed, permute
+from toolkit.data.order.mixture import DrawnSamples, Mixture
+from toolkit.data.order.permutation import derived_seed, permute
 
 WINDOW = 50
 """Global batches that are sorted together."""
@@ -28,7 +29,7 @@ class ByLength:
 
     Args:
         order: the sequence of samples.
-        lengths: samples -> tokens of each; called with a window at a time.
+        lengths: tokens of each sample.
         global_batch: samples of an optimizer step on all ranks.
         seed: of the order of batches in a window.
         window: global batches sorted together.
@@ -36,38 +37,31 @@ class ByLength:
 
     def __init__(
         self,
-        order: Order,
-        lengths: Callable[[np.ndarray], np.ndarray],
+        order: Mixture,
+        lengths: np.ndarray,
         global_batch: int,
         seed: int,
         window: int = WINDOW,
     ) -> None:
         self.order, self.lengths, self.seed = order, lengths, derived_seed(seed, "lengths")
-        self.global_batch, self.window = global_batch, window
+        self.global_batch, self.stretch = global_batch, window * global_batch
         self._kept: tuple[int, np.ndarray] | None = None
 
     def indices(self, start: int, count: int) -> np.ndarray:
         """Return the samples at the positions from `start` up to before `start + count`; int64."""
-        stretch = self.window * self.global_batch
-        parts = []
-        while count > 0:
-            number, at = divmod(start, stretch)
-            here = min(count, stretch - at)
-            parts.append(self._read(number)[at : at + here])
-            start, count = start + here, count - here
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        first, at = divmod(start, self.stretch)
+        last = -(-(start + count) // self.stretch)
+        windows = [self._window(number) for number in range(first, last)]
+        return np.concatenate([np.zeros(0, np.int64), *windows])[at : at + count]
 
-    def _read(self, number: int) -> np.ndarray:
+    def _window(self, number: int) -> np.ndarray:
         if self._kept is None or self._kept[0] != number:
-            stretch = self.window * self.global_batch
-            first, last = number * stretch, (number + 1) * stretch
-            if self.order.total is not None:
-                last = min(last, self.order.total)
+            first, last = number * self.stretch, (number + 1) * self.stretch
+            last = last if self.order.total is None else min(last, self.order.total)
             draws = self.order.draws(first, last - first)
-            places = regroup(
-                draws, self.lengths(draws.samples), self.global_batch, self.seed, first
-            )
-            self._kept = (number, draws.samples[places])
+            lengths = self.lengths[draws.samples]
+            places = regroup(draws, lengths, self.global_batch, self.seed, first)
+            self._kept = number, draws.samples[places]
         return self._kept[1]
 
 
@@ -83,21 +77,17 @@ def regroup(
         seed: of the order of batches.
         key: tells this window from others.
     """
-    out = []
-    for first, last, alike in _runs(draws, global_batch):
-        here = np.arange(first * global_batch, last * global_batch)
-        if not alike:
-            out.append(here)
-            continue
-        batches = here[np.argsort(lengths[here], kind="stable")].reshape(-1, global_batch)
+    places = np.arange(len(lengths))
+    for first, last in _runs(draws, global_batch):
+        here = slice(first * global_batch, last * global_batch)
+        by_length = places[here][np.argsort(lengths[here], kind="stable")]
         order = permute(np.arange(last - first), last - first, seed, key + first)
-        out.append(batches[order].reshape(-1))
-    whole = len(lengths) // global_batch * global_batch
-    return np.concatenate([*out, np.arange(whole, len(lengths))])
+        places[here] = by_length.reshape(-1, global_batch)[order].reshape(-1)
+    return places
 
 
-def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int, bool]]:
-    """Give runs (first batch, last + 1, whether the samples of each source are of one pass)."""
+def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:
+    """Give runs (first batch, last + 1) in which the samples of each source are of one pass."""
     began, passes = 0, dict[int, int]()
     batches = len(draws.samples) // global_batch
     for batch in range(batches):
@@ -106,12 +96,8 @@ def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int, bo
         alike = len(found) == len({source for source, _ in found})
         if not alike or any(passes.get(source, of) != of for source, of in found):
             if batch > began:
-                yield began, batch, True
-            began, passes = batch, {}
-        if alike:
-            passes |= dict(found)
-        else:
-            yield batch, batch + 1, False
-            began = batch + 1
+                yield began, batch
+            began, passes = (batch if alike else batch + 1), {}
+        passes |= dict(found) if alike else {}
     if batches > began:
-        yield began, batches, True
+        yield began, batches

@@ -1,29 +1,45 @@
-"""Several sources read as one sequence, each with its share.
+"""Which sample is read at which position: in one order, or from several sources by their weights.
+
+[Note: sample order]
+Training reads one endless sequence of positions 0, 1, 2, ... Position p is sample
+`permute(p % n, n, seed, p // n)`: epoch after epoch, each in an order of its own, and a batch may
+reach across the border of two. Nothing in it knows the number of ranks, and nothing is remembered
+but p, so that a run continues exactly, on any number of ranks, without reading what it has seen.
 
 [Note: mixing]
 The sources are the leaves of a binary tree. Of the first q samples that a node gives, its left side
 gives floor(q * a / (a + b)), where a and b are the weights of its sides, and the right side the
-rest. So how many samples of a source are among the first p, and with it which sample is read at
-position p, follows from p by one division for each level of the tree: nothing is drawn at random,
-nothing is remembered. At any p, not only in the long run, a source's count is within 2 (or, with
-many sources of very unlike weights, a few) of its share.
+rest. So which sample is read at position p follows from p by one division for each level of the
+tree: nothing is drawn at random, nothing is remembered. At any p, not only in the long run, a
+source's count is within 2 (or, with many sources of very unlike weights, a few) of its share.
 
 A source that may not be read again is used up at a position that is known beforehand: there a new
-phase begins, with a tree of those that remain. Within a source the samples come in its own order,
-pass after pass (see [Note: sample order] in `position.py`).
+phase begins, with a tree of those that remain.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.data.order.position import DrawnSamples, derived_seed, permute
+from toolkit.data.order.permutation import derived_seed, permute
 from toolkit.errors import DataError
 
 _SHARES = 1 << 26  # weights become whole parts of about this many: exact division in 64 bits
 _FAR = 1 << 36  # positions beyond this would not be exact; more samples than anyone reads
+
+
+class DrawnSamples(NamedTuple):
+    """What is read at some positions; int64 arrays."""
+
+    samples: np.ndarray
+    sources: np.ndarray
+    """Which of the sources that are mixed each is of."""
+    passes: np.ndarray
+    """How many times that source was read through before."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +58,14 @@ class Mixture:
     Samples are numbered through: sample i of source s is `sizes[0] + ... + sizes[s - 1] + i`.
 
     Args:
-        sizes: samples of each source.
-        weights: how many samples each gives, relative to the others.
+        sizes: samples of each source, at least one.
+        weights: how many samples each gives, relative to the others; above 0.
         seed: of the orders.
         max_repeats: passes over each source at most, also a fraction of one; None: no limit.
-
-    Raises:
-        DataError: no source, an empty one, or a weight or limit that is not above 0.
     """
+
+    total: int | None
+    """Positions there are; None: no end."""
 
     def __init__(
         self,
@@ -59,21 +75,16 @@ class Mixture:
         max_repeats: Sequence[float | None] | None = None,
     ) -> None:
         limits = max_repeats or [None] * len(sizes)
-        if not sizes or min(sizes) < 1:
-            raise DataError(f"expected sources with a sample each to mix, got {list(sizes)}")
-        if min(weights) <= 0 or any(r is not None and r <= 0 for r in limits):
-            raise DataError(
-                f"expected weights and max_repeats above 0, got {list(weights)} and {list(limits)}"
-            )
-        self.sizes = tuple(sizes)
-        self.shares = shares(weights)
+        self.sizes, self.shares = tuple(sizes), shares(weights)
         self.seeds = [derived_seed(seed, "source", s) for s in range(len(sizes))]
-        self.caps = [
-            None if r is None else max(1, int(n * r + 1e-9))
-            for n, r in zip(sizes, limits, strict=True)
-        ]
-        self._firsts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
-        self._phases, self.total = self._plan()
+        self._limits = {
+            s: max(1, int(sizes[s] * limit + 1e-9))
+            for s, limit in enumerate(limits)
+            if limit is not None
+        }
+        self._firsts = np.cumsum(self.sizes) - self.sizes
+        self._phases: list[_Phase] = []
+        self.total = self._plan()
 
     def draws(self, start: int, count: int) -> DrawnSamples:
         """Return what is read at the positions from `start` up to before `start + count`.
@@ -81,32 +92,25 @@ class Mixture:
         Raises:
             DataError: they reach beyond the last sample that all limits allow.
         """
-        if self.total is not None and start + count > self.total:
+        stop = start + count
+        if self.total is not None and stop > self.total:
             raise DataError(
                 f"expected positions below {self.total}, where all sources have been read as often "
-                f"as max_repeats allows, got up to {start + count}"
+                f"as max_repeats allows, got up to {stop}"
             )
-        sources = np.empty(count, np.int64)
-        turns = np.empty(count, np.int64)
-        for phase, end in zip(
-            self._phases, [p.start for p in self._phases[1:]] + [start + count], strict=True
-        ):
-            low, high = max(start, phase.start), min(start + count, end)
-            if low >= high:
-                continue
-            here = slice(low - start, high - start)
-            which, turn = locate(phase.active, self.shares, np.arange(low, high) - phase.start)
-            sources[here] = which
-            turns[here] = turn + np.array(phase.drawn, np.int64)[which]
-        sizes = np.array(self.sizes, np.int64)[sources]
-        passes, at = turns // sizes, turns % sizes
-        samples = np.empty(count, np.int64)
-        for source in np.unique(sources):
-            of_it = sources == source
-            for epoch in np.unique(passes[of_it]):
-                mask = of_it & (passes == epoch)
-                found = permute(at[mask], self.sizes[source], self.seeds[source], int(epoch))
-                samples[mask] = found + self._firsts[source]
+        positions = np.arange(start, stop, dtype=np.int64)
+        sources, turns = np.empty_like(positions), np.empty_like(positions)
+        ends = [phase.start for phase in self._phases[1:]] + [stop]
+        for phase, end in zip(self._phases, ends, strict=True):
+            here = slice(max(phase.start - start, 0), max(min(end, stop) - start, 0))
+            which, turn = locate(phase.active, self.shares, positions[here] - phase.start)
+            sources[here], turns[here] = which, turn + np.array(phase.drawn, np.int64)[which]
+        passes, at = np.divmod(turns, np.array(self.sizes, np.int64)[sources])
+        samples = np.empty_like(positions)
+        for source, epoch in set(zip(sources.tolist(), passes.tolist(), strict=True)):
+            mask = (sources == source) & (passes == epoch)
+            found = permute(at[mask], self.sizes[source], self.seeds[source], epoch)
+            samples[mask] = found + self._firsts[source]
         return DrawnSamples(samples, sources, passes)
 
     def indices(self, start: int, count: int) -> np.ndarray:
@@ -116,44 +120,38 @@ class Mixture:
     def counts(self, position: int) -> list[int]:
         """Return how many samples of each source are among the first `position`."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
-        return self._counts(phase, position)
-
-    def _counts(self, phase: _Phase, position: int) -> list[int]:
         given = list(phase.drawn)
         for source, count in _given(phase.active, self.shares, position - phase.start):
             given[source] += count
         return given
 
-    def _plan(self) -> tuple[list[_Phase], int | None]:
-        """Return the phases, and where the last one ends."""
-        phases: list[_Phase] = []
-        start, drawn = 0, (0,) * len(self.sizes)
+    def _plan(self) -> int | None:
+        """Find the phases; return where the last one ends."""
+        start, drawn = 0, [0] * len(self.sizes)
         active = tuple(range(len(self.sizes)))
         while active:
-            phase = _Phase(start, drawn, active)
-            phases.append(phase)
-            ends = [self._exhausted(phase, s, cap) for s in active if (cap := self.caps[s])]
-            if not ends or min(ends) >= _FAR:
-                return phases, None
-            start = min(ends)
-            drawn = tuple(self._counts(phase, start))
-            active = tuple(s for s in active if drawn[s] != self.caps[s])
-        return phases, start
+            self._phases.append(_Phase(start, tuple(drawn), active))
+            start = min((self._used_up(s) for s in active if s in self._limits), default=_FAR)
+            if start >= _FAR:
+                return None
+            drawn = self.counts(start)
+            active = tuple(s for s in active if drawn[s] != self._limits.get(s))
+        return start
 
-    def _exhausted(self, phase: _Phase, source: int, cap: int) -> int:
-        """Return the first position before which `source` has given `cap` samples."""
-        low, high = phase.start, phase.start + 1
-        while self._counts(phase, high)[source] < cap:
-            low, high = high, phase.start + 2 * (high - phase.start)
-            if high > _FAR:
-                return _FAR
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._counts(phase, middle)[source] < cap:
-                low = middle
-            else:
-                high = middle
-        return high
+    def _used_up(self, source: int) -> int:
+        """Return the first position before which `source`, of the last phase, gave its limit."""
+        begin = self._phases[-1].start
+        return bisect_left(
+            range(_FAR), self._limits[source], lo=begin, key=lambda p: self.counts(p)[source]
+        )
+
+
+class SampleOrder(Mixture):
+    """The endless sequence of `n` samples that are read in one order. See [Note: sample order]."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        super().__init__([n], [1], seed)
+        self.seeds = [seed]
 
 
 def shares(weights: Sequence[float]) -> list[int]:

@@ -1,146 +1,32 @@
-"""In which order samples are drawn, and how far a run has come.
+"""Global batches dealt out to ranks, and how far a run has come.
 
-[Note: sample order]
-Training reads one endless sequence of positions 0, 1, 2, ... Position p is sample
-`permute(p % n, n, seed, p // n)`: epoch after epoch, each in an order of its own, and a batch may
-reach across the border of two. Nothing in it knows the number of ranks, and nothing is remembered
-but p, so that a run continues exactly, on any number of ranks, without reading what it has seen.
-
-The global batch of a step is the next B positions. Rank r of W takes every W-th of them from the
-r-th on, and cuts these into its micro-batches. Whatever W and the accumulation are, the ranks
-together train on the same B samples, so a loss that is a mean over the global batch is the same.
+The global batch of a step is the next B positions of an order (`mixture.py`). Rank r of W takes
+every W-th of them from the r-th on, and cuts these into its micro-batches. Whatever W and the
+accumulation are, the ranks together train on the same B samples, so a loss that is a mean over the
+global batch is the same.
 """
 
-import hashlib
-from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 from torch.utils.data import BatchSampler
 
+from toolkit.data.order.grouping import ByLength
+from toolkit.data.order.mixture import Mixture
 from toolkit.data.samples.sequences import FILLER
 from toolkit.errors import DataError
 
-_ROUNDS = 6
-_MIN_HALF_BITS = 3
-_TABLE_HALF_BITS = 5
+
+class _Batches(BatchSampler):
+    """What Accelerate asks of a sampler of batches beside them."""
+
+    drop_last = False
+    sampler: Any = None
 
 
-def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return where the permutation of `range(n)` for (`seed`, `epoch`) sends each `index`.
-
-    A Feistel network over the smallest domain of 4^k that holds n, with keys hashed from seed and
-    epoch; what falls outside `range(n)` is sent on until it falls inside (cycle walking; at most
-    3 more times on average, where n is above 16). No memory that grows with n, a fraction of a
-    microsecond for each index of a large batch.
-
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
-    """
-    index = np.asarray(index)
-    if n < 1 or (index.size and not (index.min() >= 0 and index.max() < n)):
-        raise IndexError(f"permute: expected 0 <= index < n, got n {n} and {index}")
-    half = max(_MIN_HALF_BITS, ((n - 1).bit_length() + 1) // 2)
-    keys = _keys(seed, epoch)
-    flat = index.astype(np.uint64).reshape(-1)
-    if half <= _TABLE_HALF_BITS:  # cheaper to know all than to ask again and again
-        table = _feistel(np.arange(1 << 2 * half, dtype=np.uint64), half, keys)
-        follow = table.__getitem__
-    else:
-        follow = partial(_feistel, half=half, keys=keys)
-    out = follow(flat)
-    outside = np.flatnonzero(out >= n)
-    while len(outside):
-        out[outside] = follow(out[outside])
-        outside = outside[out[outside] >= n]
-    return out.astype(np.int64).reshape(index.shape)
-
-
-def _keys(seed: int, epoch: int) -> np.ndarray:
-    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8")
-
-
-def _feistel(x: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    left, right = x >> shift, x & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << shift) | right
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: every bit of the output depends on every bit of the input."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def derived_seed(seed: int, *parts: object) -> int:
-    """Return another seed, made of `seed` and `parts`: for the second of two orders of one run."""
-    text = " ".join(map(str, (seed, *parts))).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-
-class DrawnSamples(NamedTuple):
-    """What is read at some positions."""
-
-    samples: np.ndarray
-    """Which sample; int64."""
-    sources: np.ndarray
-    """Which of the sources that are mixed it is of; int64."""
-    passes: np.ndarray
-    """How many times that source was read through before; int64."""
-
-
-class Order(Protocol):
-    """A sequence of samples that training reads: `SampleOrder`, or `mixture.Mixture`."""
-
-    total: int | None
-    """Positions there are; None: no end."""
-
-    def draws(self, start: int, count: int) -> DrawnSamples:
-        """Return what is read at the positions from `start` up to before `start + count`."""
-
-    def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples alone."""
-
-
-class SampleOrder:
-    """The endless sequence of samples that training reads. See [Note: sample order]."""
-
-    total: int | None = None
-
-    def __init__(self, n: int, seed: int) -> None:
-        if n < 1:
-            raise DataError(f"expected at least one sample to draw from, got {n}")
-        self.n, self.seed = n, seed
-
-    def draws(self, start: int, count: int) -> DrawnSamples:
-        """Return the samples at `count` positions from `start` on, all of one source."""
-        positions = np.arange(start, start + count, dtype=np.int64)
-        samples = self.indices(start, count)
-        return DrawnSamples(samples, np.zeros_like(positions), positions // self.n)
-
-    def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples at the positions from `start` up to before `start + count`; int64."""
-        parts = []
-        while count > 0:
-            epoch, at = divmod(start, self.n)
-            here = min(count, self.n - at)
-            parts.append(permute(np.arange(at, at + here), self.n, self.seed, epoch))
-            start, count = start + here, count - here
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-class Indices(Protocol):
-    """What `GlobalBatches` reads: an `Order`, or one grouped by length."""
-
-    def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples at the positions from `start` up to before `start + count`."""
-
-
-class GlobalBatches(BatchSampler):
+@dataclass(eq=False)
+class GlobalBatches(_Batches):
     """Micro-batches of all ranks in the order in which Accelerate deals them out.
 
     Accelerate's `BatchSamplerShard` gives batch i to rank i % W. So step after step, micro-batch m
@@ -149,35 +35,21 @@ class GlobalBatches(BatchSampler):
 
     The samples of step k are `positions[k*B:(k+1)*B]` for every W, as long as the product B of b,
     accumulation and W is kept: with B = 4, two ranks, b = 1 and accumulation 2, rank 0 reads [0]
-    then [2] and rank 1 [1] then [3]; one rank with b = 2 reads [0 1] then [2 3]. See [Note: sample
-    order].
+    then [2] and rank 1 [1] then [3]; one rank with b = 2 reads [0 1] then [2 3].
 
     Every batch is full and every rank gets as many, so Accelerate neither repeats nor drops any.
-
-    Args:
-        order: what position means which sample; anything with its `indices`.
-        start: position of the first sample: how many the run has seen (`Position.samples_seen`).
-        steps: optimizer steps to yield batches for.
-        per_device_batch: samples of a micro-batch, b.
-        accumulation: micro-batches of a rank in a step.
-        world_size: number of ranks, W.
     """
 
-    drop_last = False
-    sampler: Any = None  # there is none; Accelerate asks
-
-    def __init__(
-        self,
-        order: Indices,
-        start: int,
-        steps: int,
-        per_device_batch: int,
-        accumulation: int,
-        world_size: int,
-    ) -> None:
-        self.order, self.start, self.steps = order, start, steps
-        self.batch_size = per_device_batch
-        self.accumulation, self.world_size = accumulation, world_size
+    order: Mixture | ByLength
+    start: int
+    """Position of the first sample: how many the run has seen (`Position.samples_seen`)."""
+    steps: int
+    """Optimizer steps to yield batches for."""
+    batch_size: int
+    """Samples of a micro-batch, b."""
+    accumulation: int
+    """Micro-batches of a rank in a step."""
+    world_size: int
 
     @property
     def global_batch(self) -> int:
@@ -190,128 +62,115 @@ class GlobalBatches(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         shape = (self.accumulation, self.batch_size, self.world_size)
         for step in range(self.steps):
-            positions = self.start + step * self.global_batch
-            samples = self.order.indices(positions, self.global_batch).reshape(shape)
-            for micro_batch in samples:
+            first = self.start + step * self.global_batch
+            for micro_batch in self.order.indices(first, self.global_batch).reshape(shape):
                 yield from micro_batch.T.tolist()
 
 
-class EvalBatches(BatchSampler):
-    """Every sample once, in order; every rank gets the same number of full batches.
+@dataclass(eq=False)
+class EvalBatches(_Batches):
+    """Every one of `samples` once, in order; every rank gets the same number of full batches.
 
     What is missing in the last round is filled with `FILLER`, whose labels the loss leaves out, so
     that no rank stops while the others still wait for it, and no sample counts twice.
     """
 
-    drop_last = False
-    sampler: Any = None  # there is none; Accelerate asks
-
-    def __init__(self, n: int, per_device_batch: int, world_size: int) -> None:
-        self.n, self.batch_size, self.world_size = n, per_device_batch, world_size
+    samples: Sequence[int]
+    batch_size: int
+    """Samples of a micro-batch of one rank."""
+    world_size: int
 
     def __len__(self) -> int:
-        return -(-self.n // (self.batch_size * self.world_size)) * self.world_size
+        return -(-len(self.samples) // (self.batch_size * self.world_size)) * self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         for first in range(0, len(self) * self.batch_size, self.batch_size):
-            batch = range(first, first + self.batch_size)
-            yield [i if i < self.n else FILLER for i in batch]
+            batch = [int(i) for i in self.samples[first : first + self.batch_size]]
+            yield batch + [FILLER] * (self.batch_size - len(batch))
 
 
 class Position:
     """How far the run has read: the state of the data in a checkpoint.
 
     Args:
-        n_samples: training samples there are.
-        seed: the seed of their order.
+        n_samples: training samples there are; None of streams, which count their rows instead.
+        seed: of the order.
         global_batch: samples of an optimizer step on all ranks.
-        samples_seen: samples read so far, over all epochs.
         reading: what else the samples depend on, as JSON values under names that a user
             understands; kept in the checkpoint, where a difference is refused.
     """
 
     def __init__(
         self,
-        n_samples: int,
+        n_samples: int | None,
         seed: int,
         global_batch: int,
-        samples_seen: int = 0,
         reading: dict[str, Any] | None = None,
     ) -> None:
-        self.n_samples, self.seed = n_samples, seed
-        self.global_batch, self.samples_seen = global_batch, samples_seen
-        self.reading = reading or {}
+        self.n_samples, self.seed, self.global_batch = n_samples, seed, global_batch
+        self.reading, self.samples_seen = reading or {}, 0
+        # Of streams: the place (`MixedStream.state_dict`) after the last step that is done, and
+        # after the one that was read last.
+        self.stream: dict[str, Any] | None = None
+        self.after_step: dict[str, Any] | None = None
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self.samples_seen / self.n_samples
+    def advance(self) -> None:
+        """Count the step that was read last as done.
 
-    def advance(self, samples: int | None = None) -> None:
-        """Count `samples` as read; a global batch where none is given."""
-        self.samples_seen += self.global_batch if samples is None else samples
+        Raises:
+            DataError: no step of a stream was read since the last call.
+        """
+        if self.n_samples is None:
+            if self.after_step is None:
+                raise DataError("expected a step that was read from the stream, to count as done")
+            self.stream, self.after_step = self.after_step, None
+        self.samples_seen += self.global_batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, the same on every rank."""
-        return {
+        state: dict[str, Any] = {
             "samples_seen": self.samples_seen,
             "global_batch": self.global_batch,
-            "n_samples": self.n_samples,
             "seed": self.seed,
-        } | ({"reading": self.reading} if self.reading else {})
+        }
+        if self.n_samples is None:
+            return state | {"reading": self.reading, "stream": self.stream}
+        return state | {"n_samples": self.n_samples, "reading": self.reading}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`: its position and its global batch.
 
         Raises:
-            DataError: it counts other samples or another order, so that its position means nothing
-                here.
+            DataError: it is of other data or of another order, so that it means nothing here.
         """
-        if "n_samples" not in state:
+        here = self.state_dict()
+        if ("stream" in state) != ("stream" in here):
+            kinds = ("data that were prepared before the run", "streams (data.streaming)")
             raise DataError(
-                "the checkpoint's position is one in streams (data.streaming), this run prepares "
-                "its data before; give the same, or start anew in another output_dir"
+                f"the checkpoint's position is one in {kinds['stream' in state]}, this run reads "
+                f"{kinds['stream' in here]}; give the same, or start anew in another output_dir"
             )
-        for name, what, cure in (
-            ("n_samples", "training samples", "give the same data, sequence length and eval split"),
-            ("seed", "as the seed of their order", "set seed to the same value"),
-        ):
-            if int(state[name]) != getattr(self, name):
+        saved, now = _depends_on(state, self.reading), _depends_on(here, self.reading)
+        for name in saved | now:
+            if saved.get(name) != now.get(name):
+                said = ["nothing" if d.get(name) is None else d[name] for d in (saved, now)]
                 raise DataError(
-                    f"the checkpoint's position in the data counts on {state[name]} {what}, this "
-                    f"run has {getattr(self, name)}; {cure}, or start anew in another output_dir"
+                    f"the checkpoint's position in the data counts on {name} {said[0]}, this run "
+                    f"has {said[1]}; give the same data and settings, or start anew in another "
+                    "output_dir"
                 )
-        check_reading(state.get("reading"), self.reading)
-        self.samples_seen = int(state["samples_seen"])
-        self.global_batch = int(state["global_batch"])
-
-    def __repr__(self) -> str:
-        return f"Position({', '.join(f'{k}={v}' for k, v in self.state_dict().items())})"
+        self.samples_seen, self.global_batch = state["samples_seen"], state["global_batch"]
+        self.stream, self.after_step = state.get("stream"), None
 
 
-def check_reading(saved: dict[str, Any] | None, here: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose samples were made in another way than this run's.
-
-    Checkpoints of before there was a choice hold nothing of it (None): theirs were windows of one
-    text.
-
-    Raises:
-        DataError: names what differs.
-    """
-    if saved is None:
-        saved = {name: value for name, value in here.items() if name != "data.packing"}
-        saved |= {"data.packing": "wrapped"} if here else {}
-    for name in {**saved, **here}:
-        if saved.get(name) != here.get(name):
-            raise DataError(
-                f"the checkpoint's position in the data counts on {name} "
-                f"{_shown(saved.get(name))}, this run has {_shown(here.get(name))}; give the same, "
-                "or start anew in another output_dir"
-            )
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else str(value)
+def _depends_on(state: dict[str, Any], reading: dict[str, Any]) -> dict[str, Any]:
+    """Return what the samples depend on, by names for a message."""
+    # Checkpoints of before there was a choice hold nothing of it: they read windows of one text.
+    old = reading | {"data.packing": "wrapped"} if reading else {}
+    return (state.get("reading") or old) | {
+        "the number of training samples": state.get("n_samples"),
+        "the seed": state["seed"],
+    }
 
 
 def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) -> int:
@@ -325,20 +184,17 @@ def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) 
         return accumulation
     each, uneven = divmod(global_batch, world_size)
     if uneven or not each:
-        cure = f"start it on {_listed(_divisors(global_batch))} processes"
+        cure = f"start it on {_divisors(global_batch, global_batch)} processes"
     else:
-        fitting = [d for d in _divisors(each) if d <= max(per_device_batch, 1)]
-        cure = f"set train.per_device_train_batch_size to {_listed(fitting)}"
+        fitting = _divisors(each, per_device_batch)
+        cure = f"set train.per_device_train_batch_size to {fitting}"
     raise DataError(
         f"the global batch of {global_batch} samples does not divide into micro-batches of "
         f"{per_device_batch} (train.per_device_train_batch_size) on {world_size} processes; {cure}"
     )
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _listed(numbers: list[int], most: int = 12) -> str:
-    """Return the numbers as text; of many the largest, since those are the useful ones."""
-    return ("... " if len(numbers) > most else "") + ", ".join(map(str, numbers[-most:]))
+def _divisors(n: int, most: int) -> str:
+    """Return the divisors of `n` up to `most` as text; of many the largest."""
+    found = [str(d) for d in range(1, most + 1) if n % d == 0]
+    return ("... " if len(found) > 12 else "") + ", ".join(found[-12:])

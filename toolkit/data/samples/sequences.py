@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch.utils.data import Dataset
 
@@ -32,48 +33,38 @@ MULTIPLE = 8
 """Padded lengths are multiples of this: fewer different shapes, and aligned ones."""
 
 Sample = dict[str, torch.Tensor]
+Piece = tuple[np.ndarray, np.ndarray]
+"""Token ids and labels of a row, or of a part of one."""
+Chosen = range | np.ndarray | None
+"""Numbers of the windows or rows that are used; None: all."""
 
 
 class EncodedRows:
-    """Encoded rows, read one by one or as one text.
-
-    Opening costs a step per record batch of the file, reading a row a binary search. It pickles as
-    the path of the file.
+    """Encoded rows, read one by one or as one text. It pickles as the path of the file.
 
     Args:
         tokens: the data set; `input_ids`, perhaps `spans`.
     """
 
     def __init__(self, tokens: datasets.Dataset) -> None:
-        # A selection or shuffle is an index over the rows; the chunks below are read in file order.
-        if tokens._indices is not None:
-            tokens = tokens.flatten_indices()
-        self.tokens = tokens
-        self._open()
+        # A selection or shuffle is an index over the rows; columns are read in file order.
+        self.tokens = tokens.flatten_indices() if tokens._indices is not None else tokens
+        self._ids = self.tokens.data.column("input_ids")
+        self.supervised_in_part = "spans" in self.tokens.column_names
+        self._spans = self.tokens.data.column("spans") if self.supervised_in_part else None
+        self._texts = [chunk.flatten().to_numpy() for chunk in self._ids.chunks]
+        self._text_ends = np.cumsum([len(text) for text in self._texts], dtype=np.int64)
 
-    def _open(self) -> None:
-        self._ids = _Lists(self.tokens, "input_ids")
-        self._spans = _Lists(self.tokens, "spans") if "spans" in self.tokens.column_names else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"tokens": self.tokens}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EncodedRows, (self.tokens,)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
-    def supervised_in_part(self) -> bool:
-        """Whether there are spans; without them every token counts."""
-        return self._spans is not None
-
-    @property
     def total(self) -> int:
         """Tokens of all rows."""
-        return self._ids.total
+        return int(self._text_ends[-1]) if len(self._text_ends) else 0
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -82,20 +73,40 @@ class EncodedRows:
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of every row; int64."""
-        return self._ids.lengths()
+        return pc.list_value_length(self._ids).to_numpy().astype(np.int64)
 
     def ids(self, row: int) -> np.ndarray:
         """Return the token ids of a row: a view of the file."""
-        return self._ids[row]
-
-    def joined(self, begin: int, count: int) -> np.ndarray:
-        """Return `count` token ids of all rows joined, from `begin` on; int64, a copy."""
-        return self._ids.joined(begin, count)
+        return self._ids[row].values.to_numpy()
 
     def labels(self, row: int) -> np.ndarray:
         """Return the labels of a row, int64; that of its first token included."""
-        ids = self._ids[row]
-        return ids.astype(np.int64) if self._spans is None else labels_of(ids, self._spans[row])
+        ids = self.ids(row)
+        if self._spans is None:
+            return ids.astype(np.int64)
+        return labels_of(ids, self._spans[row].values.to_numpy())
+
+    def joined(self, begin: int, count: int) -> np.ndarray:
+        """Return `count` token ids of all rows joined, from `begin` on; int64, a copy."""
+        parts, chunk = [], int(np.searchsorted(self._text_ends, begin, side="right"))
+        while count:
+            text = self._texts[chunk]
+            first = begin - int(self._text_ends[chunk]) + len(text)
+            parts.append(text[first : first + count])
+            begin, count, chunk = begin + len(parts[-1]), count - len(parts[-1]), chunk + 1
+        return np.concatenate(parts).astype(np.int64)
+
+    def joined_labels(self, begin: int, count: int) -> np.ndarray:
+        """Return the labels of the tokens that `joined` returns; int64, a copy."""
+        if self._spans is None:
+            return self.joined(begin, count)
+        parts, row = [], int(np.searchsorted(self.ends, begin, side="right"))
+        while count:
+            own = self.labels(row)
+            first = begin - int(self.ends[row]) + len(own)
+            parts.append(own[first : first + count])
+            begin, count, row = begin + len(parts[-1]), count - len(parts[-1]), row + 1
+        return np.concatenate(parts)
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -106,42 +117,6 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
     return labels
 
 
-class _Lists:
-    """A list column, by row."""
-
-    def __init__(self, tokens: datasets.Dataset, name: str) -> None:
-        chunks = [c for c in tokens.data.column(name).chunks if len(c)]
-        self._values = [c.values.to_numpy(zero_copy_only=False) for c in chunks]
-        self._offsets = [c.offsets.to_numpy() for c in chunks]
-        self._rows = np.cumsum([len(c) for c in chunks], dtype=np.int64)
-        self._ends = np.cumsum([o[-1] - o[0] for o in self._offsets], dtype=np.int64)
-
-    @property
-    def total(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def lengths(self) -> np.ndarray:
-        parts = [np.diff(offsets) for offsets in self._offsets]
-        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        chunk = int(np.searchsorted(self._rows, row, side="right"))
-        offsets = self._offsets[chunk]
-        at = row - int(self._rows[chunk]) + len(offsets) - 1
-        return self._values[chunk][offsets[at] : offsets[at + 1]]
-
-    def joined(self, begin: int, count: int) -> np.ndarray:
-        out = np.empty(count, np.int64)
-        filled, chunk = 0, int(np.searchsorted(self._ends, begin, side="right"))
-        while filled < count:
-            last = int(self._offsets[chunk][-1])
-            first = last - (int(self._ends[chunk]) - begin - filled)
-            part = self._values[chunk][first : min(last, first + count - filled)]
-            out[filled : filled + len(part)] = part
-            filled, chunk = filled + len(part), chunk + 1
-        return out
-
-
 class Windows(Dataset):
     """All rows joined and cut into windows of L tokens: `{"input_ids": [L], "labels": [L]}`.
 
@@ -150,65 +125,33 @@ class Windows(Dataset):
     Args:
         rows: what is read.
         sequence_length: tokens per sample, L.
+        chosen: the windows that are used.
 
     Raises:
         DataError: the tokens do not fill one window.
     """
 
-    def __init__(self, rows: EncodedRows, sequence_length: int) -> None:
-        self.rows, self.sequence_length = rows, sequence_length
-        self.first, self.last = 0, rows.total // sequence_length
-        if not self.last:
+    def __init__(self, rows: EncodedRows, sequence_length: int, chosen: Chosen = None) -> None:
+        count, self.tokens_dropped = divmod(rows.total, sequence_length)
+        if not count:
             raise DataError(
                 f"expected at least one sample of {sequence_length} tokens "
                 f"(data.sequence_length), all documents together hold {rows.total}; give "
                 f"more text or set data.sequence_length to at most {max(rows.total, 2)}"
             )
-
-    @property
-    def tokens_total(self) -> int:
-        """Tokens of all documents."""
-        return self.rows.total
-
-    @property
-    def tokens_dropped(self) -> int:
-        """Tokens after the last whole window, which no sample holds."""
-        return self.rows.total % self.sequence_length
-
-    def view(self, first: int, last: int) -> "Windows":
-        """Return the samples from `first` up to before `last` as Windows of their own; no copy."""
-        if not 0 <= first <= last <= len(self):
-            raise IndexError(f"no view from {first} to {last} of {len(self)} samples")
-        other = object.__new__(Windows)
-        other.__dict__.update(self.__dict__)
-        other.first, other.last = self.first + first, self.first + last
-        return other
+        self.rows, self.sequence_length = rows, sequence_length
+        self.chosen = range(count) if chosen is None else chosen
 
     def __len__(self) -> int:
-        return self.last - self.first
+        return len(self.chosen)
 
     def __getitem__(self, index: int) -> Sample:
         length = self.sequence_length
         if index == FILLER:
-            return {
-                "input_ids": torch.zeros(length, dtype=torch.int64),
-                "labels": torch.full((length,), IGNORED),
-            }
-        begin = (self.first + _within(index, len(self))) * length
-        ids = self.rows.joined(begin, length)
-        labels = self._labels(begin) if self.rows.supervised_in_part else ids.copy()
+            return padded_sample(np.zeros(length, np.int64), np.full(length, IGNORED))
+        begin = self.chosen[_within(index, len(self))] * length
+        ids, labels = self.rows.joined(begin, length), self.rows.joined_labels(begin, length)
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-
-    def _labels(self, begin: int) -> np.ndarray:
-        labels = np.empty(self.sequence_length, np.int64)
-        row, at = int(np.searchsorted(self.rows.ends, begin, side="right")), 0
-        while at < len(labels):
-            own = self.rows.labels(row)
-            skipped = begin + at - (int(self.rows.ends[row]) - len(own))
-            part = own[skipped : skipped + len(labels) - at]
-            labels[at : at + len(part)] = part
-            at, row = at + len(part), row + 1
-        return labels
 
 
 class Pieces:
@@ -220,37 +163,34 @@ class Pieces:
     Args:
         rows: what is read.
         limit: tokens of a piece at most.
-        chosen: the rows that are used; all where it is None.
+        chosen: the rows that are used.
     """
 
-    def __init__(self, rows: EncodedRows, limit: int, chosen: np.ndarray | None = None) -> None:
+    def __init__(self, rows: EncodedRows, limit: int, chosen: Chosen = None) -> None:
         self.rows, self.limit = rows, limit
-        lengths = rows.lengths()
-        self.of_row = np.arange(len(lengths)) if chosen is None else chosen
-        lengths = lengths[self.of_row]
+        used = np.arange(len(rows)) if chosen is None else np.asarray(chosen)
+        lengths = rows.lengths()[used]
         pieces = -(-lengths // limit)
         self.empty, self.cut = int((pieces == 0).sum()), int((pieces > 1).sum())
-        self.lengths = lengths.astype(np.int32)
-        self.begins: np.ndarray | None = None
-        if self.empty or self.cut:
-            self.of_row = np.repeat(self.of_row, pieces)
-            nth = np.arange(len(self.of_row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            self.begins = nth * limit
-            left = np.repeat(lengths, pieces) - self.begins
-            self.lengths = np.minimum(left, limit).astype(np.int32)
+        self.of_row = np.repeat(used, pieces)
+        nth = np.arange(len(self.of_row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self.begins = (nth * limit).astype(np.int32)
+        left = np.repeat(lengths, pieces) - self.begins
+        self.lengths = np.minimum(left, limit).astype(np.int32)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pieces."""
+        return int(self.lengths.sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.of_row)
 
-    def __getitem__(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, piece: int) -> Piece:
         """Return the ids (a view of the file) and the labels of a piece."""
-        row = int(self.of_row[piece])
-        ids, labels = self.rows.ids(row), self.rows.labels(row)
-        if len(ids) > self.limit and self.begins is not None:
-            begin = int(self.begins[piece])
-            here = slice(begin, begin + self.limit)
-            return ids[here], labels[here]
-        return ids, labels
+        row, begin = int(self.of_row[piece]), int(self.begins[piece])
+        here = slice(begin, begin + self.limit)
+        return self.rows.ids(row)[here], self.rows.labels(row)[here]
 
 
 class Padded(Dataset):
@@ -258,22 +198,6 @@ class Padded(Dataset):
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
-        self.order: np.ndarray | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all samples."""
-        return int(self.pieces.lengths.sum(dtype=np.int64))
-
-    def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the tokens of each of `samples`."""
-        return self.pieces.lengths[samples]
-
-    def by_length(self) -> "Padded":
-        """Return the same samples from the shortest to the longest."""
-        other = Padded(self.pieces)
-        other.order = np.argsort(self.pieces.lengths, kind="stable")
-        return other
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -281,8 +205,7 @@ class Padded(Dataset):
     def __getitem__(self, index: int) -> Sample:
         if index == FILLER:
             return padded_sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
-        _within(index, len(self))
-        return padded_sample(*self.pieces[index if self.order is None else self.order[index]])
+        return padded_sample(*self.pieces[_within(index, len(self))])
 
 
 def padded_sample(ids: np.ndarray, labels: np.ndarray) -> Sample:
@@ -310,30 +233,23 @@ class Packed(Dataset):
         self.pieces, self.pad_id = pieces, pad_id
         self.plan = best_fit(pieces.lengths, pieces.limit)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all samples, without padding."""
-        return self.plan.tokens
-
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> Sample:
         if index == FILLER:
             return packed_sample([], self.pieces.limit, self.pad_id)
-        pieces = [self.pieces[p] for p in self.plan.bin(_within(index, len(self)))]
+        pieces = [self.pieces[piece] for piece in self.plan.bin(_within(index, len(self)))]
         return packed_sample(pieces, self.pieces.limit, self.pad_id)
 
 
-def packed_sample(
-    parts: list[tuple[np.ndarray, np.ndarray]], sequence_length: int, pad_id: int
-) -> Sample:
-    """Return (ids, labels) of pieces as one sample of `sequence_length` tokens; see `Packed`."""
+def packed_sample(pieces: list[Piece], sequence_length: int, pad_id: int) -> Sample:
+    """Return pieces as one sample of `sequence_length` tokens; see `Packed`."""
     ids = np.full(sequence_length, pad_id, np.int64)
     labels = np.full(sequence_length, IGNORED, np.int64)
     positions = np.empty(sequence_length, np.int64)
     at = 0
-    for part, wanted in parts:
+    for part, wanted in pieces:
         end = at + len(part)
         ids[at:end], labels[at:end] = part, wanted
         labels[at] = IGNORED
@@ -345,32 +261,6 @@ def packed_sample(
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(positions),
     }
-
-
-class Joined(Dataset):
-    """Several data sets numbered through, as `mixture.Mixture` and `SampleOrder` number samples."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = list(parts)
-        self._ends = np.cumsum([len(p) for p in self.parts])
-
-    def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Return the tokens of each of `samples`; of parts that tell them."""
-        which = np.searchsorted(self._ends, samples, side="right")
-        out = np.empty(len(samples), np.int64)
-        for i, part in enumerate(self.parts):
-            mask = which == i
-            out[mask] = part.lengths(samples[mask] - int(self._ends[i]) + len(part))
-        return out
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Sample:
-        if index == FILLER:
-            return self.parts[0][FILLER]
-        part = int(np.searchsorted(self._ends, _within(index, len(self)), side="right"))
-        return self.parts[part][int(index) - int(self._ends[part]) + len(self.parts[part])]
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,9 @@ class Counts:
 
 @dataclass
 class EncodedSource:
-    """A source as token ids; name, weight and max_repeats as in its `SourceConfig`."""
+    """A source as token ids; name, weight and max_repeats as in its `SourceConfig`, and the format
+    of its rows in words.
+    """
 
     name: str
     tokens: datasets.Dataset
@@ -87,6 +89,7 @@ class EncodedSource:
     counts: Counts = field(default_factory=Counts)
     weight: float | None = None
     max_repeats: float | None = None
+    format: str = "examples"
 
 
 class RowEncoder:
@@ -153,7 +156,8 @@ def encode(
     counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
         _check_documents(source, counts)
-    return EncodedSource(source.name, tokens, counts, source.weight, source.max_repeats)
+    weight, limit, layout = source.weight, source.max_repeats, str(source.layout)
+    return EncodedSource(source.name, tokens, counts, weight, limit, layout)
 
 
 def _encoded(encoder: RowEncoder, cfg: DataConfig, counted: Path) -> Iterator[pa.Table]:

@@ -1,0 +1,267 @@
+"""Sources with all their rows at hand, as samples to train on and samples to evaluate on."""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import ConcatDataset
+
+from toolkit.data.feed.feed import Feed, MicroBatch, Processes, SampleSet, SampleShape
+from toolkit.data.order.grouping import ByLength
+from toolkit.data.order.mixture import Mixture, SampleOrder
+from toolkit.data.order.permutation import permute
+from toolkit.data.order.position import GlobalBatches, Position
+from toolkit.data.samples.sequences import Chosen, EncodedRows, Packed, Padded, Pieces, Windows
+from toolkit.data.tokens.encode import EncodedSource
+from toolkit.errors import DataError
+
+
+@dataclass(frozen=True)
+class SourceSamples:
+    """What a source became."""
+
+    name: str
+    samples: int
+    """Samples of a pass over it: packed ones, windows, or rows."""
+    tokens: int
+    """Tokens in them, without padding."""
+    density: float | None
+    """Share of the samples' room that is tokens; None where the batches decide on it (`none`)."""
+    dropped: dict[str, int]
+    """What is in no sample: `tokens` after the last window, `empty rows`."""
+    cut: int
+    """Rows of more than `sequence_length` tokens that became several samples or pieces."""
+    held_out: int
+    """Samples that were split off to evaluate on."""
+    bins: tuple[int, int] | None = None
+    """Of `bfd`: packed samples, and how many no packing can do without."""
+
+
+class PreparedFeed(Feed):
+    """Encoded sources as this rank's micro-batches.
+
+    Making it packs the data: a quarter of a second for a million rows, and some 30 bytes a row
+    while it lives. Without weights every sample of all sources is read once a pass, in one order;
+    with weights, or limits, see [Note: mixing] in `order/mixture.py`.
+
+    Args:
+        sources: encoded rows, at least one source; weights for all or for none.
+        shape: how rows become samples.
+        seed: of the order.
+        global_batch: samples of an optimizer step on all ranks; a checkpoint's own replaces it.
+        eval_sources: what to evaluate on.
+        eval_split: share of each source that is held out where there are no `eval_sources`.
+        max_eval_samples: evaluate on so many windows or rows of each source at most.
+
+    Raises:
+        DataError: a source has no sample.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[EncodedSource],
+        shape: SampleShape,
+        *,
+        seed: int,
+        global_batch: int,
+        eval_sources: Sequence[EncodedSource] = (),
+        eval_split: float = 0.0,
+        max_eval_samples: int | None = None,
+    ) -> None:
+        self.sources = list(sources)
+        share = 0.0 if eval_sources else eval_split
+        split = [held_out(source, shape, share, max_eval_samples) for source in sources]
+        train = [samples for samples, _ in split]
+        held = {s.name: samples for s, (_, samples) in zip(sources, split, strict=True) if samples}
+        self.parts = [
+            _part(source.name, samples, shape, len(held.get(source.name, ())))
+            for source, samples in zip(sources, train, strict=True)
+        ]
+        self.train = train
+        self.data: ConcatDataset = ConcatDataset(train)
+        self.order = _order(sources, [len(samples) for samples in train], seed)
+        position = Position(len(self), seed, global_batch, _reading(sources, train, shape))
+        eval_sets = held | to_evaluate(eval_sources, shape, max_eval_samples)
+        super().__init__(shape, position, eval_sources, eval_sets)
+
+    def __len__(self) -> int:
+        """Return the samples of a pass over all sources."""
+        return len(self.data)
+
+    def lines(self) -> list[str]:
+        lines = []
+        for part in self.parts:
+            evals = len(self.eval_sets.get(part.name, ()))
+            line = f"{part.samples:,} {self.shape}, to train on, {evals:,} to evaluate"
+            if self.shape.packing == "bfd":
+                line += f"; {part.density:.1%} of them is tokens"
+            dropped = [f"{n:,} {what}" for what, n in part.dropped.items() if n]
+            line += f"; left over: {', '.join(dropped)}" if dropped else ""
+            lines.append(f"{part.name}: {line}" if len(self.parts) > 1 else line)
+        extra = sorted(set(self.eval_sets) - {part.name for part in self.parts})
+        return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
+
+    def steps_for(self, epochs: float) -> int:
+        """Return the steps of `epochs` passes, each as many samples as all sources hold.
+
+        Where max_repeats ends the data inside the last batch, that batch is left out.
+        """
+        wanted, total, size = epochs * len(self), self.order.total, self.position.global_batch
+        steps = math.ceil(wanted / size)
+        if total is not None and wanted <= total:
+            steps = min(steps, total // size)
+        if steps < 1:
+            raise DataError(
+                f"expected data for at least one step of {size} samples, max_repeats allows "
+                f"{total} of {self._names()}; lower train.per_device_train_batch_size or "
+                "gradient_accumulation_steps, raise max_repeats, or give more data"
+            )
+        self.check_steps(steps)
+        return steps
+
+    def check_steps(self, max_steps: int) -> None:
+        total, size = self.order.total, self.position.global_batch
+        if total is not None and max_steps * size > total:
+            raise DataError(
+                f"expected at most {total // size} steps of {size} samples: max_repeats of "
+                f"data.sources allows {total} samples of {self._names()}, {max_steps} steps were "
+                f"asked for; set train.max_steps to {total // size}, raise max_repeats, or give "
+                "more data"
+            )
+
+    def check_enough(self, world_size: int) -> None:
+        """Refuse fewer samples than ranks, which would train on one sample at the same time."""
+        if len(self) < world_size:
+            raise DataError(
+                f"expected at least one training sample for each of the {world_size} ranks, got "
+                f"{len(self)} of {self.shape.sequence_length} tokens; give more text, or set a "
+                "smaller data.sequence_length or fewer processes"
+            )
+
+    def _names(self) -> str:
+        return ", ".join(part.name for part in self.parts)
+
+    def _read(
+        self, run: Processes, count: int, size: int, each: int, workers: int
+    ) -> Iterable[MicroBatch]:
+        position, order = self.position, cast(Mixture | ByLength, self.order)
+        padded = [samples for samples in self.train if isinstance(samples, Padded)]
+        if padded:
+            lengths = np.concatenate([samples.pieces.lengths for samples in padded])
+            order = ByLength(self.order, lengths, position.global_batch, position.seed)
+        start = position.samples_seen
+        batches = GlobalBatches(order, start, count, size, each, run.world_size)
+        return run.loader(self.data, batches, workers, self.shape.collate())
+
+    def _means(self) -> list[tuple[float, float]]:
+        shares = self.order.shares
+        if len(shares) < len(self.parts):  # one order over all of them
+            shares = [part.samples for part in self.parts]
+        return [(p.tokens / p.samples, s) for p, s in zip(self.parts, shares, strict=True)]
+
+
+def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> SampleSet:
+    """Return `source` as samples; of `chosen` alone, windows or rows as `_units` counts them.
+
+    Raises:
+        DataError: there is none.
+    """
+    rows = EncodedRows(source.tokens)
+    if shape.packing == "wrapped":
+        return Windows(rows, shape.sequence_length, chosen)
+    pieces = Pieces(rows, shape.sequence_length, chosen)
+    if not len(pieces):
+        raise DataError(
+            f"expected at least one row with a token in the source {source.name}, got none of "
+            f"{len(rows)}; give more data, or leave the source out"
+        )
+    return Packed(pieces, shape.pad_id) if shape.packing == "bfd" else Padded(pieces)
+
+
+def _units(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
+    """Return the numbers of what can be chosen of a source: its windows, or its rows."""
+    if shape.packing == "wrapped":
+        return range(EncodedRows(source.tokens).total // shape.sequence_length)
+    return np.arange(len(source.tokens))
+
+
+def held_out(
+    source: EncodedSource, shape: SampleShape, share: float, most: int | None
+) -> tuple[SampleSet, SampleSet | None]:
+    """Return the samples of `source` to train on, and those that are held out of it, if any.
+
+    Of windows the last `share` is held out. Else `share` of the rows is, drawn alike for every
+    seed, so that runs with unlike seeds compare. At least one is held out where `share` is above 0,
+    and at least one is left for training. Of what is held out at most `most` are evaluated on;
+    training does not get the others either.
+    """
+    units = _units(source, shape)
+    held = min(max(1, round(len(units) * share)), len(units) - 1) if share > 0 else 0
+    if held < 1:
+        return samples_of(source, shape), None
+    train, evaluated = units[:-held], units[-held:]
+    if isinstance(units, np.ndarray):
+        evaluated = permute(units[:held], len(units), 0, 0)
+        train, evaluated = np.setdiff1d(units, evaluated), np.sort(evaluated[:most])
+    return samples_of(source, shape, train), samples_of(source, shape, evaluated[:most])
+
+
+def to_evaluate(
+    sources: Sequence[EncodedSource], shape: SampleShape, most: int | None
+) -> dict[str, SampleSet]:
+    """Return the samples of sources to evaluate on: of each the first `most` windows or rows."""
+    return {s.name: samples_of(s, shape, _units(s, shape)[:most]) for s in sources}
+
+
+def _order(sources: Sequence[EncodedSource], sizes: list[int], seed: int) -> Mixture:
+    weights = [source.weight for source in sources if source.weight is not None]
+    limits = [source.max_repeats for source in sources]
+    if any(limit is not None for limit in limits) or (weights and len(sources) > 1):
+        return Mixture(sizes, weights or sizes, seed, limits)
+    return SampleOrder(sum(sizes), seed)
+
+
+def _reading(
+    sources: Sequence[EncodedSource], train: list[SampleSet], shape: SampleShape
+) -> dict[str, Any]:
+    """Return what the samples depend on, for the checkpoint: see `Position`.
+
+    Packing follows from the lengths of the rows, so these are told apart by a digest. What a single
+    source is called does not matter.
+    """
+    several = len(sources) > 1
+    reading: dict[str, Any] = {
+        "data.packing": shape.packing,
+        "data.sequence_length": shape.sequence_length,
+    }
+    if several:
+        reading["the sources"] = [source.name for source in sources]
+    for source, samples in zip(sources, train, strict=True):
+        of = f"of {source.name}" if several else "of the data"
+        reading[f"the samples {of}"] = len(samples)
+        if isinstance(samples, Windows):
+            reading[f"the tokens {of}"] = samples.rows.total
+        else:
+            lengths = samples.pieces.lengths.astype("<i4").tobytes()
+            digest = hashlib.blake2b(lengths, digest_size=8).hexdigest()
+            reading[f"the lengths of the rows {of} (digest)"] = digest
+        if source.weight is not None and several:
+            reading[f"the weight {of}"] = source.weight
+        if source.max_repeats is not None:
+            reading[f"max_repeats {of}"] = source.max_repeats
+    return reading
+
+
+def _part(name: str, samples: SampleSet, shape: SampleShape, held: int) -> SourceSamples:
+    n = len(samples)
+    if isinstance(samples, Windows):
+        tokens, dropped = n * shape.sequence_length, {"tokens": samples.tokens_dropped}
+        return SourceSamples(name, n, tokens, 1.0, dropped, 0, held)
+    pieces, density, bins = samples.pieces, None, None
+    if isinstance(samples, Packed):
+        density, bins = samples.plan.density, (n, samples.plan.lower_bound)
+    dropped = {"empty rows": pieces.empty}
+    return SourceSamples(name, n, pieces.tokens, density, dropped, pieces.cut, held, bins)
