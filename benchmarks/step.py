@@ -36,7 +36,7 @@ from toolkit.loading.pretrained import init_weights
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import launch
-from toolkit.training.metrics import Clock, Metrics
+from toolkit.training.metrics import Metrics
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import train_step
 
@@ -134,12 +134,12 @@ def with_toolkit(run: launch.Run, folder: str, length: int, size: int, steps: in
     loader = run.loader(data, GlobalBatches(SampleOrder(len(data), 0), 0, steps, size, 1, 2))
     metrics = Metrics(
         scratch,
-        clock=Clock(2 * size * length, 1.0, 2),
-        is_main=run.is_main,
         device=run.device,
         first_step=0,
         max_steps=steps,
         tokens=0,
+        tokens_per_step=2 * size * length,
+        flops_per_token=1.0,
         logging_steps=BLOCK,
         disable_tqdm=True,
     )

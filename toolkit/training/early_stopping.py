@@ -1,9 +1,4 @@
-"""When a run stops because its evaluations no longer get better.
-
-Owns the count of evaluations without an improvement, a few numbers that a checkpoint keeps. Which
-metric counts, and which way is better, `checkpoint.metric_for_best_model` says, as for `keep_best`.
-Knows nothing of the loop.
-"""
+"""When a run stops because its evaluations no longer get better."""
 
 import math
 from collections.abc import Mapping
@@ -42,28 +37,23 @@ class EarlyStopping:
         """Take in one evaluation; return `stop`. A value that is not finite is no improvement.
 
         Raises:
-            TrainingError: the evaluation has no such metric; lists those that it has.
+            TrainingError: the evaluation has no such metric.
         """
         if self.patience is None:
             return False
         if self.metric not in metrics:
             raise TrainingError(
-                f"train.early_stopping_patience compares {self.metric} "
-                "(checkpoint.metric_for_best_model), which the evaluation has not; it has "
-                f"{', '.join(sorted(metrics)) or 'none'}"
+                f"expected the metric {self.metric} (checkpoint.metric_for_best_model) to stop "
+                f"early by, the evaluation has {', '.join(sorted(metrics)) or 'none'}"
             )
         value = float(metrics[self.metric])
-        if math.isfinite(value) and self._better(value):
+        sign = 1 if self.greater_is_better else -1
+        better = self.best is None or sign * (value - self.best) > self.threshold
+        if math.isfinite(value) and better:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
         return self.stop
-
-    def _better(self, value: float) -> bool:
-        if self.best is None:
-            return True
-        gain = value - self.best if self.greater_is_better else self.best - value
-        return gain > self.threshold
 
     def line(self, step: int) -> str:
         """Return what a run prints when it ends here, else nothing."""
@@ -79,9 +69,7 @@ class EarlyStopping:
         return f"nothing to do: {step} steps are done, it had stopped early" if self.stop else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, in JSON's types; put it under `KEY` of
-        `TrainState.extra`.
-        """
+        """Return what a checkpoint keeps under `KEY` of `TrainState.extra`, in JSON's types."""
         if self.patience is None:
             return {}
         return {"metric": self.metric, "best": self.best, "waited": self.waited}
@@ -100,8 +88,7 @@ class EarlyStopping:
                 f"checkpoint.metric_for_best_model asks for {self.metric}, which has no best value "
                 "yet; set it back, or give another output_dir"
             )
-        best = state["best"]
-        self.best, self.waited = None if best is None else float(best), int(state["waited"])
+        self.best, self.waited = state["best"], state["waited"]
 
 
 def early_stopping(
@@ -112,12 +99,8 @@ def early_stopping(
     Raises:
         TrainingError: the checkpoint compared another metric.
     """
-    policy = retention(saving)
-    stopping = EarlyStopping(
-        policy.metric,
-        policy.greater_is_better,
-        train.early_stopping_patience,
-        train.early_stopping_threshold,
-    )
+    policy, patience = retention(saving), train.early_stopping_patience
+    threshold = train.early_stopping_threshold
+    stopping = EarlyStopping(policy.metric, policy.greater_is_better, patience, threshold)
     stopping.load_state_dict(kept.get(KEY, {}))
     return stopping

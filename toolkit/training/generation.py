@@ -1,8 +1,4 @@
-"""Answers of a sharded model to a few prompts, while it trains.
-
-Owns that all ranks run as many forwards as each other (FSDP gathers in every one) and that an
-answer does not depend on how many ranks there are. Decoding itself is transformers' `generate`.
-Knows nothing of the loop or of what is done with the answers.
+"""Answers of a sharded model to a few prompts, while it trains, by transformers' `generate`.
 
 [Note: one forward each] `generate` calls the transformers model, whose forward is not the one that
 FSDP's hooks sit on where adapters lie around it: what the outermost unit holds would not be
@@ -14,7 +10,7 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -69,13 +65,17 @@ def generate(
         for first in range(0, len(encoded), world):
             number = min(first + ranks.rank(), len(encoded) - 1)  # none waits: some repeat the last
             prompt = torch.tensor([encoded[number]], device=_device(base))
-            mine[number] = _answer(base, settings, prompt)
-    texts = ranks.on_all(
+            answer = cast(Any, base).generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                generation_config=settings,
+                synced_gpus=world > 1,
+            )
+            mine[number] = answer[0, prompt.shape[1] :].tolist()
+    texts = ranks.gather_results(
         lambda: {n: tokenizer.decode(ids, skip_special_tokens=True) for n, ids in mine.items()}
     )
-    found: dict[int, Any] = {}
-    for part in ranks.gather(texts):
-        found |= part
+    found: dict[int, Any] = dict(answer for part in texts for answer in part.items())
     return [found[number] for number in range(len(prompts))]
 
 
@@ -132,50 +132,42 @@ def encoded_prompts(
     max_new_tokens: int,
     chat: bool,
 ) -> list[list[int]]:
-    """Return the token ids of `prompts`, as `generate` asks them. Call it at start: what `generate`
-    refuses is refused here, before the training.
-
-    Args:
-        model: its config is looked at only; it may be on meta. The rest as for `generate`.
+    """Return the token ids of `prompts`, as `generate` asks them; the model may be on meta.
 
     Raises:
         TrainingError: as `generate`.
     """
-    if max_new_tokens < 1:
-        raise TrainingError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    base = base_of(model)
-    return [_encoded(base, tokenizer, prompt, max_new_tokens, chat) for prompt in prompts]
-
-
-def _encoded(
-    base: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, chat: bool
-) -> list[int]:
-    if chat:
-        if not getattr(tokenizer, "chat_template", None):
+    positions = getattr(base_of(model).config.get_text_config(), "max_position_embeddings", None)
+    found = []
+    for prompt in prompts:
+        ids = _chat_prompt(tokenizer, prompt) if chat else tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise TrainingError(f"the prompt {prompt[:60]!r} has no tokens; give one that has text")
+        if isinstance(positions, int) and 0 < positions < len(ids) + max_new_tokens:
             raise TrainingError(
-                "the tokenizer has no chat template to put eval_prompts in; set data.chat_template"
+                f"the prompt {prompt[:60]!r} has {len(ids)} tokens, and with {max_new_tokens} more "
+                f"the model's {positions} positions do not hold it; shorten it, or ask for fewer "
+                "new tokens"
             )
-        turns = [{"role": "user", "content": prompt}]
-        try:
-            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template raises whatever it likes
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise TrainingError(
-                f"the chat template refuses the prompt {prompt[:60]!r} as the only turn ({said}); "
-                "leave train.eval_prompts out, or set data.chat_template"
-            ) from error
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
-    else:
-        ids = tokenizer(prompt)["input_ids"]
-    if not ids:
-        raise TrainingError(f"the prompt {prompt[:60]!r} has no tokens; give one that has text")
-    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < len(ids) + max_new_tokens:
+        found.append(list(ids))
+    return found
+
+
+def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
         raise TrainingError(
-            f"the prompt {prompt[:60]!r} has {len(ids)} tokens, and with {max_new_tokens} more the "
-            f"model's {positions} positions do not hold it; shorten it, or ask for fewer new tokens"
+            "the tokenizer has no chat template to put eval_prompts in; set data.chat_template"
         )
-    return list(ids)
+    turns = [{"role": "user", "content": prompt}]
+    try:
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template raises whatever it likes
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise TrainingError(
+            f"the chat template refuses the prompt {prompt[:60]!r} as the only turn ({said}); "
+            "leave train.eval_prompts out, or set data.chat_template"
+        ) from error
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
 
 
 def _greedy(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> GenerationConfig:
@@ -187,27 +179,14 @@ def _greedy(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> Gener
     for holder in (getattr(base, "generation_config", None), tokenizer):
         said = getattr(holder, "eos_token_id", None)
         ends.update([said] if isinstance(said, int) else said or [])
-    padding = tokenizer.pad_token_id
-    if padding is None:  # never used: no row is padded
-        padding = min(ends, default=0)
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,
         use_cache=True,
         eos_token_id=sorted(ends) or None,
-        pad_token_id=padding,
+        pad_token_id=tokenizer.pad_token_id or min(ends, default=0),  # no row is padded
     )
-
-
-def _answer(base: Any, settings: GenerationConfig, prompt: torch.Tensor) -> list[int]:
-    answer = base.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        generation_config=settings,
-        synced_gpus=ranks.world_size() > 1,
-    )
-    return answer[0, prompt.shape[1] :].tolist()
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -35,15 +35,12 @@ from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
 from toolkit.training import background as in_flight
 
-# Nodes of one job may start minutes apart; a rank that never comes should not be waited for all
-# night.
+# Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 # Of training's own collectives; what waits for one rank's work has a day (`ranks`).
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
 # How long a process that has nothing to add waits for the one that speaks for its machine.
 _LET_SPEAK = datetime.timedelta(seconds=10)
-
-
 # How long a run that failed waits for the checkpoint that was being written behind it.
 _LET_FINISH = datetime.timedelta(minutes=5)
 # What says how many processes another launcher started, without telling torch.
@@ -64,13 +61,9 @@ class Run:
     rank: int
     world_size: int
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def say(self, *lines: str) -> None:
+    def say(self, *lines: str | None) -> None:
         """Print lines once, from the main process; empty ones are left out."""
-        if self.is_main:
+        if self.rank == 0:
             for line in filter(None, lines):
                 print(line, flush=True)
 
@@ -103,11 +96,9 @@ class Run:
 
         Reading ahead takes one worker process; more would each read everything.
         """
+        generator = torch.Generator()
         loader = DataLoader(
-            batches,
-            batch_size=None,
-            num_workers=min(workers, 1),
-            generator=torch.Generator(),
+            batches, batch_size=None, num_workers=min(workers, 1), generator=generator
         )
         # As one process of one: Accelerate would else deal the batches out once more.
         return prepare_data_loader(
@@ -124,8 +115,8 @@ def settings() -> dict[str, Any]:
     """Return what the launch configuration says on sharding, as defaults for `config.parse`.
 
     An Accelerate FSDP YAML becomes dotted settings (`sharding.cpu_offload`); what it asks for in
-    vain is a note on stderr, once for all processes. Call it before `start`, and once: afterwards
-    nobody else can obey the YAML.
+    vain is a note on stderr, once for all processes. Call it before `start`, and once: it takes the
+    YAML out of the environment.
 
     Raises:
         LaunchError: a launch configuration for another engine, for float16, or with a value that
@@ -133,10 +124,7 @@ def settings() -> dict[str, Any]:
     """
     _refuse_other_engines()
     found, notes = accelerate_yaml.translate(os.environ)
-    if os.environ.get("RANK", "0") == "0":
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr, flush=True)
-    _hide_from_accelerate()
+    _take_yaml(notes)
     return found
 
 
@@ -152,18 +140,12 @@ def start() -> Iterator[Run]:
             processes than devices, or a launch configuration for another engine.
     """
     _refuse_other_engines()
-    if accelerate_yaml.is_fsdp(os.environ) and os.environ.get("RANK", "0") == "0":
-        print(
-            "note: fsdp_config of the Accelerate YAML is not read by this program, which does not "
-            "ask for launch.settings()",
-            file=sys.stderr,
-            flush=True,
-        )
-    _hide_from_accelerate()
+    unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.settings())"
+    _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
     rank, world, local = _asked()
     cpu = _uses_cpu(rank, world)
-    device_type = "cpu" if cpu else torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
-    if device_type != "cpu":
+    backend = "gloo"
+    if not cpu:
         count = torch.accelerator.device_count()
         here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if here > count:
@@ -172,7 +154,10 @@ def start() -> Iterator[Run]:
                 "start at most one process per device (--num_processes)"
             )
         torch.accelerator.set_device_index(local)
-    _connect(device_type, rank, world)
+        # Gloo carries objects, offloaded gradients and all that must not wait inside NCCL.
+        device_type = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    _connect(backend, rank, world)
     if rank or not sys.stderr.isatty():
         datasets.disable_progress_bars()  # one set of bars, and none in a log
     try:
@@ -223,8 +208,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
 
 
 def guarded(main: Callable[[], None]) -> None:
-    """Run `main` as a program: a `ToolkitError` ends it with one line and a non-zero exit on each
-    rank.
+    """Run `main` as a program: a `ToolkitError` ends it with one line on stderr.
 
     Exit codes: 1 for a failure, 2 for a configuration that cannot be read. Where all ranks fail
     alike, one of them says so.
@@ -232,6 +216,7 @@ def guarded(main: Callable[[], None]) -> None:
     try:
         main()
         _leave(0)
+        return
     except ToolkitError as error:
         before_ranks_met = isinstance(error, ConfigError | LaunchError)
         rank = os.environ.get("RANK", "0")
@@ -247,15 +232,13 @@ def guarded(main: Callable[[], None]) -> None:
             # At the speaker's own exit it ends this one, asleep or not.
             time.sleep(_LET_SPEAK.total_seconds())
         code = 2 if isinstance(error, ConfigError) else 1
-        _leave(code)
-        sys.exit(code)
     except KeyboardInterrupt:
-        _leave(130)
-        sys.exit(130)
+        code = 130
     except Exception:
         traceback.print_exc()
-        _leave(1)
-        sys.exit(1)
+        code = 1
+    _leave(code)
+    sys.exit(code)
 
 
 def _leave(code: int) -> None:
@@ -292,10 +275,10 @@ def _asked() -> tuple[int, int, int]:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         said = {n: os.environ.get(n, "(not set)") for n in ("RANK", "WORLD_SIZE")}
         said["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", said["RANK"])
-        if all(v.isdecimal() for v in said.values()) and int(said["RANK"]) < int(
-            said["WORLD_SIZE"]
-        ):
-            return int(said["RANK"]), int(said["WORLD_SIZE"]), int(said["LOCAL_RANK"])
+        if all(v.isdecimal() for v in said.values()):
+            rank, world, local = map(int, said.values())
+            if rank < world:
+                return rank, world, local
         raise LaunchError(
             "the environment names no process of a run "
             f"({', '.join(f'{n} {v}' for n, v in said.items())}); "
@@ -360,16 +343,10 @@ def _accelerate_was_told_cpu() -> bool:
     return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
-def _connect(device_type: str, rank: int, world: int) -> None:
-    """Create the default process group, with gloo beside the device's own backend.
-
-    Gloo carries objects, offloaded gradients and everything that must not wait inside NCCL.
-    """
+def _connect(backend: str, rank: int, world: int) -> None:
+    """Create the default process group, where there is none."""
     if dist.is_initialized():
         return
-    backend = "gloo"
-    if device_type != "cpu":
-        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         if world == 1 and "MASTER_ADDR" not in os.environ:
@@ -400,11 +377,13 @@ def _refuse_other_engines() -> None:
             )
 
 
-def _hide_from_accelerate() -> None:
-    """Remove what is translated from the environment: one engine shards, and it is not Accelerate.
+def _take_yaml(notes: list[str]) -> None:
+    """Print notes on the Accelerate YAML, once; remove from the environment what is translated.
 
-    See `accelerate_yaml.is_translated` for what would obey it.
+    See `accelerate_yaml.is_translated` for what would obey it: one engine shards.
     """
+    for note in notes if os.environ.get("RANK", "0") == "0" else []:
+        print(f"note: {note}", file=sys.stderr, flush=True)
     for name in [n for n in os.environ if accelerate_yaml.is_translated(n)]:
         del os.environ[name]
 

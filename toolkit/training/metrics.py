@@ -202,10 +202,10 @@ def evaluate_metrics(
     `eval_perplexity`, and where there are several sources `eval_NAME_loss` and
     `eval_NAME_perplexity` of each. Collective; waits for the device.
     """
-    evaluation = evaluate_sources(model, sources)
-    named = {"eval": evaluation.total}
-    if len(evaluation.sources) > 1:
-        named |= {f"eval_{name}": one for name, one in evaluation.sources.items()}
+    total, found = evaluate_sources(model, sources)
+    named = {"eval": total}
+    if len(found) > 1:
+        named |= {f"eval_{name}": one for name, one in found.items()}
     losses = {name: float(one.loss) for name, one in named.items()}
     return {f"{name}_loss": loss for name, loss in losses.items()} | {
         f"{name}_perplexity": perplexity(loss) for name, loss in losses.items()

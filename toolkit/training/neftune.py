@@ -9,7 +9,6 @@ sample's noise depends on what it is batched with. Here L is the sample's own: t
 attention mask, or where positions restart, the run of positions that it is in.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -20,66 +19,44 @@ from toolkit.models.peft_model import base_of
 
 
 def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
-    """Add the noise of `train.neftune_noise_alpha`, where it is set."""
-    if alpha is not None:
-        EmbeddingNoise(model, alpha)
-
-
-class EmbeddingNoise:
-    """Noise on the input embeddings of a model in training mode, until `remove`.
+    """Let noise be added to the input embeddings of a model in training mode.
 
     Each rank draws from its own default generator, which checkpoints keep: a resumed run draws the
-    noise of an undisturbed one. Nothing is added in evaluation mode. Costs one draw of the size of
-    the embeddings a forward.
+    noise of an undisturbed one. Costs one draw of the size of the embeddings a forward.
 
     Args:
         model: a Hugging Face model, sharded or not, or adapters around one.
-        alpha: strength; the paper uses 5, 10 and 15.
-
-    Raises:
-        TrainingError: alpha is no number above 0.
+        alpha: strength; the paper uses 5, 10 and 15. None: no noise.
     """
-
-    def __init__(self, model: nn.Module, alpha: float) -> None:
-        if not 0 < alpha < math.inf:
-            raise TrainingError(f"NEFTune's alpha must be a number above 0, got {alpha}")
-        embedding = base_of(model).get_input_embeddings()
-        self._alpha = alpha
-        self._inputs: dict[str, Any] = {}
-        self._handles = [
-            model.register_forward_pre_hook(self._remember, with_kwargs=True),
-            embedding.register_forward_hook(self._add),
-            model.register_forward_hook(self._forget, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Take the noise away again; the model is as it was before."""
-        for handle in self._handles:
-            handle.remove()
+    if alpha is None:
+        return
+    inputs: dict[str, Any] = {}
 
     # None of it is compiled, as FSDP2's own hooks are not: it would be traced with the first batch.
     @torch.compiler.disable
-    def _remember(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._inputs = kwargs
+    def remember(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        inputs.update(kwargs)
 
     @torch.compiler.disable
-    def _forget(self, *_: Any) -> None:
-        self._inputs = {}
+    def forget(*_: Any) -> None:
+        inputs.clear()
 
     @torch.compiler.disable
-    def _add(self, embedding: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+    def add(embedding: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         if not embedding.training:
             return None
         batch, length, width = output.shape
-        lengths = sample_lengths(
-            self._inputs.get("attention_mask"), self._inputs.get("position_ids")
-        )
+        lengths = sample_lengths(inputs.get("attention_mask"), inputs.get("position_ids"))
         if lengths is None:
             lengths = torch.full((batch, length), length, device=output.device)
         # A token that belongs to no sample gets none.
-        bound = torch.where(lengths > 0, self._alpha / (lengths * width).clamp(min=1).sqrt(), 0.0)
+        bound = torch.where(lengths > 0, alpha / (lengths * width).clamp(min=1).sqrt(), 0.0)
         noise = torch.empty_like(output).uniform_(-1, 1)
         return output + noise * bound.unsqueeze(-1).to(output.dtype)
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    base_of(model).get_input_embeddings().register_forward_hook(add)
+    model.register_forward_hook(forget, always_call=True)
 
 
 def sample_lengths(

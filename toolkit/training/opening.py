@@ -1,7 +1,7 @@
 """What a run prints when it starts, and the metrics it goes on with."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from torch import nn
 
@@ -20,20 +20,13 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.model_flops import training_flops
 
 
-class Progress(Protocol):
-    """What of a `checkpoint.TrainState` is read here."""
-
-    step: int
-    tokens: int
-
-
 def begin(
     cfg: PretrainConfig | FinetuneConfig,
     run: Run,
     folder: Path,
     model: nn.Module,
     data: TrainingData,
-    state: Progress,
+    state: Any,
 ) -> Metrics:
     """Print the lines that a run opens with; return its metrics, which go on where `state` is.
     Collective.
@@ -42,16 +35,26 @@ def begin(
         folder: the run directory.
         state: a `checkpoint.TrainState`: the steps that earlier starts have done, their tokens.
     """
-    step = state.step
-    run.say(*opening_lines(cfg, run, model, data))
-    if step == 0:
+    total = count_values(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
+    shards = mesh_shape(run.world_size, cfg.sharding)[1]
+    run.say(
+        f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
+        *(coverage_lines(model) if has_adapters(model) else []),
+        quantise.describe(model, shards),
+        *unit_table(model, cfg.sharding).splitlines(),
+        f"dtypes     {ledger_line(model, cfg.sharding)}",
+        *data.lines(),
+    )
+    if state.step == 0:
         run.say(ranks.on_main(data.report))
-    if step >= data.max_steps:
-        run.say(f"nothing to do: {step} steps are done, the run has {data.max_steps}")
+    if state.step >= data.max_steps:
+        run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
     return Metrics(
         folder,
         device=run.device,
-        first_step=step,
+        first_step=state.step,
         max_steps=data.max_steps,
         tokens=state.tokens,
         tokens_per_step=data.tokens_per_step,
@@ -59,21 +62,3 @@ def begin(
         logging_steps=cfg.train.logging_steps,
         disable_tqdm=cfg.metrics.disable_tqdm,
     )
-
-
-def opening_lines(
-    cfg: PretrainConfig | FinetuneConfig, run: Run, model: nn.Module, data: TrainingData
-) -> list[str]:
-    """Return the model, its adapters, units and dtypes, the data and the batch, as lines."""
-    total = count_values(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
-    shards = mesh_shape(run.world_size, cfg.sharding)[1]
-    return [
-        f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
-        *(coverage_lines(model) if has_adapters(model) else []),
-        *filter(None, [quantise.describe(model, shards)]),
-        *unit_table(model, cfg.sharding).splitlines(),
-        f"dtypes     {ledger_line(model, cfg.sharding)}",
-        *data.lines(),
-    ]

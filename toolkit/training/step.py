@@ -12,7 +12,7 @@ tokens contributes zero, not the NaN of an empty mean.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -162,8 +162,7 @@ def _average_replicated(model: nn.Module, world: int) -> None:
             parameter.grad.copy_(mean)
 
 
-@dataclass(frozen=True)
-class SourceLoss:
+class SourceLoss(NamedTuple):
     """What an evaluation found on one source, or on all together; 0-d tensors on the device."""
 
     loss: torch.Tensor
@@ -171,14 +170,6 @@ class SourceLoss:
     none."""
     tokens: torch.Tensor
     """Supervised tokens, int64."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Losses by source, and over the tokens of all of them."""
-
-    total: SourceLoss
-    sources: dict[str, SourceLoss]
 
 
 def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -190,14 +181,15 @@ def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> to
     Raises:
         TrainingError: no batches.
     """
-    return evaluate_sources(model, {"": batches}).total.loss
+    total, _ = evaluate_sources(model, {"": batches})
+    return total.loss
 
 
 @torch.no_grad()
 def evaluate_sources(
     model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
-) -> Evaluation:
-    """Return the loss of each of `sources` and of all together. Collective.
+) -> tuple[SourceLoss, dict[str, SourceLoss]]:
+    """Return the loss over all `sources`, and that of each. Collective.
 
     Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
 
@@ -216,27 +208,20 @@ def evaluate_sources(
     found: list[torch.Tensor] = []
     try:
         for name, batches in sources.items():
-            pair: torch.Tensor | None = None
-            for batch in batches:
-                tokens = supervised_tokens(batch["labels"]).double()
-                both = torch.stack([loss_sum(model, batch).double(), tokens])
-                pair = both if pair is None else pair + both
-            if pair is None:
-                raise TrainingError(
-                    "evaluate got no batches" + (f" of source {name}" if name else "")
-                )
-            found.append(pair)
+            pairs = [
+                torch.stack([loss_sum(model, b).double(), supervised_tokens(b["labels"]).double()])
+                for b in batches
+            ]
+            if not pairs:
+                raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
+            found.append(torch.stack(pairs).sum(0))
     finally:
         model.train(was_training)
         reshard(model)
     sums = torch.stack(found)  # [sources, 2]; a double holds any count exactly
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    return Evaluation(
-        _source_loss(sums.sum(0)),
-        {name: _source_loss(pair) for name, pair in zip(sources, sums, strict=True)},
-    )
-
-
-def _source_loss(pair: torch.Tensor) -> SourceLoss:
-    return SourceLoss((pair[0] / pair[1]).float(), pair[1].long())
+    total, *each = [
+        SourceLoss((loss / tokens).float(), tokens.long()) for loss, tokens in [sums.sum(0), *sums]
+    ]
+    return total, dict(zip(sources, each, strict=True))
