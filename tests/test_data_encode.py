@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
-from toolkit.data.feed.feed import SampleShape
-from toolkit.data.feed.prepared import samples_of
+from toolkit.data.feed.feed import SampleShape, samples_of
 from toolkit.data.feed.stream import SourceStream, StreamSource, sample_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources

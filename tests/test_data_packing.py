@@ -232,7 +232,6 @@ def test_rows_are_read_from_the_file(tmp_path, dtype, chunk):
     read = EncodedRows(stored)
     assert [read.ids(i).tolist() for i in range(90)] == ids
     assert read.lengths().tolist() == [len(row) for row in ids]
-    assert not read.supervised_in_part
     assert read.labels(80).tolist() == ids[80]
     part = EncodedRows(stored.select(range(30, 50)))  # a slice of the file, no index
     assert [part.ids(i).tolist() for i in range(20)] == ids[30:50]

@@ -54,9 +54,9 @@ def prepare_data(
 
     Raises:
         DataError: the tokenizer, a file, a row or the number of samples cannot be trained with,
-            nothing of a source is learned, the model mixes packed samples, or ranks read different
-            data.
-        ConfigError: a setting needs evaluation data, and there is none.
+            nothing of a source is learned, the model mixes packed samples, ranks read different
+            data, the global batch does not divide, or max_repeats ends the data too early.
+        ConfigError: a setting compares or shows evaluations, and there is nothing to evaluate on.
     """
     tokenizer = ranks.on_all(lambda: _data_tokenizer(cfg, model_cfg, model))
     rows = cfg.train.per_device_train_batch_size
@@ -82,7 +82,7 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     packing, why = choose_packing(cfg.data, model, cfg.train.per_device_train_batch_size)
     vocabulary = models.vocabulary_size(model)
     feed = read_sources(cfg, tokenizer, vocabulary, packing, 1)
-    if cfg.data.streaming:  # made, it is known that it can be; now what is in it
+    if cfg.data.streaming:  # it can be streamed; now what is in it
         whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
         feed = read_sources(whole, tokenizer, vocabulary, packing, 1)
     return supervision_report(feed, tokenizer, samples) | {"packing": packing, "why": why}
@@ -117,13 +117,10 @@ def read_sources(
     packing: Packing,
     world_size: int,
 ) -> Feed:
-    """Read and encode the data; return what a run reads from.
-
-    Encodes every row on all cores, cached on disk: call it on one rank first.
+    """Read and encode the data; return what a run reads from. Cached on disk: one rank first.
 
     Raises:
-        DataError: see `load_sources`, `encode` and the feeds; or nothing of a source would be
-            learned.
+        DataError: see `load_sources`, `encode` and the feeds; or nothing of a source is learned.
     """
     data, train, finetune = cfg.data, cfg.train, isinstance(cfg, FinetuneConfig)
 
@@ -137,11 +134,10 @@ def read_sources(
     sources = load_sources(data, builtin=builtin, documents=not finetune)
     # Read before the training data is encoded, which may take an hour.
     others = load_sources(data, what="eval", documents=not finetune)
+    rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "seed": cfg.seed,
-        "global_batch": train.per_device_train_batch_size
-        * train.gradient_accumulation_steps
-        * world_size,
+        "global_batch": rows * world_size,
         "eval_sources": [encoded(source) for source in others],
         "max_eval_samples": data.max_eval_samples,
     }
@@ -161,18 +157,9 @@ def read_sources(
 def choose_packing(
     data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu"
 ) -> tuple[Packing, str]:
-    """Decide on `data.packing: auto`, and refuse `bfd` where the model mixes packed samples.
+    """Return the packing, `auto` decided, and why; `rows` are the samples of a micro-batch.
 
     Tries it on a tiny copy of the model: 0.1 to 2 seconds for most types. Not collective.
-
-    Args:
-        data: `packing` and `sequence_length` are read.
-        model: from `build_on_meta`, before adapters and sharding.
-        rows: samples of a micro-batch.
-        device: where the run computes.
-
-    Returns:
-        The packing, and why.
 
     Raises:
         DataError: `bfd` was asked for, and the model does not keep packed samples apart.
@@ -198,13 +185,7 @@ def choose_packing(
 
 
 def check_data(data: TrainingData) -> None:
-    """Refuse data that cannot be trained on as the settings ask. Collective.
-
-    Raises:
-        DataError: there are fewer samples than ranks, ranks read different data, the global batch
-            does not divide, or max_repeats ends the data before the last step.
-        ConfigError: a setting compares or shows evaluations, and there is nothing to evaluate on.
-    """
+    """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(ranks.world_size()))
     states = ranks.gather(data.position.state_dict())
     ours, other = states[0], next((r for r, s in enumerate(states) if s != states[0]), None)

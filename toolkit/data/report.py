@@ -17,9 +17,7 @@ from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
 
-SHOWN_CHARACTERS = 600
-"""Of a longer part of a sample the middle is left out."""
-
+_SHOWN_CHARACTERS = 600  # of a longer part of a sample the middle is left out
 _SHOWN_PARTS = 24
 _BAR = 40
 _GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
@@ -29,22 +27,11 @@ _NUMBERS = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
 def supervision_report(
     feed: Feed, tokenizer: PreTrainedTokenizerBase | None, samples: int = 2
 ) -> dict[str, Any]:
-    """Return what the sources of a feed hold and what of it is learned, ready for JSON.
+    """Return what the sources of a feed hold and what of it is learned, ready for JSON; of a stream
+    only what is evaluated on is known. Costs a pass over the lengths of the examples.
 
-    Keys: `sequence_length`; `sources`, each with `name`, `use` (`train` or `eval`), `format`,
-    `weight`, `max_repeats`, `rows`, `examples` (rows that are kept), `tokens`, `supervised` (tokens
-    that the loss covers), `supervised_share`, `truncated`, `cut_off` (tokens of what was truncated,
-    beyond `tokens`), `left_out`, `dropped` (reason -> `rows` and the `first` places), `notes`,
-    `lengths` (`min`, `median`, `mean`, `max`, and `histogram`: a list of from, to, examples),
-    `packed` (its `SourceSamples`; None of what is evaluated on) and `first` (examples as lists of
-    `text` and whether it is `supervised`); `total` with the sums over what is trained on.
-
-    Costs a pass over the lengths of the examples; reads the tokens of the shown ones.
-
-    Args:
-        feed: of a stream only what is evaluated on is known.
-        tokenizer: to decode with; None shows ids.
-        samples: examples to show of each source.
+    Keys: `sequence_length`; `sources` with an entry of each (see `_entry`); `total` with the sums
+    over what is trained on. Of each source so many `samples` are shown, as ids without a tokenizer.
     """
     found = []
     if isinstance(feed, PreparedFeed):
@@ -59,12 +46,7 @@ def supervision_report(
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
-    """Refuse a source of which nothing would be learned.
-
-    Raises:
-        DataError: it has no example, or no token that the loss covers; names it and the likely
-            cause.
-    """
+    """Raise a `DataError` for a source without a token that the loss covers, with the cause."""
     counts = source.counts
     if counts.supervised:
         return
@@ -89,11 +71,8 @@ def check_supervised(source: EncodedSource, sequence_length: int) -> None:
 
 
 def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
-    """Return a report as text.
-
-    Args:
-        report: what `supervision_report` returned.
-        colour: mark what is learned in green; else by [[...]]. None: where stdout is a terminal.
+    """Return a `supervision_report` as text, with what is learned in green, or else in [[...]];
+    None: in green where stdout is a terminal.
     """
     colour = sys.stdout.isatty() if colour is None else colour
     head = ["source", "rows", "left out", "examples", "truncated", "tokens", "supervised", "share"]
@@ -115,11 +94,6 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
     return "\n".join(lines)
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers
-# --------------------------------------------------------------------------------------------------
-
-
 def _entry(
     source: EncodedSource,
     use: str,
@@ -127,6 +101,10 @@ def _entry(
     tokenizer: PreTrainedTokenizerBase | None,
     samples: int,
 ) -> dict[str, Any]:
+    """Return the facts on a source: `use` is `train` or `eval`, `examples` are rows that are kept,
+    `supervised` tokens that the loss covers, `cut_off` tokens of what was truncated, beyond
+    `tokens`; `packed` is its `SourceSamples`.
+    """
     counts, lengths = source.counts, EncodedRows(source.tokens).lengths()
     shown = source.tokens[: min(samples, len(source.tokens))]
     columns = (shown[name] for name in ("row", "input_ids", "spans"))
@@ -200,11 +178,6 @@ def _decoded(
     return whole[len(before) :] if whole.startswith(before) else decode(ids[begin:end])
 
 
-# --------------------------------------------------------------------------------------------------
-# Text
-# --------------------------------------------------------------------------------------------------
-
-
 def _titled(source: Mapping[str, Any]) -> str:
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
@@ -261,8 +234,8 @@ def _marked(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
     shown = []
     for part in parts[:_SHOWN_PARTS]:
         text = part["text"]
-        if len(text) > SHOWN_CHARACTERS:
-            half, left = SHOWN_CHARACTERS // 2, len(text) - SHOWN_CHARACTERS
+        if len(text) > _SHOWN_CHARACTERS:
+            half, left = _SHOWN_CHARACTERS // 2, len(text) - _SHOWN_CHARACTERS
             text = f"{text[:half]} ... ({left:,} characters) ... {text[-half:]}"
         text = _escaped(text)
         shown.append(f"{before}{text}{after}" if part["supervised"] else text)

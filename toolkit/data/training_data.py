@@ -15,14 +15,8 @@ from toolkit.data.report import render, supervision_report
 
 
 class TrainingData:
-    """What the loop of a recipe reads; `prepare.prepare_data` makes it.
-
-    Args:
-        cfg: `train` and `data` are read.
-        feed: what the run reads from.
-        why: the reason of its packing.
-        tokenizer: of the data; None where it came as token ids.
-        run: the processes of the run.
+    """What the loop of a recipe reads; `prepare_data` makes it. `why` is the reason of the packing;
+    the tokenizer is None where the data came as token ids.
     """
 
     def __init__(
@@ -77,18 +71,14 @@ class TrainingData:
         self.check_steps()
 
     def check_steps(self) -> None:
-        """Refuse a global batch that does not divide, and more steps than the data has.
-
-        Raises:
-            DataError: says what would do.
-        """
+        """Raise a `DataError` for a batch that does not divide, or more steps than the data has."""
         _ = self.accumulation, self.max_steps
 
     def steps(self, *, after: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
         """Give (step, this rank's micro-batches) of the steps after `after`, to the last.
 
-        Collective at the first of them.
-        The position does not move by itself: call `position.advance()` when a step is done.
+        Collective at the first of them. The position moves at `position.advance()`: call it when a
+        step is done.
 
         Raises:
             DataError: see `load_state_dict`; or a row of a stream is refused.

@@ -11,7 +11,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, Protocol
@@ -20,8 +20,17 @@ import numpy as np
 import torch
 
 from toolkit.data.order.position import EvalBatches, Position, accumulation_for
-from toolkit.data.samples.sequences import Packed, PadCollate, Padded, Windows
+from toolkit.data.samples.sequences import (
+    Chosen,
+    EncodedRows,
+    Packed,
+    PadCollate,
+    Padded,
+    Pieces,
+    Windows,
+)
 from toolkit.data.tokens.encode import EncodedSource
+from toolkit.errors import DataError
 
 Packing = Literal["wrapped", "bfd", "none"]
 MicroBatch = dict[str, torch.Tensor]
@@ -59,7 +68,6 @@ class SampleShape:
     sequence_length: int
     """Tokens of a sample at most."""
     pad_id: int = 0
-    """Token that fills up."""
 
     def collate(self) -> Callable[[list], Any] | None:
         """Return what makes a micro-batch of samples; None where they are just stacked."""
@@ -72,22 +80,63 @@ class SampleShape:
         return f"samples of up to {self.sequence_length} tokens, {how}"
 
 
+def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> SampleSet:
+    """Return `source`, or what is `chosen` of its `units_of`, as samples; no sample is an error."""
+    rows = EncodedRows(source.tokens)
+    if shape.packing == "wrapped":
+        return Windows(rows, shape.sequence_length, chosen)
+    pieces = Pieces(rows, shape.sequence_length, chosen)
+    if not len(pieces):
+        raise DataError(
+            f"expected at least one row with a token in the source {source.name}, got none of "
+            f"{len(rows)}; give more data, or leave the source out"
+        )
+    return Packed(pieces, shape.pad_id) if shape.packing == "bfd" else Padded(pieces)
+
+
+def units_of(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
+    """Return the numbers of what can be chosen of a source: its windows, or its rows."""
+    if shape.packing == "wrapped":
+        return range(EncodedRows(source.tokens).total // shape.sequence_length)
+    return np.arange(len(source.tokens))
+
+
 class Feed(ABC):
     """This rank's micro-batches, and where the run stands.
 
     A sample is a packed one (`bfd`), a window (`wrapped`) or a row (`none`), and so is what weights
-    and batch sizes count.
+    and batch sizes count. What both kinds are made of:
+
+    Args:
+        sources: what to train on.
+        shape: how rows become samples.
+        seed: of the orders.
+        global_batch: samples of an optimizer step on all ranks; a checkpoint's own replaces it.
+        eval_sources: what to evaluate on.
+        max_eval_samples: evaluate on so many windows or rows of each source at most.
     """
+
+    sources: Sequence[Any]
+    total: int | None = None
+    """Samples that max_repeats is known to allow; None: no limit, or none that is known."""
 
     def __init__(
         self,
         shape: SampleShape,
         position: Position,
         eval_sources: Sequence[EncodedSource],
-        eval_sets: Mapping[str, SampleSet],
+        max_eval_samples: int | None,
     ) -> None:
-        self.shape, self.position = shape, position
-        self.eval_sources, self.eval_sets = list(eval_sources), dict(eval_sets)
+        self.shape, self.position, self.eval_sources = shape, position, list(eval_sources)
+        self.eval_sets = {
+            source.name: samples_of(source, shape, units_of(source, shape)[:max_eval_samples])
+            for source in eval_sources
+        }
+
+    @property
+    def names(self) -> str:
+        """The sources to train on, for messages."""
+        return ", ".join(source.name for source in self.sources)
 
     def steps(
         self, run: Processes, count: int, *, per_device_batch_size: int, workers: int = 0
@@ -151,21 +200,20 @@ class Feed(ABC):
             DataError: max_repeats does not allow so many passes, or a stream has no known end.
         """
 
-    @abstractmethod
     def check_steps(self, max_steps: int) -> None:
-        """Refuse more steps than max_repeats is known to allow.
-
-        Raises:
-            DataError: names how many it allows.
-        """
+        """Raise a `DataError` for more steps than max_repeats is known to allow."""
+        total, size = self.total, self.position.global_batch
+        if total is not None and max_steps * size > total:
+            raise DataError(
+                f"expected at most {total // size} steps of {size} samples: max_repeats of "
+                f"data.sources allows {total} samples of {self.names}, {max_steps} steps were "
+                f"asked for; set train.max_steps to {total // size}, raise max_repeats, or give "
+                "more data"
+            )
 
     @abstractmethod
     def check_enough(self, world_size: int) -> None:
-        """Refuse data of which nothing would be learned, or not enough for so many ranks.
-
-        Raises:
-            DataError: says what there is.
-        """
+        """Raise a `DataError` for data of which nothing is learned, or too few for the ranks."""
 
     @abstractmethod
     def _read(

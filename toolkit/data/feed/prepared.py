@@ -9,12 +9,20 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from toolkit.data.feed.feed import Feed, MicroBatch, Processes, SampleSet, SampleShape
+from toolkit.data.feed.feed import (
+    Feed,
+    MicroBatch,
+    Processes,
+    SampleSet,
+    SampleShape,
+    samples_of,
+    units_of,
+)
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
 from toolkit.data.order.position import GlobalBatches, Position
-from toolkit.data.samples.sequences import Chosen, EncodedRows, Packed, Padded, Pieces, Windows
+from toolkit.data.samples.sequences import Packed, Padded, Windows
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
@@ -49,12 +57,8 @@ class PreparedFeed(Feed):
 
     Args:
         sources: encoded rows, at least one source; weights for all or for none.
-        shape: how rows become samples.
-        seed: of the order.
-        global_batch: samples of an optimizer step on all ranks; a checkpoint's own replaces it.
-        eval_sources: what to evaluate on.
         eval_split: share of each source that is held out where there are no `eval_sources`.
-        max_eval_samples: evaluate on so many windows or rows of each source at most.
+        others: see `Feed`.
 
     Raises:
         DataError: a source has no sample.
@@ -71,7 +75,6 @@ class PreparedFeed(Feed):
         eval_split: float = 0.0,
         max_eval_samples: int | None = None,
     ) -> None:
-        self.sources = list(sources)
         share = 0.0 if eval_sources else eval_split
         split = [held_out(source, shape, share, max_eval_samples) for source in sources]
         train = [samples for samples, _ in split]
@@ -83,9 +86,10 @@ class PreparedFeed(Feed):
         self.train = train
         self.data: ConcatDataset = ConcatDataset(train)
         self.order = _order(sources, [len(samples) for samples in train], seed)
+        self.sources, self.total = list(sources), self.order.total
         position = Position(len(self), seed, global_batch, _reading(sources, train, shape))
-        eval_sets = held | to_evaluate(eval_sources, shape, max_eval_samples)
-        super().__init__(shape, position, eval_sources, eval_sets)
+        super().__init__(shape, position, eval_sources, max_eval_samples)
+        self.eval_sets |= held
 
     def __len__(self) -> int:
         """Return the samples of a pass over all sources."""
@@ -109,28 +113,18 @@ class PreparedFeed(Feed):
 
         Where max_repeats ends the data inside the last batch, that batch is left out.
         """
-        wanted, total, size = epochs * len(self), self.order.total, self.position.global_batch
+        wanted, total, size = epochs * len(self), self.total, self.position.global_batch
         steps = math.ceil(wanted / size)
         if total is not None and wanted <= total:
             steps = min(steps, total // size)
         if steps < 1:
             raise DataError(
                 f"expected data for at least one step of {size} samples, max_repeats allows "
-                f"{total} of {self._names()}; lower train.per_device_train_batch_size or "
+                f"{total} of {self.names}; lower train.per_device_train_batch_size or "
                 "gradient_accumulation_steps, raise max_repeats, or give more data"
             )
         self.check_steps(steps)
         return steps
-
-    def check_steps(self, max_steps: int) -> None:
-        total, size = self.order.total, self.position.global_batch
-        if total is not None and max_steps * size > total:
-            raise DataError(
-                f"expected at most {total // size} steps of {size} samples: max_repeats of "
-                f"data.sources allows {total} samples of {self._names()}, {max_steps} steps were "
-                f"asked for; set train.max_steps to {total // size}, raise max_repeats, or give "
-                "more data"
-            )
 
     def check_enough(self, world_size: int) -> None:
         """Refuse fewer samples than ranks, which would train on one sample at the same time."""
@@ -140,9 +134,6 @@ class PreparedFeed(Feed):
                 f"{len(self)} of {self.shape.sequence_length} tokens; give more text, or set a "
                 "smaller data.sequence_length or fewer processes"
             )
-
-    def _names(self) -> str:
-        return ", ".join(part.name for part in self.parts)
 
     def _read(
         self, run: Processes, count: int, size: int, each: int, workers: int
@@ -163,31 +154,6 @@ class PreparedFeed(Feed):
         return [(p.tokens / p.samples, s) for p, s in zip(self.parts, shares, strict=True)]
 
 
-def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> SampleSet:
-    """Return `source` as samples; of `chosen` alone, windows or rows as `_units` counts them.
-
-    Raises:
-        DataError: there is none.
-    """
-    rows = EncodedRows(source.tokens)
-    if shape.packing == "wrapped":
-        return Windows(rows, shape.sequence_length, chosen)
-    pieces = Pieces(rows, shape.sequence_length, chosen)
-    if not len(pieces):
-        raise DataError(
-            f"expected at least one row with a token in the source {source.name}, got none of "
-            f"{len(rows)}; give more data, or leave the source out"
-        )
-    return Packed(pieces, shape.pad_id) if shape.packing == "bfd" else Padded(pieces)
-
-
-def _units(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
-    """Return the numbers of what can be chosen of a source: its windows, or its rows."""
-    if shape.packing == "wrapped":
-        return range(EncodedRows(source.tokens).total // shape.sequence_length)
-    return np.arange(len(source.tokens))
-
-
 def held_out(
     source: EncodedSource, shape: SampleShape, share: float, most: int | None
 ) -> tuple[SampleSet, SampleSet | None]:
@@ -198,7 +164,7 @@ def held_out(
     and at least one is left for training. Of what is held out at most `most` are evaluated on;
     training does not get the others either.
     """
-    units = _units(source, shape)
+    units = units_of(source, shape)
     held = min(max(1, round(len(units) * share)), len(units) - 1) if share > 0 else 0
     if held < 1:
         return samples_of(source, shape), None
@@ -207,13 +173,6 @@ def held_out(
         evaluated = permute(units[:held], len(units), 0, 0)
         train, evaluated = np.setdiff1d(units, evaluated), np.sort(evaluated[:most])
     return samples_of(source, shape, train), samples_of(source, shape, evaluated[:most])
-
-
-def to_evaluate(
-    sources: Sequence[EncodedSource], shape: SampleShape, most: int | None
-) -> dict[str, SampleSet]:
-    """Return the samples of sources to evaluate on: of each the first `most` windows or rows."""
-    return {s.name: samples_of(s, shape, _units(s, shape)[:most]) for s in sources}
 
 
 def _order(sources: Sequence[EncodedSource], sizes: list[int], seed: int) -> Mixture:
@@ -227,11 +186,7 @@ def _order(sources: Sequence[EncodedSource], sizes: list[int], seed: int) -> Mix
 def _reading(
     sources: Sequence[EncodedSource], train: list[SampleSet], shape: SampleShape
 ) -> dict[str, Any]:
-    """Return what the samples depend on, for the checkpoint: see `Position`.
-
-    Packing follows from the lengths of the rows, so these are told apart by a digest. What a single
-    source is called does not matter.
-    """
+    """Return what the samples depend on (see `Position`); the name of a single source does not."""
     several = len(sources) > 1
     reading: dict[str, Any] = {
         "data.packing": shape.packing,
@@ -245,7 +200,7 @@ def _reading(
         if isinstance(samples, Windows):
             reading[f"the tokens {of}"] = samples.rows.total
         else:
-            lengths = samples.pieces.lengths.astype("<i4").tobytes()
+            lengths = samples.pieces.lengths.astype("<i4").tobytes()  # packing follows from them
             digest = hashlib.blake2b(lengths, digest_size=8).hexdigest()
             reading[f"the lengths of the rows {of} (digest)"] = digest
         if source.weight is not None and several:
@@ -263,5 +218,5 @@ def _part(name: str, samples: SampleSet, shape: SampleShape, held: int) -> Sourc
     pieces, density, bins = samples.pieces, None, None
     if isinstance(samples, Packed):
         density, bins = samples.plan.density, (n, samples.plan.lower_bound)
-    dropped = {"empty rows": pieces.empty}
-    return SourceSamples(name, n, pieces.tokens, density, dropped, pieces.cut, held, bins)
+    tokens, dropped = int(pieces.lengths.sum(dtype=np.int64)), {"empty rows": pieces.empty}
+    return SourceSamples(name, n, tokens, density, dropped, pieces.cut, held, bins)

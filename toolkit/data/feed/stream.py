@@ -103,11 +103,9 @@ class StreamSample(NamedTuple):
     """A sample before it becomes tensors."""
 
     pieces: list[Piece]
-    length: int
-    """Tokens."""
+    length: int  # tokens
     source: int
-    epoch: int
-    """Passes over its source that were done before."""
+    epoch: int  # passes over its source that were done before
 
 
 @dataclass(frozen=True)
@@ -125,14 +123,7 @@ class FirstWindow:
 
 
 class SourceStream:
-    """The samples of one source, one after another. See [Note: streams].
-
-    Args:
-        source: the rows.
-        number: which source it is, for its samples and its order.
-        shape: how rows become samples.
-        seed: of the orders.
-        window: rows that are shuffled and packed together.
+    """The samples of one source, the `number`-th, one after another. See [Note: streams].
 
     Raises:
         DataError: max_repeats is not a whole number of passes.

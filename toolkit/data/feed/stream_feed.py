@@ -11,7 +11,6 @@ from torch.utils.data import IterableDataset, default_collate
 
 from toolkit import ranks
 from toolkit.data.feed.feed import Feed, MicroBatch, Processes, SampleShape
-from toolkit.data.feed.prepared import to_evaluate
 from toolkit.data.feed.stream import (
     WINDOW,
     FirstWindow,
@@ -41,13 +40,9 @@ class StreamFeed(Feed):
 
     Args:
         sources: at least one; with weights where there are several.
-        shape: how rows become samples.
-        seed: of the orders.
-        global_batch: samples of an optimizer step on all ranks; a checkpoint's own replaces it.
-        eval_sources: what to evaluate on.
-        max_eval_samples: evaluate on so many windows or rows of each source at most.
         window: rows of a source that are shuffled and packed together.
         group: global batches that are sorted by length together, where samples are padded.
+        others: see `Feed`.
 
     Raises:
         DataError: several sources without weights, or max_repeats is not a whole number of passes.
@@ -83,8 +78,7 @@ class StreamFeed(Feed):
             reading[f"the weight of {source.name}"] = source.weight
             reading[f"max_repeats of {source.name}"] = source.max_repeats
         position = Position(None, seed, global_batch, reading)
-        eval_sets = to_evaluate(eval_sources, shape, max_eval_samples)
-        super().__init__(shape, position, eval_sources, eval_sets)
+        super().__init__(shape, position, eval_sources, max_eval_samples)
         self._mixed()  # refuses what cannot be streamed before anything long begins
 
     def _mixed(self) -> "MixedStream":
@@ -98,19 +92,14 @@ class StreamFeed(Feed):
         return MixedStream(streams, weights, position.seed, position.global_batch, group)
 
     def lines(self) -> list[str]:
-        names = ", ".join(source.name for source in self.sources)
         evals = sum(len(samples) for samples in self.eval_sets.values())
-        return [f"{names}: {self.shape}, read while training; {evals:,} to evaluate"]
+        return [f"{self.names}: {self.shape}, read while training; {evals:,} to evaluate"]
 
     def steps_for(self, epochs: float) -> int:
-        """Refuse: how many samples a stream gives is not known before its end."""
         raise DataError(
             "expected a number of steps, since how long a pass over a stream is becomes known when "
             "it ends; set train.max_steps"
         )
-
-    def check_steps(self, max_steps: int) -> None:
-        """Accept: where max_repeats ends the data is seen when it does."""
 
     def check_enough(self, world_size: int) -> None:
         """Refuse a stream whose first rows give nothing to learn. Reads a window of each.
@@ -148,9 +137,8 @@ class StreamFeed(Feed):
             yield batch
 
     def reading_lines(self) -> list[str]:
-        """Return what came of the rows read so far, as lines: rows, left out and why, truncated.
-
-        Counts of the run so far, over all its starts; none before the first step is done.
+        """Return rows read, left out and why, and truncated, over all starts of the run; none
+        before the first step is done.
         """
         lines = []
         for name, read in (self.position.stream or {}).get("read", {}).items():
@@ -170,14 +158,8 @@ class MixedStream:
     """The samples of several streams, mixed by weight, as global batches. See [Note: streams].
 
     Sources are mixed as in [Note: mixing] (`order/mixture.py`), but where one is used up is seen
-    when it happens; it is the same on all ranks, since all read the same.
-
-    Args:
-        streams: the sources, with names of their own.
-        weights: of each.
-        seed: of the order of batches in a group.
-        global_batch: samples of an optimizer step on all ranks.
-        group: global batches that are sorted by length together.
+    when it happens; it is the same on all ranks, since all read the same. The batches of a group
+    are sorted by length together.
     """
 
     def __init__(
@@ -305,12 +287,9 @@ class RankBatches(IterableDataset):
 
 
 def _refusal(text: str) -> DataError:
-    """Return the error that ends the run.
-
-    As a rule all ranks meet it, since all read the same, and the first of them prints it. But a
-    file or a machine may fail one rank alone: it must not count on another one to say so, nor wait
-    for the others, which may be in a collective of the model.
-    """
+    """Return the error that ends the run. All ranks meet it as a rule, and the first prints it."""
+    # A file or a machine may fail one rank alone: it must not wait for the others, which may be in
+    # a collective of the model.
     error = DataError(text)
     error.already_reported = not ranks.first_to_report(text)  # type: ignore[attr-defined]
     return error

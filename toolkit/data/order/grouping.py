@@ -22,17 +22,8 @@ WINDOW = 50
 
 
 class ByLength:
-    """An order of samples, regrouped so that a global batch holds samples of like length.
-
-    See [Note: grouping by length]. Reading the batches of a window one after another costs one
-    sort; what is kept is one window.
-
-    Args:
-        order: the sequence of samples.
-        lengths: tokens of each sample.
-        global_batch: samples of an optimizer step on all ranks.
-        seed: of the order of batches in a window.
-        window: global batches sorted together.
+    """An order of samples, regrouped so that a global batch holds samples of like length (`lengths`
+    in tokens). See [Note: grouping by length]. Keeps one window; reading through it is one sort.
     """
 
     def __init__(
@@ -70,12 +61,7 @@ def regroup(
 ) -> np.ndarray:
     """Return the places of a window's samples in the order in which they are read.
 
-    Args:
-        draws: the samples of the window; from one batch's first on.
-        lengths: tokens of each.
-        global_batch: samples of a batch; a rest that fills none stays at the end.
-        seed: of the order of batches.
-        key: tells this window from others.
+    A rest that fills no batch stays at the end. `key` tells this window from others.
     """
     places = np.arange(len(lengths))
     for first, last in _runs(draws, global_batch):

@@ -20,7 +20,6 @@ phase begins, with a tree of those that remain.
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,23 +32,17 @@ _FAR = 1 << 36  # positions beyond this would not be exact; more samples than an
 
 
 class DrawnSamples(NamedTuple):
-    """What is read at some positions; int64 arrays."""
+    """What is read at some positions: int64 arrays."""
 
     samples: np.ndarray
-    sources: np.ndarray
-    """Which of the sources that are mixed each is of."""
-    passes: np.ndarray
-    """How many times that source was read through before."""
+    sources: np.ndarray  # which of those that are mixed each is of
+    passes: np.ndarray  # how many times that source was read through before
 
 
-@dataclass(frozen=True)
-class _Phase:
-    start: int
-    """Position at which it begins."""
-    drawn: tuple[int, ...]
-    """Samples that each source has given before it."""
-    active: tuple[int, ...]
-    """The sources that still give."""
+class _Phase(NamedTuple):
+    start: int  # position at which it begins
+    drawn: tuple[int, ...]  # samples that each source has given before it
+    active: tuple[int, ...]  # the sources that still give
 
 
 class Mixture:
@@ -63,9 +56,6 @@ class Mixture:
         seed: of the orders.
         max_repeats: passes over each source at most, also a fraction of one; None: no limit.
     """
-
-    total: int | None
-    """Positions there are; None: no end."""
 
     def __init__(
         self,
@@ -84,7 +74,7 @@ class Mixture:
         }
         self._firsts = np.cumsum(self.sizes) - self.sizes
         self._phases: list[_Phase] = []
-        self.total = self._plan()
+        self.total = self._plan()  # positions there are; None: no end
 
     def draws(self, start: int, count: int) -> DrawnSamples:
         """Return what is read at the positions from `start` up to before `start + count`.
@@ -171,10 +161,7 @@ def locate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the source that is read at each of `turns`, and how many samples it gave before.
 
-    Args:
-        active: the sources that give.
-        shares: of all sources, as `shares` returns them.
-        turns: positions in the mixture of the active sources, int64.
+    `turns` are positions in the mixture of the `active` sources, int64; `shares` those of all.
     """
     if len(active) == 1:
         return np.full(len(turns), active[0], np.int64), turns

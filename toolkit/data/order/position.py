@@ -1,10 +1,4 @@
-"""Global batches dealt out to ranks, and how far a run has come.
-
-The global batch of a step is the next B positions of an order (`mixture.py`). Rank r of W takes
-every W-th of them from the r-th on, and cuts these into its micro-batches. Whatever W and the
-accumulation are, the ranks together train on the same B samples, so a loss that is a mean over the
-global batch is the same.
-"""
+"""Global batches dealt out to ranks, and how far a run has come."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,26 +23,22 @@ class _Batches(BatchSampler):
 class GlobalBatches(_Batches):
     """Micro-batches of all ranks in the order in which Accelerate deals them out.
 
-    Accelerate's `BatchSamplerShard` gives batch i to rank i % W. So step after step, micro-batch m
-    after micro-batch m, this yields one batch for rank 0, one for rank 1, ...: of the step's B
-    positions, rank r has `positions[r::W]`, and its m-th micro-batch is the m-th run of b in it.
+    The global batch of a step is the next B positions of the order, whatever the number W of ranks
+    and the accumulation are: rank r has `positions[r::W]`, cut into its micro-batches of b. With
+    B = 4, two ranks and b = 1 rank 0 reads [0] then [2] and rank 1 [1] then [3]; one rank with
+    b = 2 reads [0 1] then [2 3].
 
-    The samples of step k are `positions[k*B:(k+1)*B]` for every W, as long as the product B of b,
-    accumulation and W is kept: with B = 4, two ranks, b = 1 and accumulation 2, rank 0 reads [0]
-    then [2] and rank 1 [1] then [3]; one rank with b = 2 reads [0 1] then [2 3].
-
-    Every batch is full and every rank gets as many, so Accelerate neither repeats nor drops any.
+    Accelerate's `BatchSamplerShard` gives batch i to rank i % W. Every batch is full and every rank
+    gets as many, so it neither repeats nor drops any.
     """
 
     order: Mixture | ByLength
     start: int
     """Position of the first sample: how many the run has seen (`Position.samples_seen`)."""
     steps: int
-    """Optimizer steps to yield batches for."""
     batch_size: int
     """Samples of a micro-batch, b."""
     accumulation: int
-    """Micro-batches of a rank in a step."""
     world_size: int
 
     @property
@@ -77,7 +67,6 @@ class EvalBatches(_Batches):
 
     samples: Sequence[int]
     batch_size: int
-    """Samples of a micro-batch of one rank."""
     world_size: int
 
     def __len__(self) -> int:

@@ -26,16 +26,14 @@ bins of a window could have been filled with samples of another."""
 
 @dataclass(frozen=True)
 class BinPlan:
-    """What lies in which bin."""
+    """What lies in which bin of `capacity` tokens."""
 
     capacity: int
-    """Tokens a bin can hold."""
     samples: np.ndarray
     """Every sample once, bin after bin, in a bin by number; int64."""
     starts: np.ndarray
     """Bin i holds `samples[starts[i]:starts[i + 1]]`; int64, one more than there are bins."""
     tokens: int
-    """Tokens of all samples."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -69,7 +67,6 @@ def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> BinPla
     Raises:
         DataError: a length is below 1 or above the capacity.
     """
-    lengths = np.asarray(lengths)
     if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= capacity):
         at = int(np.argmax((lengths < 1) | (lengths > capacity)))
         raise DataError(
@@ -108,11 +105,8 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _place(values: list[int], counts: list[int], capacity: int) -> list[tuple[int, int, int]]:
-    """Return runs (first bin, bins, samples for each of them), for the samples from the longest on.
-
-    Args:
-        values: the different lengths, from the longest to the shortest.
-        counts: samples of each.
+    """Return runs (first bin, bins, samples for each of them) for `counts` samples of each of
+    `values`, the different lengths from the longest to the shortest.
     """
     runs: list[tuple[int, int, int]] = []
     spaces: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]

@@ -18,6 +18,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from toolkit.data.samples.packing import best_fit
@@ -40,18 +41,14 @@ Chosen = range | np.ndarray | None
 
 
 class EncodedRows:
-    """Encoded rows, read one by one or as one text. It pickles as the path of the file.
-
-    Args:
-        tokens: the data set; `input_ids`, perhaps `spans`.
-    """
+    """Encoded rows, read one by one or as one text."""
 
     def __init__(self, tokens: datasets.Dataset) -> None:
         # A selection or shuffle is an index over the rows; columns are read in file order.
         self.tokens = tokens.flatten_indices() if tokens._indices is not None else tokens
         self._ids = self.tokens.data.column("input_ids")
-        self.supervised_in_part = "spans" in self.tokens.column_names
-        self._spans = self.tokens.data.column("spans") if self.supervised_in_part else None
+        spans = "spans" in self.tokens.column_names  # else every token counts
+        self._spans = self.tokens.data.column("spans") if spans else None
         self._texts = [chunk.flatten().to_numpy() for chunk in self._ids.chunks]
         self._text_ends = np.cumsum([len(text) for text in self._texts], dtype=np.int64)
 
@@ -122,11 +119,6 @@ class Windows(Dataset):
 
     What is left after the last whole window is not used; `tokens_dropped` says how much.
 
-    Args:
-        rows: what is read.
-        sequence_length: tokens per sample, L.
-        chosen: the windows that are used.
-
     Raises:
         DataError: the tokens do not fill one window.
     """
@@ -159,11 +151,6 @@ class Pieces:
 
     A row of more than `limit` tokens becomes pieces of `limit` tokens and a rest, so no token is
     lost. Rows without a token become none.
-
-    Args:
-        rows: what is read.
-        limit: tokens of a piece at most.
-        chosen: the rows that are used.
     """
 
     def __init__(self, rows: EncodedRows, limit: int, chosen: Chosen = None) -> None:
@@ -177,11 +164,6 @@ class Pieces:
         self.begins = (nth * limit).astype(np.int32)
         left = np.repeat(lengths, pieces) - self.begins
         self.lengths = np.minimum(left, limit).astype(np.int32)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all pieces."""
-        return int(self.lengths.sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.of_row)
@@ -222,11 +204,7 @@ class Packed(Dataset):
 
     `packed[i]` is `{"input_ids": [L], "labels": [L], "position_ids": [L]}`. Positions restart where
     a piece begins, by which transformers keeps the pieces apart where there is no attention mask.
-    The rest of the sample is one more piece, of padding.
-
-    Args:
-        pieces: what is packed; their limit is L.
-        pad_id: token that fills up.
+    The rest of the sample is one more piece, of padding; L is the limit of the pieces.
     """
 
     def __init__(self, pieces: Pieces, pad_id: int = 0) -> None:
@@ -245,19 +223,14 @@ class Packed(Dataset):
 
 def packed_sample(pieces: list[Piece], sequence_length: int, pad_id: int) -> Sample:
     """Return pieces as one sample of `sequence_length` tokens; see `Packed`."""
-    ids = np.full(sequence_length, pad_id, np.int64)
-    labels = np.full(sequence_length, IGNORED, np.int64)
-    positions = np.empty(sequence_length, np.int64)
-    at = 0
-    for part, wanted in pieces:
-        end = at + len(part)
-        ids[at:end], labels[at:end] = part, wanted
-        labels[at] = IGNORED
-        positions[at:end] = np.arange(len(part))
-        at = end
-    positions[at:] = np.arange(sequence_length - at)
+    room = sequence_length - sum(len(ids) for ids, _ in pieces)
+    pieces = [*pieces, (np.full(room, pad_id), np.full(room, IGNORED))]
+    for _, labels in pieces:
+        labels[:1] = IGNORED
+    ids, labels = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    positions = np.concatenate([np.arange(len(piece)) for piece, _ in pieces])
     return {
-        "input_ids": torch.from_numpy(ids),
+        "input_ids": torch.from_numpy(ids.astype(np.int64)),
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(positions),
     }
@@ -273,23 +246,21 @@ class PadCollate:
     """
 
     pad_id: int
-    """Token that fills up; which one does not matter to the loss."""
     sequence_length: int
-    """Tokens of the longest sample there can be."""
 
     def __call__(self, samples: list[Sample]) -> Sample:
         longest = max(len(s["input_ids"]) for s in samples)
         width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
-        shape = (len(samples), width)
-        ids = torch.full(shape, self.pad_id)
-        labels = torch.full(shape, IGNORED)
-        mask = torch.zeros(shape, dtype=torch.int64)
-        for row, sample in enumerate(samples):
-            length = len(sample["input_ids"])
-            ids[row, :length] = sample["input_ids"]
-            labels[row, :length] = sample["labels"]
-            mask[row, :length] = 1
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+        def filled(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+            return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])
+
+        ids, labels = ([s[name] for s in samples] for name in ("input_ids", "labels"))
+        return {
+            "input_ids": filled(ids, self.pad_id),
+            "labels": filled(labels, IGNORED),
+            "attention_mask": filled([torch.ones_like(row) for row in ids], 0),
+        }
 
 
 def _within(index: int, count: int) -> int:
