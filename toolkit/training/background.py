@@ -1,7 +1,4 @@
-"""Work that goes on behind the loop: one piece at a time, and its failure is not lost.
-
-Owns the thread and the moments at which its failure is raised. Does not know what is done in it.
-"""
+"""Work that goes on behind the loop: one piece at a time, and its failure is not lost."""
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - ends its pools after `_at_exit`, if it is first
@@ -45,10 +42,8 @@ def busy() -> bool:
 
 
 def wait(seconds: float | None = None) -> None:
-    """Return when nothing is in flight any more; raise what it failed with, once.
-
-    Args:
-        seconds: give up after so many, without an error; what is in flight goes on.
+    """Return when nothing is in flight any more, or after so many `seconds`, in which case it goes
+    on; raise what it failed with, once.
     """
     global _current
     if _current is None:

@@ -35,10 +35,10 @@ def generate(
 ) -> list[str]:
     """Return the model's greedy answer to each of `prompts`, on every rank. Collective.
 
-    Each prompt is answered by itself, without padding, on one of the ranks; all ranks run along
-    until the longest answer of a round is done, with a key-value cache where the model has one.
-    Costs `ceil(prompts / ranks) * max_new_tokens` forwards at most, each with its all-gathers. The
-    model comes back in the mode it was in and sharded, and the random state is untouched.
+    Each prompt is answered by itself, without padding, on one of the ranks, so that answers do not
+    depend on their number; all ranks run along until the longest answer of a round is done: at most
+    `ceil(prompts / ranks) * max_new_tokens` forwards, each with its all-gathers. The model comes
+    back in the mode it was in and sharded, and the random state is untouched.
 
     Args:
         model: sharded, or plain in one process; adapters may lie around it.
@@ -171,10 +171,8 @@ def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def _greedy(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> GenerationConfig:
-    """Return settings that hold nothing but greedy decoding and the model's end tokens.
-
-    A checkpoint's generation_config.json may ask for sampling, penalties or forced tokens.
-    """
+    """Return settings that hold nothing but greedy decoding and the model's end tokens."""
+    # A checkpoint's generation_config.json may ask for sampling, penalties or forced tokens.
     ends: set[int] = set()
     for holder in (getattr(base, "generation_config", None), tokenizer):
         said = getattr(holder, "eos_token_id", None)

@@ -1,8 +1,7 @@
 """Accelerate: which processes a run has, their device, their random state, their batches.
 
-Owns the door between the launcher and the library: the only file that imports `accelerate` and the
-only one that reads what the launcher says in the environment. Does not know the model, and
-Accelerate never sees it: sharding is `toolkit.sharding`'s alone.
+The only file that imports `accelerate`, and the only one that reads what the launcher says in the
+environment. Accelerate never sees the model: sharding is `toolkit.sharding`'s alone.
 """
 
 import argparse
@@ -39,9 +38,9 @@ from toolkit.training import background as in_flight
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 # Of training's own collectives; what waits for one rank's work has a day (`ranks`).
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
-# How long a process that has nothing to add waits for the one that speaks for its machine.
+# A process that has nothing to add waits so long for the one that speaks for its machine.
 _LET_SPEAK = datetime.timedelta(seconds=10)
-# How long a run that failed waits for the checkpoint that was being written behind it.
+# A run that failed waits so long for the checkpoint that was being written behind it.
 _LET_FINISH = datetime.timedelta(minutes=5)
 # What says how many processes another launcher started, without telling torch.
 _OTHER_LAUNCHERS = {
@@ -75,26 +74,20 @@ class Run:
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
         """Return Accelerate's loader: batch i of `batches` goes to rank i % world_size, on its
-        device.
-
-        `batches` must yield a multiple of world_size batches: Accelerate would repeat samples to
-        fill up.
+        device. There must be a multiple of world_size: Accelerate would repeat samples to fill up.
         """
-        # A generator of its own: an iterator draws a seed, which must not come from dropout's.
         loader = DataLoader(
             dataset,
             batch_sampler=batches,
             num_workers=workers,
-            generator=torch.Generator(),
+            generator=torch.Generator(),  # an iterator draws a seed, not from dropout's generator
             collate_fn=collate_fn,
         )
         return self.accelerator.prepare_data_loader(loader, device_placement=True)
 
     def stream(self, batches: IterableDataset, workers: int = 0) -> Any:
         """Return Accelerate's loader of `batches`, which yields this rank's batches itself, put on
-        its device.
-
-        Reading ahead takes one worker process; more would each read everything.
+        its device. Reading ahead takes one worker; more would each read everything.
         """
         generator = torch.Generator()
         loader = DataLoader(
@@ -242,12 +235,10 @@ def guarded(main: Callable[[], None]) -> None:
 
 
 def _leave(code: int) -> None:
-    """End a launched process here, a good one after its exit handlers, without tearing it down.
-
-    Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
-    go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
-    loaded runs with torch 2.13): a finished run would be reported as failed.
-    """
+    """End a launched process here, a good one after its exit handlers, without tearing it down."""
+    # Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
+    # go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
+    # loaded runs with torch 2.13): a finished run would be reported as failed.
     if "RANK" in os.environ:
         if code == 0:
             atexit._run_exitfuncs()
@@ -257,9 +248,7 @@ def _leave(code: int) -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed python, numpy and torch, each rank differently: two ranks must not drop the same
-    units.
-    """
+    """Seed python, numpy and torch, each rank differently: they must not drop the same units."""
     key = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
     random.seed(int.from_bytes(key[:8], "little"))
     numpy.random.seed(int.from_bytes(key[8:12], "little"))
@@ -267,11 +256,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def _asked() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) as the launcher set them.
-
-    Raises:
-        LaunchError: `accelerate launch` was asked for several processes and started one.
-    """
+    """Return (rank, world size, local rank) as the launcher set them."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         said = {n: os.environ.get(n, "(not set)") for n in ("RANK", "WORLD_SIZE")}
         said["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", said["RANK"])
@@ -303,11 +288,7 @@ def _asked() -> tuple[int, int, int]:
 
 
 def _uses_cpu(rank: int, world: int) -> bool:
-    """Return whether the run computes on the CPU: it was asked for, or there is nothing else.
-
-    Raises:
-        LaunchError: Accelerate was asked for several processes on GPUs, and torch sees none.
-    """
+    """Return whether the run computes on the CPU: it was asked for, or there is nothing else."""
     if _flag("ACCELERATE_USE_CPU"):
         return True
     if torch.accelerator.is_available():

@@ -1,9 +1,8 @@
 """The causal-LM loss: a sum over supervised tokens that never holds all logits at once.
 
-Owns how hidden states and labels become one number. Does not know the class of the model: where the
-head is a linear layer whose output reaches the caller untouched, the loss is computed inside the
-head, chunk by chunk; where a model changes its logits afterwards (soft caps, scales), it is
-computed from those.
+Where the head is a linear layer whose output reaches the caller untouched, the loss is computed
+inside the head, chunk by chunk; where a model changes its logits afterwards (soft caps, scales), it
+is computed from those.
 """
 
 import weakref
@@ -53,7 +52,8 @@ def loss_sum(
     labels = batch["labels"]
     head = _linear_head(model)
     if head is None or not _reaches_caller(model, head, batch):
-        return _from_logits(model(**inputs).logits, labels, label_smoothing)
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return cross_entropy_sum(logits, labels[:, 1:].flatten(), label_smoothing)
     with _LossInHead(head, labels, label_smoothing):
         return model(**inputs).logits
 
@@ -71,18 +71,9 @@ def cross_entropy_sum(
     )
 
 
-def _from_logits(
-    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
-) -> torch.Tensor:
-    return cross_entropy_sum(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing)
-
-
 def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Tensor]) -> bool:
-    """Whether what the head answers is what the model answers. Found out once a model, by trying.
-
-    Costs one forward of one sample, without gradient and without touching the random state, so that
-    a resumed run draws the same dropout as an undisturbed one. Every rank finds the same: it
-    follows from the model's code.
+    """Whether what the head answers is what the model answers. Found out once a model, by trying
+    one sample, which leaves the random state as it was. Every rank finds the same.
     """
     if model not in _known:
         one = {k: v[:1] for k, v in batch.items()}
@@ -148,21 +139,13 @@ class _LossInHead:
         labels = self._labels[:, 1:].flatten()
         weight, bias = self._head.weight, self._head.bias
         rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-        total = flat.new_zeros((), dtype=torch.float32)
         if rows >= flat.shape[0]:  # one chunk: nothing to save by recomputing it
             self.result = _chunk(flat, weight, bias, labels, self._smoothing)
             return self.result
-        for begin in range(0, flat.shape[0], rows):
-            part = slice(begin, begin + rows)
-            total = total + checkpoint(
-                _chunk,
-                flat[part],
-                weight,
-                bias,
-                labels[part],
-                self._smoothing,
-                use_reentrant=False,
-            )
+        total = flat.new_zeros((), dtype=torch.float32)
+        for part, wanted in zip(flat.split(rows), labels.split(rows), strict=True):
+            arguments = (part, weight, bias, wanted, self._smoothing)
+            total = total + checkpoint(_chunk, *arguments, use_reentrant=False)
         self.result = total
         return total
 

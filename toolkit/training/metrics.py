@@ -1,10 +1,6 @@
-"""What a run shows of itself: a progress bar or lines, `metrics.jsonl`, the final summary.
-
-Owns tokens/s, MFU, memory and their files. Does not know the loop.
-"""
+"""What a run shows of itself: a progress bar or lines, `metrics.jsonl`, the final summary."""
 
 import json
-import math
 import resource
 import sys
 import time
@@ -53,11 +49,12 @@ class Metrics:
         self._file, self._main, self._device = run_dir / METRICS, ranks.rank() == 0, device
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._first, self._last, self._every = first_step, max_steps, logging_steps
-        self._tokens, self._pending = tokens, []  # type: int, list[torch.Tensor]
+        self._tokens, self._pending = tokens, list[torch.Tensor]()
         self._bad: torch.Tensor | None = None
-        self._paused = 0.0
-        self._since, self._steps = time.perf_counter(), 0
-        self._began, self._first_loss, self._last_line = time.perf_counter(), None, {}  # type: ignore[var-annotated]
+        self._began = self._since = time.perf_counter()
+        self._paused, self._steps = 0.0, 0
+        self._first_loss: float | None = None
+        self._last_line: dict[str, Any] = {}
         self._bar = None
         if self._main:
             keep_until(self._file, first_step)
@@ -71,10 +68,8 @@ class Metrics:
         return step % self._every == 0 or step in (self._first + 1, self._last)
 
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
-        """Take the `StepStats` of `step`; write its line when it is due or `more` is given.
-
-        Raises:
-            TrainingError: a loss or gradient norm of any step so far is not finite.
+        """Take the `StepStats` of `step`; write its line when it is due or `more` is given, after
+        `check_finite`.
         """
         self._pending.append(stats.tokens)
         bad = ~(torch.isfinite(stats.loss) & torch.isfinite(stats.grad_norm))
@@ -94,9 +89,7 @@ class Metrics:
             self._show(line)
 
     def check_finite(self, step: int) -> None:
-        """Raise `TrainingError` when a step up to here was not finite: such weights are not
-        saved.
-        """
+        """Raise a `TrainingError` when a step up to here was not finite, which is not saved."""
         if self._bad is not None and bool(self._bad):
             raise TrainingError(
                 f"the loss or the gradient norm became NaN or infinite by step {step}; nothing "
@@ -130,34 +123,28 @@ class Metrics:
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""
-        evaluated = ""
-        if "eval_loss" in last:
-            evaluated = f", eval perplexity {last['eval_perplexity']:.1f}"
-        return (
+        text = (
             f"\ndone: step {self._first + 1} to {last['step']} in {seconds:.0f} s, "
-            f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{evaluated}"
+            f"loss {self._first_loss:.4f} -> {last['loss']:.4f}"
         )
+        if "eval_loss" in last:
+            text += f", eval perplexity {last['eval_perplexity']:.1f}"
+        return text
 
     def _line(self, step: int, stats: Any, learning_rate: float) -> dict[str, Any]:
-        loss, norm, tokens = (
-            float(stats.loss),
-            float(stats.grad_norm),
-            self.tokens,
-        )  # waits for the device
+        line: dict[str, Any] = {  # waits for the device
+            "step": step,
+            "loss": float(stats.loss),
+            "grad_norm": float(stats.grad_norm),
+            "learning_rate": learning_rate,
+            "tokens": self.tokens,
+        }
         now = time.perf_counter()
         step_time = max(1e-9, now - self._since - self._paused) / self._steps
         self._since, self._paused, self._steps = now, 0.0, 0
         rate = self._tokens_per_step / step_time
-        line = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": learning_rate,
-            "tokens": tokens,
-            "tokens_per_second": rate,
-            "step_time": step_time,
-            "memory_peak_bytes": memory_peak(self._device),
-        }
+        peak_bytes = memory_peak(self._device)
+        line |= {"tokens_per_second": rate, "step_time": step_time, "memory_peak_bytes": peak_bytes}
         peak = device_peak_flops(self._device)
         if peak is not None:
             line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
@@ -166,9 +153,8 @@ class Metrics:
     def _show(self, line: dict[str, Any]) -> None:
         text = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s"
         if "eval_loss" in line:
-            text += (
-                f"  eval_loss {line['eval_loss']:.4f} (perplexity {line['eval_perplexity']:,.1f})"
-            )
+            loss, perplexity = line["eval_loss"], line["eval_perplexity"]
+            text += f"  eval_loss {loss:.4f} (perplexity {perplexity:,.1f})"
         if self._bar is not None:
             self._bar.set_postfix_str(text)
             return
@@ -187,14 +173,6 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss), infinite where it overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
 def evaluate_metrics(
     model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
 ) -> dict[str, float]:
@@ -206,19 +184,18 @@ def evaluate_metrics(
     named = {"eval": total}
     if len(found) > 1:
         named |= {f"eval_{name}": one for name, one in found.items()}
-    losses = {name: float(one.loss) for name, one in named.items()}
-    return {f"{name}_loss": loss for name, loss in losses.items()} | {
-        f"{name}_perplexity": perplexity(loss) for name, loss in losses.items()
-    }
+    losses = {f"{name}_loss": float(one.loss) for name, one in named.items()}
+    # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
+    exp = {f"{name}_perplexity": float(one.loss.double().exp()) for name, one in named.items()}
+    return losses | exp
 
 
 def memory_peak(device: torch.device) -> int:
     """Return the peak of this process in bytes: allocated on the accelerator, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _duration(seconds: float) -> str:

@@ -34,38 +34,18 @@ _PEAKS = {
 
 
 def training_flops(model: nn.Module, sequence_length: int) -> float:
-    """Return the FLOPs of one token of forward and backward: frozen parameters (the base of
-    adapters, 4-bit ones too) get no gradient of their own, and an untied embedding is looked up.
+    """Return the FLOPs of one token of forward and backward; see [Note: MFU].
+
+    A frozen parameter (the base of adapters, 4-bit ones too) costs two a token less: it gets no
+    gradient of its own. An untied embedding is only looked up.
     """
     base = base_of(model)
     width = getattr(base.config.get_text_config(), "hidden_size", 0)
     looked_up = 0 if assets_of(model).tied else models.vocabulary_size(base) * width
     values = count_values(model)
-    return flops_per_token(
-        values,
-        looked_up,
-        len(models.decoder_layers(base)),
-        width,
-        sequence_length,
-        frozen=values - sum(p.numel() for p in model.parameters() if p.requires_grad),
-    )
-
-
-def flops_per_token(
-    parameters: int,
-    embedding: int,
-    layers: int,
-    width: int,
-    sequence_length: int,
-    *,
-    frozen: int = 0,
-) -> float:
-    """Return the training FLOPs of one token; `embedding` are parameters that are only looked up.
-
-    A `frozen` parameter costs two a token less: it gets no gradient of its own.
-    """
-    trained = 6.0 * (parameters - embedding) - 2.0 * max(0, frozen - embedding)
-    return trained + 12.0 * layers * width * sequence_length
+    frozen = values - sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = 6.0 * (values - looked_up) - 2.0 * max(0, frozen - looked_up)
+    return weights + 12.0 * len(models.decoder_layers(base)) * width * sequence_length
 
 
 def device_peak_flops(device: torch.device) -> float | None:

@@ -1,8 +1,5 @@
 """One optimizer step and one evaluation, right for any number of ranks and micro-batches.
 
-Owns what nobody should derive again: the loss weighted by tokens over the global batch, gradient
-reduction on the last micro-batch only, the norm of a sharded gradient. Knows no files.
-
 [Note: token weighting] The loss is the mean over the supervised tokens of the global batch. So the
 tokens of all micro-batches of all ranks are counted first (one all-reduce of one integer), and each
 micro-batch contributes its sum divided by that count. FSDP averages gradients over ranks, where a
@@ -50,8 +47,7 @@ def train_step(
 ) -> StepStats:
     """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
 
-    See [Note: token weighting]. Costs one small all-reduce more than the bare forward and backward,
-    and reduces gradients once a step.
+    See [Note: token weighting], which costs one small all-reduce; gradients are reduced once.
 
     Args:
         model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
@@ -67,9 +63,7 @@ def train_step(
         TrainingError: no micro-batches.
     """
     if not micro_batches:
-        raise TrainingError(
-            "train_step got no micro-batches; every rank needs as many, at least one"
-        )
+        raise TrainingError("train_step got no micro-batches; every rank needs at least one")
     sharded: Any = model if hasattr(model, "set_requires_gradient_sync") else None
     world = dist.get_world_size() if sharded is not None and dist.is_initialized() else 1
     tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
@@ -123,10 +117,9 @@ def clip_gradients(
 
 
 def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Drop the gradients; under offload set them to zero, so that their host memory is kept.
+    """Drop the gradients; under offload zero the sharded ones, so that their host memory is kept.
 
-    Replicated gradients are on the device and dropped in any case. `Optimizer.zero_grad` cannot do
-    that: it zeroes both kinds in one call, which torch refuses.
+    `Optimizer.zero_grad` zeroes sharded and replicated ones in one call, which torch refuses.
     """
     if getattr(model, "parameter_device", None) is None:
         optimizer.zero_grad()
