@@ -32,20 +32,13 @@ class SourceSamples:
     """What a source became."""
 
     name: str
-    samples: int
-    """Samples of a pass over it: packed ones, windows, or rows."""
-    tokens: int
-    """Tokens in them, without padding."""
-    density: float | None
-    """Share of the samples' room that is tokens; None where the batches decide on it (`none`)."""
-    dropped: dict[str, int]
-    """What is in no sample: `tokens` after the last window, `empty rows`."""
-    cut: int
-    """Rows of more than `sequence_length` tokens that became several samples or pieces."""
-    held_out: int
-    """Samples that were split off to evaluate on."""
-    bins: tuple[int, int] | None = None
-    """Of `bfd`: packed samples, and how many no packing can do without."""
+    samples: int  # of a pass over it: packed ones, windows, or rows
+    tokens: int  # in them, without padding
+    density: float | None  # share of their room that is tokens; None where batches decide on it
+    dropped: dict[str, int]  # what is in no sample: `tokens` after the last window, `empty rows`
+    cut: int  # rows of more than `sequence_length` tokens that became several samples or pieces
+    held_out: int  # samples that were split off to evaluate on
+    bins: tuple[int, int] | None = None  # packed samples, and how many no packing can do without
 
 
 class PreparedFeed(Feed):

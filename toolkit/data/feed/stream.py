@@ -57,27 +57,20 @@ class StreamSource:
 class StreamPlace:
     """Where a window of a stream begins, and what was read before; a checkpoint keeps it."""
 
-    epoch: int = 0
-    """Passes that are done."""
-    shard: int = 0
-    """Files (shards) of this pass that are done."""
-    row: int = 0
-    """Rows read of the next one."""
+    epoch: int = 0  # passes that are done
+    shard: int = 0  # files (shards) of this pass that are done
+    row: int = 0  # rows read of the next one
+    # Of this pass, as far as it is read:
     rows: int = 0
-    """Rows read in this pass; so are `window` and `samples` counted in it."""
     window: int = 0
     samples: int = 0
+    # Of all passes:
     rows_read: int = 0
-    """Rows read in all passes; so are the counts below."""
     left_out: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    """Reason -> how many rows were left out for it."""
-    first: dict[str, str] = field(default_factory=dict)
-    """Reason -> the first of these, and what is wrong with it."""
-    truncated: int = 0
-    """Rows whose end was cut off."""
-    cut_off: int = 0
-    """Tokens of these ends."""
+    reasons: dict[str, int] = field(default_factory=dict)  # reason -> rows left out for it
+    first: dict[str, str] = field(default_factory=dict)  # reason -> the first, and what is wrong
+    truncated: int = 0  # rows whose end was cut off
+    cut_off: int = 0  # tokens of these ends
 
     def count(self, row: EncodedExample | BadRow) -> bool:
         """Count a row that was read; return whether it is used."""
@@ -110,16 +103,14 @@ class StreamSample(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstWindow:
-    """What the first window of a stream holds."""
+    """What the first window of a stream holds: of its rows some left out, of its tokens learned."""
 
     name: str
     rows: int
-    """Rows read for it, of which `left_out` were left out."""
     left_out: int
     samples: int
     tokens: int
     supervised: int
-    """Of the tokens, those that the loss covers."""
 
 
 class SourceStream:
@@ -186,11 +177,7 @@ class SourceStream:
         return self._items[self._given - 1]
 
     def first_window(self) -> FirstWindow:
-        """Return what the next window with a sample holds. Reads and encodes it.
-
-        Raises:
-            DataError: see `next`.
-        """
+        """Return what the next window with a sample holds. Reads and encodes it; see `next`."""
         self.next()
         labels = [labels[1:] for item in self._items for _, labels in item.pieces]
         return FirstWindow(

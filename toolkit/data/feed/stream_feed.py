@@ -259,8 +259,7 @@ class RankBatches(IterableDataset):
     """
 
     mixed: MixedStream
-    place: dict[str, Any] | None
-    """Where it begins; None: at the beginning."""
+    place: dict[str, Any] | None  # where it begins, but for the beginning
     shape: SampleShape
     steps: int
     per_device_batch: int
