@@ -726,7 +726,7 @@ def test_a_resume_with_other_data_under_the_same_name(start, finished) -> None:
         assert hashes(finished) == before
     finally:
         text.write_text(plain)
-    refused(done, "training samples, this run has", "give the same data", did=("encode",))
+    refused(done, "the samples of the data 1875, this run has 625", "same data", did=("encode",))
 
 
 def test_the_finished_run_goes_on_where_nothing_is_wrong(start, finished) -> None:
