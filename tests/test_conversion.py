@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from toolkit.errors import ExportError
-from toolkit.export.conversion import CopiesAreViews
+from toolkit.export.plan import CopiesAreViews
 
 
 def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,9 +1,4 @@
-"""What a PEFT folder consists of: the adapter's tensors under PEFT's keys, its config, a tokenizer.
-
-adapter_config.json         as trained; names the base model, so that readers find it
-adapter_model.safetensors   every trained tensor, and none of the base
-tokenizer, chat template    as trained with
-"""
+"""What a PEFT folder consists of: tensors under PEFT's keys, their config, a tokenizer."""
 
 import json
 import math
@@ -16,7 +11,7 @@ from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout,
 from toolkit.checkpoint.facts import base_model
 from toolkit.checkpoint.sources import travels
 from toolkit.errors import ExportError
-from toolkit.export.plan import ExportPlan, TensorShapes, lay_out, model_of_assets
+from toolkit.export.plan import ExportPlan, TensorShapes, lay_out, model_of_assets, more
 from toolkit.formats import ExportGroup
 from toolkit.formats import read_config as read_base_config
 
@@ -71,11 +66,8 @@ def make_adapter_plan(
     wanted = set(layout.keys.values())
     for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
         if names:
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise ExportError(
-                f"{where} {kind} {min(names)}{more}: the adapter is not the one that its "
-                f"{CONFIG_FILE} describes"
-            )
+            what = f"{kind} {min(names)}{more(names)}: the adapter is not the one of its"
+            raise ExportError(f"{where} {what} {CONFIG_FILE}")
     placed = {}
     for key, name in layout.keys.items():
         dtype, shape = stored[name]

@@ -1,9 +1,6 @@
 """Proof, after a save, that the adapter comes back: through its file, through PEFT, to the bit.
 
-    checkpoint on the disk -> PEFT folder -> PeftModel.from_pretrained -> compared on every rank
-
-Exporting and PEFT's names are those of the offline commands, so that what is proven is what a user
-will do. What the model computes with the adapter is proven by `toolkit verify --logits`.
+What the model computes with the adapter is proven by `toolkit verify --logits`.
 
 [Note: from_pretrained at any size] The base may not fit into one process. PEFT needs the base's
 shapes to find its layers, and none of its bytes: rank 0 makes a reader's very call on a base
@@ -18,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
@@ -27,7 +23,7 @@ from toolkit.checkpoint.resuming import quarantine
 from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
-from toolkit.formats import local_slices, reshard, same_values
+from toolkit.formats import local_tensor, part_of, reshard, same_values
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.peft_model import has_adapters, trained_tensors
 
@@ -38,8 +34,15 @@ def prove_adapter(model: nn.Module, checkpoint: str) -> str:
     """Prove the adapter of a checkpoint that was just saved; return the line for the log, empty
     for a model without adapters. One that does not come back is set aside. Collective.
 
+    Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
+
+    Args:
+        model: sharded or not, with the values that were saved.
+        checkpoint: what `checkpoint.save` returned: a path or a URL.
+
     Raises:
-        CheckpointError, ExportError: as `prove`.
+        CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
+        ExportError: on every rank: it cannot be exported or loaded by PEFT.
     """
     if not has_adapters(model):
         return ""
@@ -51,22 +54,8 @@ def prove_adapter(model: nn.Module, checkpoint: str) -> str:
 
 
 def prove(model: nn.Module, checkpoint: str | Path) -> str:
-    """Prove that the adapter of a checkpoint that was just saved is the one in `model`, to the bit
-    on every rank; return a line for the log. Collective.
-
-    Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
-
-    Args:
-        model: with adapters, sharded or not, with the values that were saved.
-        checkpoint: what `checkpoint.save` returned: a path or a URL.
-
-    Raises:
-        CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
-        ExportError: on every rank: it cannot be exported or loaded by PEFT.
-    """
+    """Compare the adapter in `model` with what PEFT loads; see `prove_adapter`."""
     begun = time.perf_counter()
-    if not has_adapters(model):
-        raise CheckpointError("there is no adapter to prove: the model has none")
     saving.wait()
     reshard(model)
     trained = trained_tensors(model)
@@ -106,10 +95,7 @@ def _same(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) -> b
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     if ranks.rank() == 0:
         whole = loaded[name].contiguous()
-    group = ranks.object_group()
-    if group is not None:
+    if (group := ranks.object_group()) is not None:
         dist.broadcast(whole, src=0, group=group)
-    if isinstance(tensor, DTensor):
-        whole, tensor = whole[local_slices(tensor)], tensor.to_local()
-    part = tensor.detach().cpu()
-    return part.shape == whole.shape and bool(same_values(whole, part).all())
+    expected, part = part_of(whole, tensor), local_tensor(tensor.detach()).cpu()
+    return part.shape == expected.shape and bool(same_values(expected, part).all())

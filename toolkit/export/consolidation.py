@@ -1,11 +1,5 @@
 """A sharded checkpoint becomes a Hugging Face folder: one process, no GPU, no process group.
 
-    metadata + config  ->  plan: every output tensor's place in every output file
-                       ->  group by group: read, compared with its digest, converted back, written
-
-Where the shards are belongs to `checkpoint.sources`, what the folder consists of to `plan`, the
-folder on the disk to `writer`.
-
 [Note: what is checked when] Before anything is written: sizes of all shards, hashes of their
 metadata and of the model's config, and that the chunks cover each tensor once. While a tensor is
 read: its digest, against the one taken from live memory when it was saved. Where there is none such
@@ -14,11 +8,8 @@ another tool has no hashes: only its structure is checked.
 """
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from toolkit.checkpoint.commit import CHECKPOINTS, read_manifest
 from toolkit.checkpoint.facts import run_facts
@@ -33,12 +24,10 @@ from toolkit.checkpoint.sources import (
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.adapter import adapter_origin, make_adapter_plan
-from toolkit.export.conversion import convert_group
 from toolkit.export.merge import plan_merge
-from toolkit.export.plan import ExportPlan, make_plan, model_of_assets, parse_dtype, parse_size
+from toolkit.export.plan import make_plan, model_of_assets, parse_dtype, parse_size
 from toolkit.export.saved import SavedTensors
-from toolkit.export.writer import ReadGroup, TensorValues, check_output, write_export
-from toolkit.formats import ExportGroup
+from toolkit.export.writer import ReadGroup, check_output, write_export
 from toolkit.models import tied_families
 
 
@@ -82,51 +71,31 @@ def consolidate(
     override, limit = parse_dtype(dtype), parse_size(max_shard_size)
     adapter = find_adapter(checkpoint)
     source = adapter or find_source(checkpoint, hf_assets)
-    target = check_output(output, source.checkpoint or source.folder)
+    hf, where, given = source.hf, str(source.folder), source.checkpoint or source.folder
+    target = check_output(output, given)
     if merge and adapter is None:
-        which = source.checkpoint or source.folder
-        raise ExportError(f"{which} is not an adapter checkpoint: there is nothing to merge")
-    origin = _origin(source, dtype)
-    read_group: ReadGroup
+        raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
+    origin, read_group = _origin(source, dtype), None
     if adapter is None:
-        plan, tensors = _plan_model(source, override, limit)
-        read_group = functools.partial(_read_group, plan, tensors)
+        model, assets = model_of_assets(hf)
+        tensors = SavedTensors(source, model.state_dict())
+        shapes, prefix = tensors.shapes(), tensors.prefix
+        plan = make_plan(hf, model, assets, shapes, override, limit, where=where, prefix=prefix)
     elif merge:
         tensors = SavedTensors(source)
         merged = plan_merge(tensors, find_base(source, hf_assets), override, limit)
         plan, read_group = merged.plan, merged.read_group
-        origin |= {"adapter": adapter_origin(source.hf, base_entry(source)), "merged": True}
+        origin |= {"adapter": adapter_origin(hf, base_entry(source)), "merged": True}
     else:
-        base, tensors, where = named_base(source, hf_assets), SavedTensors(source), source.folder
-        plan = make_adapter_plan(source.hf, tensors.shapes(), override, where=str(where), base=base)
-        read_group = functools.partial(_read_group, plan, tensors)
-        origin |= {"adapter": adapter_origin(source.hf, base)}
+        base, tensors = named_base(source, hf_assets), SavedTensors(source)
+        plan = make_adapter_plan(hf, tensors.shapes(), override, where=where, base=base)
+        origin |= {"adapter": adapter_origin(hf, base)}
+    read: ReadGroup = read_group or functools.partial(tensors.read_group, plan)
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
-    write_export(plan, target, weights=source.fingerprint(), read_group=read_group, origin=origin)
+    write_export(plan, target, weights=source.fingerprint(), read_group=read, origin=origin)
     return str(Path(output).expanduser())
-
-
-def _plan_model(
-    source: Source, override: torch.dtype | None, limit: int
-) -> tuple[ExportPlan, SavedTensors]:
-    hf, where = source.hf, str(source.folder)
-    model, assets = model_of_assets(hf)
-    tensors = SavedTensors(source, model.state_dict())
-    shapes, prefix = tensors.shapes(), tensors.prefix
-    plan = make_plan(hf, model, assets, shapes, override, limit, where=where, prefix=prefix)
-    return plan, tensors
-
-
-def _read_group(
-    plan: ExportPlan, tensors: SavedTensors, group: ExportGroup
-) -> Mapping[str, TensorValues]:
-    if group.converted:
-        parameters = {name: tensors.whole(plan.stored[name]) for name in group.sources}
-        return convert_group(plan, group, parameters)
-    (name,), (output,) = group.sources, group.outputs
-    return {output: tensors.blocks(plan.stored[name])}
 
 
 def _origin(source: Source, dtype: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.export.adapter import adapter_origin, make_adapter_plan
-from toolkit.export.conversion import convert_group
 from toolkit.export.plan import ExportPlan, make_plan, model_of_assets, parse_dtype, parse_size
 from toolkit.export.writer import check_output, write_export
 from toolkit.formats import ExportGroup, assets_of
@@ -138,7 +137,7 @@ def _gather_group(
     stored = [plan.stored[name] for name in group.sources]
     ranks.broadcast(stored)
     gathered = [_whole(tensors[name]).cpu() for name in stored]
-    return convert_group(plan, group, dict(zip(group.sources, gathered, strict=True)))
+    return plan.convert(group, dict(zip(group.sources, gathered, strict=True)))
 
 
 def _serve(tensors: dict[str, torch.Tensor]) -> None:

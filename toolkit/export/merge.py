@@ -29,7 +29,6 @@ from toolkit.adapters.peft_folder import (
     read_config,
 )
 from toolkit.errors import ExportError
-from toolkit.export.conversion import convert_group
 from toolkit.export.plan import CASTABLE, ExportPlan, make_plan, model_of_assets
 from toolkit.export.saved import SavedTensors
 from toolkit.export.writer import TensorValues
@@ -64,7 +63,6 @@ def plan_merge(
     """
     entries = read_weights(weight_files(folder))
     hf = tensors.source.hf
-    model, assets = model_of_assets(hf)
     # Models of their own: PEFT takes the second apart, and reading changes the third.
     (model, assets), (adapted, _), (reader, _) = (model_of_assets(hf) for _ in range(3))
     layout = peft_layout(adapted, read_config(hf))
@@ -165,7 +163,7 @@ class AdapterMerge:
                     weight = weight.to(torch.promote_types(weight.dtype, dtype))
                 factors = {r: self.tensors.whole(n).float() for r, n in part.tensors.items()}
                 parameters[name] = merge_layer(self.layout, part, weight, factors)
-        return convert_group(self.plan, group, parameters)
+        return self.plan.convert(group, parameters)
 
     def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
         """Return the group's parameters as transformers makes them of the base's files."""

@@ -9,13 +9,14 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from toolkit import __version__
@@ -29,6 +30,7 @@ from toolkit.formats import (
     ExportGroup,
     HFAssets,
     TensorEntry,
+    convert_back,
     export_groups,
     use_source_names,
 )
@@ -36,6 +38,7 @@ from toolkit.models import build_on_meta, tied_families, tied_names
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.json must not have
 
 TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -77,6 +80,45 @@ class ExportPlan:
             whole.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
         return whole.hexdigest()
 
+    def convert(
+        self, group: ExportGroup, parameters: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return output name -> tensor, in the order of `group.outputs`; may be strided views.
+
+        Raises:
+            ExportError: transformers makes other tensors than planned, or writes into its input.
+        """
+        if not group.converted:
+            return dict(zip(group.outputs, parameters.values(), strict=True))
+        with torch.no_grad(), CopiesAreViews():
+            converted = convert_back(self.model, parameters)
+        found = {name: tuple(tensor.shape) for name, tensor in converted.items()}
+        if found != group.outputs:
+            raise ExportError(
+                f"{group.sources} were converted to {found}, expected {group.outputs}"
+            )
+        return {name: converted[name] for name in group.outputs}
+
+
+class CopiesAreViews(TorchDispatchMode):
+    """Let `clone` and `contiguous` return views; refuse operations that write into a tensor.
+
+    transformers' conversions mostly cut and turn and then copy what they cut: as views fused
+    experts need their own memory once instead of twice.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        if func in _RESHAPES and not args[0].is_contiguous():  # these need a real copy
+            copied = args[0].clone(memory_format=torch.contiguous_format)
+            return func(copied, *args[1:])
+        if func._schema.is_mutable:
+            raise ExportError(f"transformers' conversion writes in place ({func}): not supported")
+        return func(*args, **(kwargs or {}))
+
 
 def parse_size(size: str | int) -> int:
     """Return the bytes of a size such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
@@ -85,10 +127,8 @@ def parse_size(size: str | int) -> int:
         ExportError: it is not a positive size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", str(size).strip().upper())
-    number = 0.0
-    if match is not None:
-        base = 1024 if match[3] else 1000
-        number = float(match[1]) * base ** " KMGT".index(match[2] or " ")
+    digits, unit, binary = match.groups() if match else ("0", None, None)
+    number = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
     if number < 1:
         raise ExportError(
             f'max_shard_size {size!r} is not a size; write "5GB", "500MB" or a number of bytes'
@@ -189,15 +229,14 @@ def _match(
     state, families, aliases = model.state_dict(), tied_families(model), tied_names(model)
     described = f"{type(model).__name__} of {hf / 'config.json'}"
     doubt = "is it the config of this checkpoint?"
-    unknown = sorted(set(stored) - set(state))
-    if unknown:
-        names = f"{prefix}{unknown[0]}{_more(unknown)}"
+    if unknown := sorted(set(stored) - set(state)):
+        names = f"{prefix}{unknown[0]}{more(unknown)}"
         raise ExportError(f"{where} holds {names}, which {described} does not have; {doubt}")
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
     missing = [name for name, family in owned.items() if not stored.keys() & set(family)]
     if missing:
         raise ExportError(
-            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} "
+            f"{where} lacks {prefix}{missing[0]}{more(missing)}, which {type(model).__name__} "
             "needs; the checkpoint is incomplete or of another model"
         )
     origin = {}
@@ -205,9 +244,8 @@ def _match(
         held = next(member for member in family if member in stored)
         shape, expected = stored[held][1], tuple(state[name].shape)
         if shape != expected:
-            model_of = f"the model of {hf / 'config.json'}"
             raise ExportError(
-                f"{prefix}{held} is {shape} in {where}, {expected} in {model_of}; {doubt}"
+                f"{prefix}{held} is {shape} in {where}, {expected} in {described}; {doubt}"
             )
         origin[_exported_name(model, assets, family)] = held
     return origin
@@ -233,10 +271,8 @@ def _spelling(name: str, model: PreTrainedModel, assets: HFAssets) -> str:
     transformers accepts both when it loads and always writes the prefix.
     """
     prefix, source = f"{model.base_model_prefix}.", assets.source or {}
-    spellings = [name]
-    if name.startswith(prefix):
-        spellings.append(name.removeprefix(prefix))
-    return next((n for n in (*spellings, prefix + name) if n in source), name)
+    spellings = (name, name.removeprefix(prefix), prefix + name)
+    return next((spelling for spelling in spellings if spelling in source), name)
 
 
 def _config_dtype(assets: HFAssets) -> torch.dtype:
@@ -318,5 +354,6 @@ def _config_file(
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _more(names: list[str]) -> str:
+def more(names: Collection[str]) -> str:
+    """Return how many names follow the first one, for an error that names that."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,14 +1,23 @@
 """The tensors of a checkpoint by parameter name, compared with their digests when read."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from toolkit.checkpoint.commit import damaged_files
 from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
 from toolkit.errors import CheckpointError, ExportError
-from toolkit.export.plan import TensorShapes
-from toolkit.formats import LANES, blocks, first_difference, hexadecimal, rows_digest, whole
+from toolkit.export.plan import ExportPlan, TensorShapes
+from toolkit.export.writer import TensorValues
+from toolkit.formats import (
+    LANES,
+    ExportGroup,
+    blocks,
+    first_difference,
+    hexadecimal,
+    rows_digest,
+    whole,
+)
 
 
 class SavedTensors:
@@ -57,6 +66,14 @@ class SavedTensors:
                     f"{self.source.folder}: the model was trained without its tie; set "
                     "tie_word_embeddings to false in the config given with --hf_assets"
                 )
+
+    def read_group(self, plan: ExportPlan, group: ExportGroup) -> Mapping[str, TensorValues]:
+        """Return the outputs of a group; raises as `blocks` does."""
+        if group.converted:
+            parameters = {name: self.whole(plan.stored[name]) for name in group.sources}
+            return plan.convert(group, parameters)
+        (name,), (output,) = group.sources, group.outputs
+        return {output: self.blocks(plan.stored[name])}
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the rows of a tensor in order, some at a time.

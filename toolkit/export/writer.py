@@ -19,20 +19,19 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from tqdm import tqdm
 
 from toolkit.checkpoint.store import replace_synced, sync, sync_above
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
-from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name
+from toolkit.formats import ExportGroup, export_manifest, is_plain_name
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files
@@ -136,63 +135,30 @@ def _write_file(
         ExportError: a tensor has another number of bytes than planned, or the file reads back
             with other bytes.
     """
-    described: dict[str, Any] = {}
     header = plan.headers[path.name]
-    sha256, xxh3, position = hashlib.sha256(header), xxhash.xxh3_128(header), len(header)
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(2) as hashing:
+    sha256, end = hashlib.sha256(header), len(header)
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
         _write_all(file.fileno(), memoryview(header), 0)
         for name in names:
-            place, own = plan.tensors[name], hashlib.sha256()
-            contents = _contents(next(values), place.dtype, name)
-            hashes = (own, sha256, xxh3)
-            count = _append(file.fileno(), position, contents, hashes, hashing, advance)
-            if (position, count) != (place.begin, place.nbytes):
+            place, begin = plan.tensors[name], end
+            for content in _contents(next(values), place.dtype, name):
+                hashed = hashing.submit(sha256.update, content)
+                _write_all(file.fileno(), content, end)
+                end += len(content)
+                advance(len(content))
+                hashed.result()
+                # A view may keep its whole group in memory while the next one is read.
+                del content, hashed
+            if (begin, end - begin) != (place.begin, place.nbytes):
                 raise ExportError(
-                    f"{name} got {count} bytes at {position} of {path}, planned were "
+                    f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
                     f"{place.nbytes} at {place.begin}"
                 )
-            position += count
-            described[name] = {
-                "file": path.name,
-                "dtype": DTYPE_NAMES[place.dtype],
-                "shape": list(place.shape),
-                "begin": place.begin,
-                "sha256": own.hexdigest(),
-            }
         os.fsync(file.fileno())
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, xxhash.xxh3_128).digest() != xxh3.digest():
-            raise ExportError(f"{path} reads back with other bytes than were written")
-    return {
-        "files": {path.name: {"size": position, "sha256": sha256.hexdigest()}},
-        "tensors": described,
-    }
-
-
-def _append(
-    descriptor: int,
-    position: int,
-    contents: Iterator[memoryview],
-    hashes: Iterable[Any],
-    hashing: ThreadPoolExecutor,
-    advance: Callable[[int], object],
-) -> int:
-    """Write the blocks of one tensor and hash them; return the number of bytes.
-
-    A function of its own, so that no block, which may be a view of its whole group, outlives it.
-    """
-    count = 0
-    pending: list[Future[None]] = []
-    for content in contents:
-        for done in pending:  # a block is hashed while it is written and the next one is read
-            done.result()
-        pending = [hashing.submit(each.update, content) for each in hashes]
-        _write_all(descriptor, content, position + count)
-        count += len(content)
-        advance(len(content))
-    for done in pending:
-        done.result()
-    return count
+    described = export_manifest.describe(path.parent, only=[path.name])
+    if described["files"][path.name] != {"size": end, "sha256": sha256.hexdigest()}:
+        raise ExportError(f"{path} reads back with other bytes than were written")
+    return described
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:
