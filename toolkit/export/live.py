@@ -54,12 +54,10 @@ def export_live(
         model: of `build_on_meta`, with its weights; sharded or not.
         output: a folder that does not exist or is empty, on a disk that rank 0 sees.
         dtype, max_shard_size: as for `consolidate`.
-        origin: what the export's manifest says of where the weights are from: `checkpoint` (sha256
-            of its manifest), `step` and `run`.
+        origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
 
     Raises:
-        ExportError: on every rank: the output is in the way, there is no space, or rank 0 could not
-            write.
+        ExportError: on every rank: the output is in the way, there is no space, or a write failed.
     """
     known = {"checkpoint": None, "step": None, "run": None, **(origin or {})}
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}

@@ -1,13 +1,7 @@
 """A base model and an adapter become one model: tensor by tensor, one source of the writer.
 
-    base's safetensors  --copied-->   what no adapter touches, to the byte
-            |
-            +--- PEFT's own merge of one parameter ---> what is adapted
-            |
-    checkpoint's shards (A, B, magnitudes, modules trained as a whole)
-
-The arithmetic is PEFT's (`adapters.peft_folder.merge_layer`), so that the result is what
-`merge_and_unload` gives, to the bit.
+What no adapter touches is copied from the base's files, to the byte. The arithmetic of the rest is
+PEFT's (`adapters.peft_folder.merge_layer`): the result is that of `merge_and_unload`, to the bit.
 
 Memory: the largest adapted tensor of the base, and two of its size in fp32 (DoRA: five); of tensors
 that transformers converts (fused experts) their group.
@@ -57,8 +51,7 @@ def plan_merge(
         limit: bytes of a weight file.
 
     Raises:
-        ExportError: base and adapter do not fit together, or the adapter changes in two ways what
-            is one matrix of the base. Names the tensor.
+        ExportError: base and adapter do not fit together (names the tensor).
         LoadingError: the base is damaged or incomplete.
     """
     entries = read_weights(weight_files(folder))

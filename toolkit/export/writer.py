@@ -1,10 +1,8 @@
 """The one writer of exports: group by group read, convert back, cast, write, digest, free.
 
-    OUTPUT.tmp-export/     weight files one after the other; each is fsynced, read back and
-                           compared with what was written, and only then noted as finished
-    OUTPUT                 the same folder under its final name, once everything is in it
-
-Memory: blocks of 1 MB, and what `read_group` holds of one group.
+In OUTPUT.tmp-export/ weight files are written one after the other: each is fsynced, read back and
+compared with what was written, and only then noted as finished. Memory: blocks of 1 MB, and what
+`read_group` holds of one group.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and sha256 of each finished file and its tensors. A later start of the same export keeps
@@ -101,10 +99,12 @@ def _write_weights(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup)
             files[entry.file.name].append(name)
     todo = [name for names in files.values() for name in names]
     values = _values(plan, todo, read_group)
-    with _progress(sum(plan.tensors[name].nbytes for name in todo)) as advance:
+    wait = 0.1 if sys.stderr.isatty() else _QUIET
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": wait, "delay": wait}
+    with tqdm(total=sum(plan.tensors[n].nbytes for n in todo), desc="export", **options) as bar:
         for file, names in files.items():
             path = staging.folder / file
-            staging.finish(file, _write_file(plan, path, names, values, advance))
+            staging.finish(file, _write_file(plan, path, names, values, bar.update))
 
 
 def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterator[TensorValues]:
@@ -189,15 +189,6 @@ def _blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     else:
         for rows in tensor.split(max(1, most // math.prod(tensor.shape[1:]))):
             yield rows.reshape(-1)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with the bytes done; without a terminal a line only at times."""
-    wait = 0.1 if sys.stderr.isatty() else _QUIET
-    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": wait}
-    with tqdm(total=total, desc="export", delay=wait, **options) as bar:
-        yield bar.update
 
 
 @dataclass

@@ -31,33 +31,32 @@ from toolkit.formats import export_manifest, in_file, local_folder, read_header,
 from toolkit.loading import LoadGroup
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.verify.export import ExportCheck
+from toolkit.verify.findings import Findings
 from toolkit.verify.logits import load_base, logits_of, model_of, noise, with_adapter
 from toolkit.verify.proof import Proof
 
 _PREFIX = "base_model.model."
 _LOCATION = {"base_model_name_or_path", "revision", "inference_mode"}
-_NOTHING: dict[str, Any] = {"base": {}}
 
 
 class AdapterCheck(ExportCheck):
     """One PEFT folder and what is found in it."""
 
+    verdict = "holds the adapter of"
     layout: PeftLayout
     """There where `model` is."""
     base: Path
     """Where the base's weights are, once they are loaded."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, folder: Path, findings: Findings, source: Source | None, base: str | Path | None
+    ) -> None:
+        super().__init__(folder, findings, source)
+        self.given_base = base
+        """Folder or Hub id; None: as the export says itself."""
         self.config: dict[str, Any] = {}
-        self.described = _NOTHING
+        self.described: dict[str, Any] = {"base": {}}
         """What the manifest says of adapter and base."""
-
-    def verdict(self, checkpoint: Path) -> str:
-        return f"holds the adapter of {checkpoint}"
-
-    def carries(self, name: str) -> bool:
-        return travels(name)
 
     def read_tensors(self) -> None:
         for name in sorted(os.listdir(self.folder)):
@@ -72,10 +71,10 @@ class AdapterCheck(ExportCheck):
         self.findings.report.tensors += len(self.entries)
 
     def read_model(self) -> None:
-        described = self.origin().get("adapter")
-        if described is None or _is_described(described):
-            self.described = described or _NOTHING
-        else:
+        described = self.manifest.get("origin", {}).get("adapter")
+        if _is_described(described):
+            self.described = described
+        elif described is not None:
             what = "does not describe adapter and base as it should"
             self.add(export_manifest.FILE, None, what)
         try:
@@ -102,9 +101,7 @@ class AdapterCheck(ExportCheck):
             return build_on_meta(ModelConfig(name_or_path=folder, init="random"))
 
     def _base_folder(self) -> Path:
-        """Return where the base is. What somebody else's config names is looked for on this machine
-        only: the Hub is asked for what the user named.
-        """
+        """Return where the base is; the Hub is asked only for what the user named."""
         if self.given_base is not None:
             return local_folder(str(self.given_base))
         name = self.config.get("base_model_name_or_path")
@@ -113,8 +110,7 @@ class AdapterCheck(ExportCheck):
         try:
             return local_folder(name, self.config.get("revision"), ask=False)
         except ModelError as error:
-            where = "give the base's folder or Hub id with --hf_assets"
-            raise ExportError(f"{error}; {where}") from error
+            raise ExportError(f"{error}; give its folder or Hub id with --hf_assets") from error
 
     def check_tensors(self, model: PreTrainedModel) -> None:
         """Compare keys and shapes with what PEFT makes of the config, then let PEFT load it."""
@@ -154,11 +150,9 @@ class AdapterCheck(ExportCheck):
             self.add(WEIGHTS_FILE, None, text)
         return model
 
-    # ----------------------------------------------------------------------------------------------
-
     def compare_assets(self, source: Source) -> None:
         """Compare config, tokenizer and base with those of the checkpoint."""
-        self.compare_files(source)
+        self.compare_files(source, travels)
         expected, digest = base_entry(source).get("digest"), self._base_digest()
         if digest != expected:
             what = f"says that the base has the digest {digest}, the checkpoint {expected}"
@@ -189,8 +183,8 @@ class AdapterCheck(ExportCheck):
         source = self.source
         known = self._base_digest() if source is None else base_entry(source).get("digest")
         if str(known).startswith("random"):
-            what = f"no logits were computed: the base was drawn ({known}), and is in no folder"
-            self.findings.note(what)
+            what = f"the base was drawn ({known}), and is in no folder"
+            self.findings.note(f"no logits were computed: {what}")
             return
         super().compare_logits(like)
 
@@ -198,10 +192,8 @@ class AdapterCheck(ExportCheck):
         """Return base and adapter as PEFT loads them."""
         given, digest = self.given_base, self._base_digest()
         self.base = find_base(self.source, given) if self.source else self._base_folder()
-        named = None if given is None else str(given)
-        if digest is not None and base_digest(self.base, named) != digest:
-            what = "is not the base that it was trained on (another digest)"
-            raise ExportError(f"{self.base} {what}")
+        if digest is not None and base_digest(self.base, given and str(given)) != digest:
+            raise ExportError(f"{self.base} is not the base that it was trained on: another digest")
         return self._load(load_base(self.base, like))
 
     def judge(self, loaded: Any, actual: torch.Tensor) -> None:
@@ -229,6 +221,7 @@ def _is_described(adapter: Any) -> bool:
     """Whether a manifest's entry on an adapter, which anybody may have written, can be read."""
     if not isinstance(adapter, dict) or not isinstance(base := adapter.get("base"), dict):
         return False
-    parts = (adapter.get(name) for name in ("base_config", "settings"))
-    digest = isinstance(base.get("digest"), str | None)
-    return digest and all(isinstance(part, dict | None) for part in parts)
+    parts = (adapter.get("base_config"), adapter.get("settings"))
+    return isinstance(base.get("digest"), str | None) and all(
+        isinstance(part, dict | None) for part in parts
+    )

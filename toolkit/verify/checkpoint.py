@@ -102,8 +102,7 @@ class CheckpointCheck:
 
     def _seal(self, actual: bytes, manifest: bytes, fault: str | None) -> None:
         """Compare COMMIT, to the byte, with the manifest; report which of the two is wrong."""
-        seal = commit.seal(manifest).encode()
-        if actual == seal:
+        if actual == (seal := commit.seal(manifest).encode()):
             return
         alike = sum(a == b for a, b in zip(actual, seal, strict=False))
         # Two hashes agree in 4 of 64 places.
@@ -154,17 +153,16 @@ class CheckpointCheck:
 
     def _tensors(self, metadata: Metadata, manifest: dict[str, Any]) -> None:
         """Check that every tensor is there once, and holds what was in live memory."""
-        stored, described = {}, {}
-        for key, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
-            stored[key] = entry
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            described[key] = list(entry.size), dtype
+        tensors = {
+            key: StoredTensor(entry.properties.dtype, tuple(entry.size), ())
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        for key in tensors:
             if fault := coverage_fault(metadata, key):
                 self.add(_METADATA, key, f"is not whole: {fault}")
                 self.hit.add(key)
-        self.findings.report.tensors += len(stored)
+        self.findings.report.tensors += len(tensors)
         known = manifest["tensors"]
         if not known or manifest.get("version") != MANIFEST_VERSION:
             self.findings.note(
@@ -172,16 +170,15 @@ class CheckpointCheck:
                 "has them: only the files were compared"
             )
             return
-        for key in sorted(known.keys() | {k for k in stored if k.startswith("model.")}):
+        for key in sorted(known.keys() | {k for k in tensors if k.startswith("model.")}):
             expected = (known[key]["shape"], known[key]["dtype"]) if key in known else None
-            if (actual := described.get(key)) != expected:
-                where = _METADATA if key in stored else MANIFEST
+            actual = None
+            if tensor := tensors.get(key):
+                actual = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            if actual != expected:
+                where = _METADATA if tensor else MANIFEST
                 self.add(where, key, f"is {actual} in {_METADATA}, {expected} in {MANIFEST}")
                 self.hit.add(key)
-        tensors = {
-            key: StoredTensor(stored[key].properties.dtype, tuple(stored[key].size), ())
-            for key in known.keys() & stored.keys() - self.hit
-        }
 
         def check(key: str) -> None:
             try:
@@ -193,15 +190,15 @@ class CheckpointCheck:
             except (CheckpointError, OSError) as error:
                 self.add(_METADATA, key, f"cannot be read: {error}")
 
-        self.findings.each(check, {key: tensor.nbytes for key, tensor in tensors.items()})
+        compared = known.keys() & tensors.keys() - self.hit
+        self.findings.each(check, {key: tensors[key].nbytes for key in compared})
 
     def _state(self, step: object) -> None:
         try:
             state = read_json(self.folder / STATE, CheckpointError)
+            if not isinstance(state, dict):
+                self.add(STATE, None, "is no JSON object")
+            elif state.get("step") != step:
+                self.add(STATE, None, f"is of step {state.get('step')}, {MANIFEST} of step {step}")
         except CheckpointError as error:
             self.add(STATE, None, str(error))
-            return
-        if not isinstance(state, dict):
-            self.add(STATE, None, "is no JSON object")
-        elif state.get("step") != step:
-            self.add(STATE, None, f"is of step {state.get('step')}, {MANIFEST} of step {step}")

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,13 @@ class ExportCheck:
 
     Args:
         source: the checkpoint that it should hold; None: it is checked by itself.
-        hf_assets: folder or Hub id of the base that an adapter is for; None: as it says itself.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        findings: Findings,
-        source: Source | None,
-        hf_assets: str | Path | None = None,
-    ) -> None:
-        self.folder, self.findings, self.add = folder, findings, findings.add
-        self.source, self.given_base = source, hf_assets
+    verdict = "holds the weights of"
+    """Note on an export in which nothing is wrong; the checkpoint ends it."""
+
+    def __init__(self, folder: Path, findings: Findings, source: Source | None) -> None:
+        self.folder, self.findings, self.add, self.source = folder, findings, findings.add, source
         self.manifest: dict[str, Any] = {}
         self.entries: dict[str, TensorEntry] = {}
         self.model: PreTrainedModel | None = None
@@ -79,15 +74,7 @@ class ExportCheck:
         except ToolkitError as error:
             self.add("", None, str(error))
         if self.findings.report.ok and self.source is not None:
-            self.findings.note(self.verdict(self.source.checkpoint or self.source.folder))
-
-    def verdict(self, checkpoint: Path) -> str:
-        """Return the note on an export in which nothing is wrong."""
-        return f"holds the weights of {checkpoint}"
-
-    def carries(self, name: str) -> bool:
-        """Whether a file that is beside the checkpoint's weights belongs into the export."""
-        return True
+            self.findings.note(f"{self.verdict} {self.source.checkpoint or self.source.folder}")
 
     def check(self) -> None:
         """Check names, hashes, headers, index, config, and the model that the config describes."""
@@ -105,12 +92,8 @@ class ExportCheck:
         if self.model is not None and self.entries:
             self.check_tensors(self.model)
 
-    def origin(self) -> dict[str, Any]:
-        """Return what the manifest says of where the weights came from; often empty."""
-        return self.manifest.get("origin") or {}
-
     def _check_names(self) -> None:
-        """Look at every name in the folder: nothing is missing, nothing is beside."""
+        """Look for names that an export does not have."""
         known = self.manifest.get("files")
         for name in sorted(os.listdir(self.folder)):
             file = self.folder / name
@@ -186,7 +169,7 @@ class ExportCheck:
         self.findings.report.tensors += len(entries)
 
     def _check_index(self, index: dict[str, Any], entries: dict[str, TensorEntry]) -> None:
-        """Look for what the index does not say; what it says `read_weights` has compared."""
+        """Look for what the index leaves out; what it says `read_weights` has compared."""
         for name in sorted(entries.keys() - index["weight_map"].keys()):
             self.add(INDEX_FILE, name, f"is in {entries[name].file.name} and not in the index")
         metadata = index.get("metadata")
@@ -229,8 +212,8 @@ class ExportCheck:
             self.add("config.json", None, f"dtype is {known}, the export was asked for {asked}")
 
     def check_dtypes(self) -> str | None:
-        """Compare the tensors' dtypes with the one that the export was asked for, if one was."""
-        asked = self.origin().get("dtype")
+        """Compare the tensors' dtypes with the one that was asked for; return it, if one was."""
+        asked = self.manifest.get("origin", {}).get("dtype")
         floating = {n: e for n, e in self.entries.items() if e.dtype.is_floating_point}
         if asked in (None, "auto") or not floating:
             return None
@@ -283,9 +266,11 @@ class ExportCheck:
                 what = f"was {before!r}, is {now!r}" if key in theirs else "was not there before"
                 self.add("config.json", None, f"{key} {what}")
 
-    def compare_files(self, source: Source) -> None:
-        """Compare tokenizer, code and other files with those that the checkpoint carries."""
-        expected = {n: content for n, content in asset_files(source.hf).items() if self.carries(n)}
+    def compare_files(
+        self, source: Source, belongs: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """Compare tokenizer, code and other files with those of the checkpoint that belong here."""
+        expected = {n: content for n, content in asset_files(source.hf).items() if belongs(n)}
         for name in sorted(expected.keys() | asset_files(self.folder).keys()):
             if name not in expected:
                 self.add(name, None, "is not with the checkpoint")
@@ -295,11 +280,7 @@ class ExportCheck:
                 self.add(name, None, f"is not that of the checkpoint ({source.hf / name})")
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
-        """Compare every value with the checkpoint.
-
-        Raises:
-            ToolkitError: the checkpoint is not whole, or not of one model.
-        """
+        """Compare every value with the checkpoint; ToolkitError where that is not of one model."""
         proof = Proof(model, self.entries, load_groups(model, self.entries), self.findings)
         proof.expect(source)
         proof.run()
@@ -319,11 +300,7 @@ class ExportCheck:
             self.add("", None, "computes logits that are not finite")
 
     def load(self, like: PreTrainedModel) -> Any:
-        """Return the model as `from_pretrained` gives it; keys that it complains of are findings.
-
-        Args:
-            like: the model of the export's config, on meta.
-        """
+        """Return what `from_pretrained` makes of the export; keys that it names are findings."""
         loaded, info = load_export(self.folder, like)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             for name in info.get(kind) or ():
@@ -347,8 +324,8 @@ class ExportCheck:
         if not largest <= allowed:
             what = f"by {largest:.3g}, more than {allowed:.3g}{also}"
             self.add("", None, f"logits differ from the checkpoint's {what}")
-        what = f"largest difference {largest:.3g}{also}"
-        self.findings.note(f"logits of export and checkpoint: {what}")
+        whose = "logits of export and checkpoint"
+        self.findings.note(f"{whose}: largest difference {largest:.3g}{also}")
 
 
 def _modules(auto_map: Any) -> Iterator[str]:

@@ -80,15 +80,13 @@ class Findings:
         self.report.findings.append((file, tensor, " ".join(what.split())))
 
     def note(self, text: str) -> None:
-        """Add a note."""
+        """Add what is no damage and should be known."""
         self.report.notes.append(text)
 
     def each(
         self, work: Callable[[str], Any], sizes: dict[str, int], threads: int = 4
     ) -> dict[str, Any]:
-        """Return `work` of each name in `sizes`, whose bytes it reads: on several threads where
-        there are bytes enough to be worth them.
-        """
+        """Return name -> `work` of it; `sizes`: the bytes that it reads for each name."""
         total = sum(sizes.values())
         self._bar.total = (self._bar.total or 0) + total
 

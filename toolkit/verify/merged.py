@@ -44,16 +44,10 @@ class MergedCheck(ExportCheck):
     ) -> None:
         super().__init__(folder, findings, source)
         self.adapter, self.base = source, find_base(source, hf_assets)
-
-    def verdict(self, checkpoint: Path) -> str:
-        return f"is {self.base} with the adapter of {checkpoint} merged in"
+        self.verdict = f"is {self.base} merged with the adapter of"
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
-        """Compare every value with base and adapter.
-
-        Raises:
-            ToolkitError: base or checkpoint is not whole, or the checkpoint is of another adapter.
-        """
+        """Compare every value with base and adapter; ToolkitError where those are not whole."""
         proof = MergeProof(model, self.entries, load_groups(model, self.entries), self.findings)
         proof.expect_merge(source, self.base)
         proof.run()
@@ -85,10 +79,8 @@ class MergeProof(Proof):
         """Expect the base in `folder` with the adapter of a checkpoint, matched by name."""
         self.layout = peft_layout(model_of(source), read_config(source.hf))
         self.trained = expected_of(source)
-        if lacking := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
-            raise ExportError(
-                f"{lacking[0]} is not in both {source.folder} and the adapter of its config"
-            )
+        if odd := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
+            raise ExportError(f"{odd[0]} is not in both {source.folder} and its adapter's config")
         for expected in self.trained.values():
             if fault := expected.damage():
                 raise ExportError(fault)

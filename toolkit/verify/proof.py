@@ -45,9 +45,7 @@ class Expected:
     def fault(self, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]) -> str | None:
         """Return in what a parameter of an export differs; None: in nothing.
 
-        Args:
-            actual: in its file, which is read a block at a time, or made of several tensors.
-            dtypes: of the tensors that it is made of: each value is a cast to one of them.
+        `dtypes`: of the tensors that it is made of: each value is a cast to one of them.
         """
         if fault := unlike(self.stored, tuple(actual.shape), dtypes, self.what):
             return fault
@@ -76,12 +74,8 @@ class Expected:
 
 
 class Proof:
-    """The comparison of the tensors of one export with what its parameters must be.
-
-    Args:
-        model: of the export's config, on meta.
-        entries: the export's tensors.
-        groups: which of them make which parameters.
+    """The comparison of an export's tensors with what its parameters must be; `groups` says which
+    tensors make which parameters of `model`, on meta.
     """
 
     def __init__(
@@ -103,23 +97,19 @@ class Proof:
         return self._first_name.get(parameter, parameter)
 
     def expect(self, source: Source) -> None:
-        """Expect the weights of a checkpoint.
-
-        Raises:
-            ExportError: the checkpoint is not whole, or not of one model.
-        """
+        """Expect the weights of a checkpoint; ExportError where that is not whole."""
         for name, expected in expected_of(source, self.model.state_dict()).items():
             self.expected.setdefault(self.own(name), []).append(expected)
 
     def run(self) -> None:
         """Compare everything, and that each parameter is there once; differences are findings."""
         self.compare()
+        files = {entry.file.name for entry in self.entries.values()}
         for parameter, wanted in self.expected.items():
             holders = sorted(self._holders.get(parameter, []))
-            files = {entry.file.name for entry in self.entries.values()}
             if not holders:
                 name = (wanted[0].key if wanted else "") or parameter
-                file = files.pop() if len(files) == 1 else ""
+                file = min(files) if len(files) == 1 else ""
                 self.findings.add(file, name, "is not in the export")
             elif len(holders) > 1:
                 what = f"is stored twice: {' and '.join(holders)} are one parameter, {parameter}"

@@ -1,9 +1,5 @@
 """Proof that a checkpoint is intact, and that an export is what was trained.
 
-    checkpoint   every byte against the manifest; every tensor against the digest of live memory
-    export       every byte against its own manifest; index, headers, config and model agree
-    both         every value of the export against the checkpoint (`proof`)
-
 Owns which path means what. Changes nothing.
 """
 
@@ -71,14 +67,15 @@ def verify_export(
         CheckpointError, ExportError: there is none at the path; says which path would do.
     """
     folder = _export_folder(Path(export).expanduser())
+    is_adapter = is_adapter_folder(folder)
     source = adapter = None if checkpoint is None else find_adapter(checkpoint)
     if checkpoint is not None and adapter is None:
         source = find_source(checkpoint, hf_assets)
-        if is_adapter_folder(folder):
+        if is_adapter:
             raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
     with Findings(folder, "export") as findings:
         check: ExportCheck
-        if is_adapter_folder(folder):
+        if is_adapter:
             check = AdapterCheck(folder, findings, source, hf_assets)
         elif adapter is not None:
             check = MergedCheck(folder, findings, adapter, hf_assets)
