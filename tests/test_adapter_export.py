@@ -631,7 +631,7 @@ def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:
 def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
     """The digest looks at every tensor, so the plan itself is asked."""
     from toolkit.checkpoint.sources import find_adapter
-    from toolkit.export.merge import plan_merge
+    from toolkit.export.merge import AdapterMerge
     from toolkit.export.saved import SavedTensors
 
     found = find_adapter(trained[0] / "llama/run")
@@ -642,11 +642,11 @@ def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path
     gone = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ExportError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj"):
-        plan_merge(source, folder, None, 10**9)
+        AdapterMerge(source, folder, None, 10**9)
     tensors["model.layers.1.mlp.up_proj.weight"] = gone[:-1].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ExportError, match=r"is \[47, 32\] in the base .* and was \[48, 32\]"):
-        plan_merge(source, folder, None, 10**9)
+        AdapterMerge(source, folder, None, 10**9)
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, copy, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from toolkit.checkpoint.sources import (
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.adapter import adapter_origin, make_adapter_plan
-from toolkit.export.merge import plan_merge
+from toolkit.export.merge import AdapterMerge
 from toolkit.export.plan import make_plan, model_of_assets, parse_dtype, parse_size
 from toolkit.export.saved import SavedTensors
 from toolkit.export.writer import ReadGroup, check_output, write_export
@@ -83,7 +83,7 @@ def consolidate(
         plan = make_plan(hf, model, assets, shapes, override, limit, where=where, prefix=prefix)
     elif merge:
         tensors = SavedTensors(source)
-        merged = plan_merge(tensors, find_base(source, hf_assets), override, limit)
+        merged = AdapterMerge(tensors, find_base(source, hf_assets), override, limit)
         plan, read_group = merged.plan, merged.read_group
         origin |= {"adapter": adapter_origin(hf, base_entry(source)), "merged": True}
     else:

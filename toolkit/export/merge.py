@@ -8,11 +8,9 @@ that transformers converts (fused experts) their group.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from toolkit.adapters.peft_folder import (
     CONFIG_FILE,
@@ -23,26 +21,16 @@ from toolkit.adapters.peft_folder import (
     read_config,
 )
 from toolkit.errors import ExportError
-from toolkit.export.plan import CASTABLE, ExportPlan, make_plan, model_of_assets
+from toolkit.export.plan import CASTABLE, make_plan, model_of_assets
 from toolkit.export.saved import SavedTensors
 from toolkit.export.writer import TensorValues
-from toolkit.formats import (
-    ExportGroup,
-    TensorEntry,
-    blocks,
-    in_file,
-    read_weights,
-    weight_files,
-    whole,
-)
+from toolkit.formats import ExportGroup, blocks, in_file, read_weights, weight_files, whole
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
 
-def plan_merge(
-    tensors: SavedTensors, folder: Path, override: torch.dtype | None, limit: int
-) -> "AdapterMerge":
-    """Decide names, dtypes and files of the merged model: those of the base.
+class AdapterMerge:
+    """The way from the base's files and the adapter's shards to the tensors of `plan`.
 
     Args:
         tensors: of the adapter's checkpoint.
@@ -54,76 +42,26 @@ def plan_merge(
         ExportError: base and adapter do not fit together (names the tensor).
         LoadingError: the base is damaged or incomplete.
     """
-    entries = read_weights(weight_files(folder))
-    hf = tensors.source.hf
-    # Models of their own: PEFT takes the second apart, and reading changes the third.
-    (model, assets), (adapted, _), (reader, _) = (model_of_assets(hf) for _ in range(3))
-    layout = peft_layout(adapted, read_config(hf))
-    if odd := sorted(set(layout.keys.values()) ^ tensors.keys.keys()):
-        raise ExportError(
-            f"{odd[0]} is not in both {tensors.source.folder} and what {hf / CONFIG_FILE} "
-            "describes: the checkpoint is of another adapter"
-        )
-    aliases = tied_names(model)
-    _check_parts(layout, tied_families(model))
-    state = model.state_dict()
-    stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in aliases}
-    plan = make_plan(hf, model, assets, stored, override, limit, where=str(folder))
-    merge = AdapterMerge(plan, layout, reader, entries, tensors, aliases)
-    for group in plan.groups:
-        if merge.needs_base(group):
-            _check_base(plan, group, entries, folder)
-    return merge
 
-
-def _check_base(
-    plan: ExportPlan, group: ExportGroup, entries: dict[str, TensorEntry], folder: Path
-) -> None:
-    """Refuse a base without the tensors of `group`, or with others."""
-    for name, shape in group.outputs.items():
-        exported, entry = plan.names[name], entries.get(plan.names[name])
-        if entry is None:
-            raise ExportError(f"the base {folder} has no tensor {exported}: is it complete?")
-        if entry.shape != shape:
+    def __init__(
+        self, tensors: SavedTensors, folder: Path, override: torch.dtype | None, limit: int
+    ) -> None:
+        self.tensors, self.entries = tensors, read_weights(weight_files(folder))
+        hf = tensors.source.hf
+        # Models of their own: PEFT takes the second apart, and reading changes the third.
+        (model, assets), (adapted, _), (self.reader, _) = (model_of_assets(hf) for _ in range(3))
+        self.layout = peft_layout(adapted, read_config(hf))
+        if odd := sorted(set(self.layout.keys.values()) ^ tensors.keys.keys()):
             raise ExportError(
-                f"{exported} is {list(entry.shape)} in the base {folder}, and was {list(shape)} "
-                "when the adapter was trained; a resized module can be merged only where it was "
-                "trained as a whole (lora.modules_to_save)"
+                f"{odd[0]} is not in both {tensors.source.folder} and what {hf / CONFIG_FILE} "
+                "describes: the checkpoint is of another adapter"
             )
-        wanted = plan.tensors[exported].dtype
-        if entry.dtype != wanted and (entry.dtype not in CASTABLE or wanted not in CASTABLE):
-            raise ExportError(
-                f"{exported} is {entry.dtype} in the base {folder}, which cannot become {wanted}; "
-                "merge into the base that was not quantised"
-            )
-
-
-def _check_parts(layout: PeftLayout, families: dict[str, list[str]]) -> None:
-    """Refuse adapters that a merged model cannot hold: one matrix, changed in two ways."""
-    for parameter, parts in layout.parts.items():
-        ways = {tuple(sorted(part.tensors.items())) for part in parts}
-        names = families.get(parameter, [parameter])
-        modules = {name.rpartition(".")[0] for name in names}
-        if len(ways) > 1 or (len(names) > 1 and len(parts) < len(modules)):
-            raise ExportError(
-                f"{' and '.join(sorted(names))} are one matrix of the base, and the adapter "
-                f"changes {len(ways)} of {len(modules)} uses of it: a merged model would have to "
-                "hold both. Keep base and adapter apart (without --merge)"
-            )
-
-
-@dataclass(frozen=True)
-class AdapterMerge:
-    """The way from the base's files and the adapter's shards to the tensors of `plan`."""
-
-    plan: ExportPlan
-    layout: PeftLayout
-    reader: PreTrainedModel
-    """The base on meta, through which transformers converts what the base's files hold."""
-    entries: dict[str, TensorEntry]
-    """The base's tensors."""
-    tensors: SavedTensors
-    aliases: dict[str, str]
+        _check_parts(self.layout, tied_families(model))
+        self.aliases, state = tied_names(model), model.state_dict()
+        stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
+        self.plan = make_plan(hf, model, assets, stored, override, limit, where=str(folder))
+        for group in filter(self.needs_base, self.plan.groups):
+            self._check_base(group, folder)
 
     def parts(self, group: ExportGroup) -> dict[str, AdapterLayer | None]:
         """Return each of the group's parameters and what adapts it."""
@@ -133,6 +71,25 @@ class AdapterMerge:
     def needs_base(self, group: ExportGroup) -> bool:
         """Whether one of the group's parameters was not trained as a whole."""
         return any(part is None or part.kind != "saved" for part in self.parts(group).values())
+
+    def _check_base(self, group: ExportGroup, folder: Path) -> None:
+        """Refuse a base without the tensors of `group`, or with others."""
+        for name, shape in group.outputs.items():
+            exported, entry = self.plan.names[name], self.entries.get(self.plan.names[name])
+            if entry is None:
+                raise ExportError(f"the base {folder} has no tensor {exported}: is it complete?")
+            wanted, where = self.plan.tensors[exported].dtype, f"in the base {folder}"
+            if entry.shape != shape:
+                raise ExportError(
+                    f"{exported} is {list(entry.shape)} {where}, and was {list(shape)} when the "
+                    "adapter was trained; a resized module can be merged only where it was trained "
+                    "as a whole (lora.modules_to_save)"
+                )
+            if entry.dtype != wanted and (entry.dtype not in CASTABLE or wanted not in CASTABLE):
+                raise ExportError(
+                    f"{exported} is {entry.dtype} {where}, which cannot become {wanted}; merge "
+                    "into the base that was not quantised"
+                )
 
     def read_group(self, group: ExportGroup) -> Mapping[str, TensorValues]:
         """Return the group's outputs: the base's bytes, or the base with the adapter merged in."""
@@ -170,3 +127,17 @@ class AdapterMerge:
                 f"transformers makes {sorted(found)} of {', '.join(names[:3])}, not {missing[0]}"
             )
         return found
+
+
+def _check_parts(layout: PeftLayout, families: dict[str, list[str]]) -> None:
+    """Refuse adapters that a merged model cannot hold: one matrix, changed in two ways."""
+    for parameter, parts in layout.parts.items():
+        ways = {tuple(sorted(part.tensors.items())) for part in parts}
+        names = families.get(parameter, [parameter])
+        modules = {name.rpartition(".")[0] for name in names}
+        if len(ways) > 1 or (len(names) > 1 and len(parts) < len(modules)):
+            raise ExportError(
+                f"{' and '.join(sorted(names))} are one matrix of the base, and the adapter "
+                f"changes {len(ways)} of {len(modules)} uses of it: a merged model would have to "
+                "hold both. Keep base and adapter apart (without --merge)"
+            )

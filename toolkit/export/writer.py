@@ -50,14 +50,14 @@ def check_output(output: str | Path, inside: Path | None = None) -> Path:
     """
     target = Path(output).expanduser().resolve()
     if target.is_file():
-        raise ExportError(f"output {output} is a file; give a folder that does not exist yet")
-    if target.is_dir() and any(target.iterdir()):
-        what = "exists and is not empty; give another folder or remove it first"
-        raise ExportError(f"output {output} {what}")
-    if inside is not None and inside.resolve() in (target, *target.parents):
-        what = f"lies inside the checkpoint {inside.resolve()}; give a folder elsewhere"
-        raise ExportError(f"output {output} {what}")
-    return target
+        fault = "is a file; give a folder that does not exist yet"
+    elif target.is_dir() and any(target.iterdir()):
+        fault = "exists and is not empty; give another folder or remove it first"
+    elif inside is not None and inside.resolve() in (target, *target.parents):
+        fault = f"lies inside the checkpoint {inside.resolve()}; give a folder elsewhere"
+    else:
+        return target
+    raise ExportError(f"output {output} {fault}")
 
 
 def write_export(

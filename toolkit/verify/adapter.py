@@ -25,11 +25,9 @@ from toolkit.adapters.peft_folder import (
 )
 from toolkit.adapters.switch import amplified, has_moved, without_adapters
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
-from toolkit.config.settings import ModelConfig
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.formats import export_manifest, in_file, local_folder, read_header, whole
 from toolkit.loading import LoadGroup
-from toolkit.models.causal_lm import build_on_meta
 from toolkit.verify.export import ExportCheck
 from toolkit.verify.findings import Findings
 from toolkit.verify.logits import load_base, logits_of, model_of, noise, with_adapter
@@ -95,10 +93,10 @@ class AdapterCheck(ExportCheck):
         """Return the base without weights, by the config that the manifest keeps, else its own."""
         content = self.described.get("base_config")
         if content is None:
-            return build_on_meta(ModelConfig(name_or_path=str(self._base_folder()), init="random"))
+            return model_of(self._base_folder())
         with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
             Path(folder, "config.json").write_text(json.dumps(content), "utf-8")
-            return build_on_meta(ModelConfig(name_or_path=folder, init="random"))
+            return model_of(Path(folder))
 
     def _base_folder(self) -> Path:
         """Return where the base is; the Hub is asked only for what the user named."""
@@ -166,7 +164,7 @@ class AdapterCheck(ExportCheck):
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
         """Compare every value with the checkpoint; names are those of the checkpoint's config."""
-        layout = peft_layout(model_of(source), read_config(source.hf))
+        layout = peft_layout(model_of(source.hf), read_config(source.hf))
         keys = layout.keys.items()
         groups = [LoadGroup((key,), name, None) for key, name in keys if key in self.entries]
         proof = Proof(layout.model, self.entries, groups, self.findings)
@@ -192,7 +190,8 @@ class AdapterCheck(ExportCheck):
         """Return base and adapter as PEFT loads them."""
         given, digest = self.given_base, self._base_digest()
         self.base = find_base(self.source, given) if self.source else self._base_folder()
-        if digest is not None and base_digest(self.base, given and str(given)) != digest:
+        named = None if given is None else str(given)
+        if digest is not None and base_digest(self.base, named) != digest:
             raise ExportError(f"{self.base} is not the base that it was trained on: another digest")
         return self._load(load_base(self.base, like))
 

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.sources import Source
-from toolkit.config.settings import ModelConfig
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.formats import (
     DTYPE_NAMES,
@@ -31,10 +30,10 @@ from toolkit.formats import (
     weight_files,
 )
 from toolkit.loading import load_groups, misfits
-from toolkit.models import build_on_meta, tied_names
+from toolkit.models import tied_names
 from toolkit.parsing import read_json
 from toolkit.verify.findings import Findings, is_regular
-from toolkit.verify.logits import load_checkpoint, load_export, logits_of, noise
+from toolkit.verify.logits import load_checkpoint, load_export, logits_of, model_of, noise
 from toolkit.verify.proof import Proof
 
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -200,7 +199,7 @@ class ExportCheck:
             for file in _modules(config.get("auto_map")):
                 if not (self.folder / file).is_file():
                     self.add("config.json", None, f"auto_map names {file}, which is not here")
-            self.model = build_on_meta(ModelConfig(name_or_path=str(self.folder), init="random"))
+            self.model = model_of(self.folder)
         except (ToolkitError, OSError) as error:
             self.add("config.json", None, str(error))
             return

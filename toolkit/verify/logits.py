@@ -56,7 +56,7 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     Raises:
         CheckpointError: a parameter is not in the checkpoint.
     """
-    model, dtypes = model_of(source), {n: t.dtype for n, t in like.state_dict().items()}
+    model, dtypes = model_of(source.hf), {n: t.dtype for n, t in like.state_dict().items()}
     for name, parameter in model.named_parameters():
         parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
     materialise(model, "cpu")
@@ -91,6 +91,6 @@ def with_adapter(base: PreTrainedModel, source: Source) -> Any:
     return model
 
 
-def model_of(source: Source) -> PreTrainedModel:
-    """Return the model of a checkpoint, of adapters their base, on meta."""
-    return build_on_meta(ModelConfig(name_or_path=str(source.hf), init="random"))
+def model_of(hf: Path) -> PreTrainedModel:
+    """Return the model that the config in a folder describes, of adapters their base, on meta."""
+    return build_on_meta(ModelConfig(name_or_path=str(hf), init="random"))

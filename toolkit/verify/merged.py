@@ -77,7 +77,7 @@ class MergeProof(Proof):
 
     def expect_merge(self, source: Source, folder: Path) -> None:
         """Expect the base in `folder` with the adapter of a checkpoint, matched by name."""
-        self.layout = peft_layout(model_of(source), read_config(source.hf))
+        self.layout = peft_layout(model_of(source.hf), read_config(source.hf))
         self.trained = expected_of(source)
         if odd := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
             raise ExportError(f"{odd[0]} is not in both {source.folder} and its adapter's config")
