@@ -51,9 +51,8 @@ def make_adapter_plan(
 
     Args:
         hf: the assets of the base with adapter_config.json beside them.
-        stored: parameter of the adapted model -> dtype and shape of what there is.
         override: dtype of all floating tensors; None: as stored.
-        where: what holds the tensors, for error messages.
+        where: what holds the tensors `stored`, for error messages.
         base: `name_or_path` and `revision` of the base.
 
     Raises:

@@ -173,8 +173,7 @@ def make_plan(
         hf: the folder that `model` and `assets` are of (`model_of_assets`).
         override: dtype of all floating tensors; None: as the source has them.
         limit: bytes of a weight file.
-        where: what holds the weights, for error messages.
-        prefix: of the stored names there, for error messages.
+        where, prefix: what holds the weights, and before their names there; for error messages.
 
     Raises:
         ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
@@ -203,7 +202,7 @@ def make_plan(
                 )
             shapes[names[name]] = wanted, shape
     tensors, headers = lay_out(shapes, limit)
-    written = override if override is not None else default if assets.source is None else None
+    written = override or (default if assets.source is None else None)
     files = {**assets.files, "config.json": _config_file(hf, assets, model, written)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())

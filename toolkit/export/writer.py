@@ -12,12 +12,13 @@ the finished files that are still the same to the byte; any other one writes eve
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,16 +94,13 @@ def write_export(
 
 def _write_weights(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup) -> None:
     """Write every weight file that is not finished yet, each from its first byte to its last."""
-    files: dict[str, list[str]] = {f: [] for f in plan.headers if f not in staging.finished}
-    for name, entry in plan.tensors.items():
-        if entry.file.name in files:
-            files[entry.file.name].append(name)
-    todo = [name for names in files.values() for name in names]
+    file_of = {name: entry.file.name for name, entry in plan.tensors.items()}
+    todo = [name for name, file in file_of.items() if file not in staging.finished]
     values = _values(plan, todo, read_group)
     wait = 0.1 if sys.stderr.isatty() else _QUIET
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": wait, "delay": wait}
     with tqdm(total=sum(plan.tensors[n].nbytes for n in todo), desc="export", **options) as bar:
-        for file, names in files.items():
+        for file, names in itertools.groupby(todo, key=file_of.__getitem__):
             path = staging.folder / file
             staging.finish(file, _write_file(plan, path, names, values, bar.update))
 
@@ -125,7 +123,7 @@ def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterat
 def _write_file(
     plan: ExportPlan,
     path: Path,
-    names: list[str],
+    names: Iterable[str],
     values: Iterator[TensorValues],
     advance: Callable[[int], object],
 ) -> dict[str, Any]:

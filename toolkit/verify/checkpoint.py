@@ -33,11 +33,7 @@ _METADATA = f"dcp/{METADATA_FILE}"
 
 
 class CheckpointCheck:
-    """One checkpoint folder and what is found in it.
-
-    Args:
-        inside: path of the folder in what is verified, for findings.
-    """
+    """One checkpoint folder, at `inside` in what is verified, and what is found in it."""
 
     def __init__(self, folder: Path, inside: str, findings: Findings) -> None:
         self.folder, self.inside, self.findings = folder, inside, findings

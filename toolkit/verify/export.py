@@ -42,11 +42,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 class ExportCheck:
-    """One Hugging Face folder and what is found in it.
-
-    Args:
-        source: the checkpoint that it should hold; None: it is checked by itself.
-    """
+    """One Hugging Face folder, the checkpoint that it should hold, and what is found in it."""
 
     verdict = "holds the weights of"
     """Note on an export in which nothing is wrong; the checkpoint ends it."""

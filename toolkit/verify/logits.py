@@ -51,11 +51,7 @@ def load_export(folder: Path, like: PreTrainedModel) -> tuple[PreTrainedModel, d
 
 
 def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
-    """Return the model of a checkpoint with its weights, cast to the dtypes of `like`.
-
-    Raises:
-        CheckpointError: a parameter is not in the checkpoint.
-    """
+    """Return the model of a checkpoint with its weights, cast to the dtypes of `like`."""
     model, dtypes = model_of(source.hf), {n: t.dtype for n, t in like.state_dict().items()}
     for name, parameter in model.named_parameters():
         parameter.data = torch.empty_like(parameter, dtype=dtypes[name])

@@ -159,11 +159,7 @@ class Proof:
 
 
 def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
-    """Return parameter -> its tensor in a checkpoint, with the digest where there is one.
-
-    Raises:
-        ExportError: a tensor is not whole, or the keys are not those of one model.
-    """
+    """Return parameter -> its tensor in a checkpoint; ExportError where one is not whole."""
     _, keys = parameter_names(source, names)
     check_whole(source, keys.values())
     known = source.digests()
