@@ -19,18 +19,19 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from tqdm import tqdm
 
 from toolkit.checkpoint.store import replace_synced, sync, sync_above
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
-from toolkit.formats import ExportGroup, export_manifest, is_plain_name
+from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files
@@ -133,30 +134,43 @@ def _write_file(
         ExportError: a tensor has another number of bytes than planned, or the file reads back
             with other bytes.
     """
+    described: dict[str, Any] = {}
     header = plan.headers[path.name]
-    sha256, end = hashlib.sha256(header), len(header)
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
+    sha256, xxh3, end = hashlib.sha256(header), xxhash.xxh3_128(header), len(header)
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(2) as hashing:
         _write_all(file.fileno(), memoryview(header), 0)
         for name in names:
-            place, begin = plan.tensors[name], end
+            place, begin, own = plan.tensors[name], end, hashlib.sha256()
+            hashed: list[Future[None]] = []
             for content in _contents(next(values), place.dtype, name):
-                hashed = hashing.submit(sha256.update, content)
+                # A block is hashed while it is written and the next one is read.
+                for done in hashed:
+                    done.result()
+                hashed = [hashing.submit(each.update, content) for each in (own, sha256, xxh3)]
                 _write_all(file.fileno(), content, end)
                 end += len(content)
                 advance(len(content))
-                hashed.result()
-                # A view may keep its whole group in memory while the next one is read.
-                del content, hashed
+                del content  # a view may keep its whole group while the next one is read
+            for done in hashed:
+                done.result()
             if (begin, end - begin) != (place.begin, place.nbytes):
                 raise ExportError(
                     f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
                     f"{place.nbytes} at {place.begin}"
                 )
+            described[name] = {
+                "file": path.name,
+                "dtype": DTYPE_NAMES[place.dtype],
+                "shape": list(place.shape),
+                "begin": begin,
+                "sha256": own.hexdigest(),
+            }
         os.fsync(file.fileno())
-    described = export_manifest.describe(path.parent, only=[path.name])
-    if described["files"][path.name] != {"size": end, "sha256": sha256.hexdigest()}:
-        raise ExportError(f"{path} reads back with other bytes than were written")
-    return described
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, xxhash.xxh3_128).digest() != xxh3.digest():
+            raise ExportError(f"{path} reads back with other bytes than were written")
+    size_and_hash = {"size": end, "sha256": sha256.hexdigest()}
+    return {"files": {path.name: size_and_hash}, "tensors": described}
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:
