@@ -108,7 +108,8 @@ class AdapterCheck(ExportCheck):
         try:
             return local_folder(name, self.config.get("revision"), ask=False)
         except ModelError as error:
-            raise ExportError(f"{error}; give its folder or Hub id with --hf_assets") from error
+            where = "give the base's folder or Hub id with --hf_assets"
+            raise ExportError(f"{error}; {where}") from error
 
     def check_tensors(self, model: PreTrainedModel) -> None:
         """Compare keys and shapes with what PEFT makes of the config, then let PEFT load it."""
