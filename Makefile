@@ -26,10 +26,10 @@ demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge, ask it b
 	@$(BIN)/python recipes/demo.py --finetune --run $(RUN) $(if $(FRESH),--fresh)
 
 test: install  ## Run the tests that need no launcher and no heavy faults (minutes)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --durations=10
 
 test-slow: install  ## Run the others: real launches, kills, faults, many repeats
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations=10
 
 test-all: test test-slow  ## Run all tests
 

@@ -26,6 +26,8 @@ from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelErro
 from toolkit.formats import export_manifest
 from toolkit.models import build_on_meta, causal_lm
 
+pytestmark = pytest.mark.slow
+
 TINY = str(Path(__file__).parent.parent / "recipes/configs/tiny_llama")
 
 # Run in a process of its own: time and memory are what is tested.

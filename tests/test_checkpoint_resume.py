@@ -17,6 +17,8 @@ from conftest import save_tiny_model
 from distributed import run_ranks
 from torch.distributed.tensor import DTensor
 
+pytestmark = pytest.mark.slow
+
 WORLDS = (1, 2, 3, 4)
 GLOBAL_BATCH, ROWS, LENGTH = 12, 100, 17
 BEFORE, AFTER = 2, 2

@@ -640,6 +640,7 @@ def write_large(folder: Path, kind: str, **fields: Any) -> int:
     return max(tensor.nbytes for tensor in state.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_stays_under_the_largest_group(root: Path, tmp_path: Path) -> None:
     """Of a plain tensor a few blocks are held; of a fused one its own memory, once."""

@@ -20,6 +20,8 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = {
     "one source": 50,
     "sources in one pass": 45,

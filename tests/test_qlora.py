@@ -260,6 +260,7 @@ def plain_losses(folder: str, way: str, start: dict[str, torch.Tensor]) -> list[
 # ---- Sharded equals plain ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["nf4", "double", "fp4", "a layer in full"])
 def test_losses_are_those_of_peft_and_bitsandbytes_in_one_process(way, folder, found):
     expected = plain_losses(folder, way, found[0][way]["start"])
@@ -268,6 +269,7 @@ def test_losses_are_those_of_peft_and_bitsandbytes_in_one_process(way, folder, f
         assert rank[way]["losses"] == pytest.approx(expected, rel=1e-5), way
 
 
+@pytest.mark.slow
 def test_other_ways_train_as_the_plain_one(found):
     for rank in found:
         for way in ("recomputed", "offloaded", "kept", "replicas"):
@@ -278,6 +280,7 @@ def test_other_ways_train_as_the_plain_one(found):
         assert rank["fp4"]["losses"][0] != pytest.approx(rank["nf4"]["losses"][0], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["nf4", "double", "fp4", "bf16"])
 def test_logits_are_those_of_transformers_load_in_4bit(way, folder, found):
     with torch.no_grad():
@@ -286,6 +289,7 @@ def test_logits_are_those_of_transformers_load_in_4bit(way, folder, found):
         assert torch.equal(rank[way]["evaluation logits"], expected), way
 
 
+@pytest.mark.slow
 def test_shards_are_what_bitsandbytes_makes_of_the_checkpoint(folder, found):
     entries = read_weights(weight_files(Path(folder)))
     for way in ("nf4", "double", "fp4", "bf16"):
@@ -315,6 +319,7 @@ def whole_tensor(entry: Any, name: str) -> torch.Tensor:
         return file.get_tensor(name)
 
 
+@pytest.mark.slow
 def test_an_evaluation_changes_no_bit_and_no_later_forward(found):
     for rank in found:
         for way in WAYS:
@@ -340,6 +345,7 @@ def test_bitsandbytes_own_layer_repacks_in_an_evaluation():
     assert torch.equal(ours.weight.view(torch.uint8), column.view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained(found):
     for rank in found:
         for way in WAYS:
@@ -349,6 +355,7 @@ def test_only_adapters_are_trained(found):
             assert seen["moved"] == list(seen["start"]), way
 
 
+@pytest.mark.slow
 def test_one_process_without_shards_gives_the_same_logits(folder, found):
     for way in ("double", "bf16, fp32 base"):
         model = build(folder, way).eval()
@@ -362,6 +369,7 @@ def test_one_process_without_shards_gives_the_same_logits(folder, found):
 # ---- Memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_rank_holds_its_share_of_values_and_scales(found):
     for way in ("nf4", "double", "bf16"):
         (first, second) = (rank[way] for rank in found)
@@ -402,6 +410,7 @@ def test_description_says_what_is_in_4_bits(folder):
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly_and_on_one_rank(folder, run_dir, found):
     for rank in found:
         seen = rank["resumed"]
@@ -416,6 +425,7 @@ def test_a_run_resumes_exactly_and_on_one_rank(folder, run_dir, found):
     assert all(torch.equal(bits[n], c) for n, c in found[0]["double"]["columns"].items())
 
 
+@pytest.mark.slow
 def test_the_adapter_on_the_base_in_4_bits_gives_the_trained_logits(folder, found):
     seen = found[0]["resumed"]
     base = plain(folder, "double").eval()
@@ -427,6 +437,7 @@ def test_the_adapter_on_the_base_in_4_bits_gives_the_trained_logits(folder, foun
     assert (logits - before).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_another_quantisation_does_not_go_on(folder, run_dir, found):
     path = found[0]["resumed"]["path"]
     for lora, said in (
@@ -605,7 +616,7 @@ def test_a_unit_of_another_dtype_would_cast_the_bytes(folder):
     for cfg in (BF16, half):
         model = build_on_meta(ModelConfig(folder))
         quantise_on_meta(model, LORA, "float32")
-        with world_of_one(), pytest.raises(ShardingError, match="makes noise of them"):
+        with world_of_one(), pytest.raises(ShardingError, match="would cast them to"):
             apply_fsdp(model, init_mesh("cpu", 1, cfg), cfg)
 
 

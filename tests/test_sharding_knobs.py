@@ -659,6 +659,7 @@ def plain_steps(folder: str) -> dict[str, Any]:
     return {"steps": steps, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", CONFIGS)
 def test_the_loss_stays_that_of_one_process(key, measured, expected):
     kind, cfg = CONFIGS[key]
@@ -676,6 +677,7 @@ def test_the_loss_stays_that_of_one_process(key, measured, expected):
         assert rank[key]["sharded_after_evaluation"] == set(rank[key]["names"]) - ignored
 
 
+@pytest.mark.slow
 def test_reshard_after_forward(measured):
     runs = measured[0]
     gathers = {k: runs[k]["calls"]["all_gather"] for k in runs if "calls" in runs[k]}
@@ -694,6 +696,7 @@ def test_reshard_after_forward(measured):
     assert after["reshard_one_layer_kept"][weight.format(0)] == "sharded"
 
 
+@pytest.mark.slow
 def test_finer_and_coarser_units(measured):
     runs = measured[0]
     gathers = {k: runs[k]["calls"]["all_gather"] for k in runs if "calls" in runs[k]}
@@ -711,6 +714,7 @@ def test_finer_and_coarser_units(measured):
     assert runs["embedding_units"]["after_forward"]["lm_head.weight"] == "gathered"
 
 
+@pytest.mark.slow
 def test_precision_is_what_was_asked(measured):
     runs = measured[0]
     proj, norm, head = f"{LAYER}.self_attn.q_proj", f"{LAYER}.input_layernorm", "lm_head"
@@ -742,6 +746,7 @@ def test_precision_is_what_was_asked(measured):
     assert router["weights"][proj] == half
 
 
+@pytest.mark.slow
 def test_each_module_of_a_unit_is_cast(measured):
     """torch 2.11 and 2.12 cast the inputs of the first and the output of the last only."""
     half, single = torch.bfloat16, torch.float32
@@ -757,6 +762,7 @@ def test_each_module_of_a_unit_is_cast(measured):
             assert (seen["inputs"][name], seen["outputs"][name]) == (single, half), (key, name)
 
 
+@pytest.mark.slow
 def test_recomputed_units_of_another_dtype_give_the_same_gradients(measured):
     """torch 2.11 and 2.12 cast nothing where a recomputation begins inside a unit's backward."""
     for rank in measured:
@@ -788,6 +794,7 @@ def cast_inputs(rank: int, world: int, folder: str) -> dict[bool, torch.dtype]:
     return found
 
 
+@pytest.mark.slow
 def test_offloaded_parts_are_in_host_memory_and_gradients_keep_their_buffers(measured):
     runs = measured[0]
     assert runs["offload"]["grad_devices"] == {"cpu"}
@@ -872,6 +879,7 @@ def reshard_to_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_prefetch_follows_the_recorded_order(measured):
     names = [f"model.layers.{i}" for i in range(LAYERS)]
     one = measured[0]["prefetch"]
@@ -911,11 +919,13 @@ def wrong_order(rank: int, world: int, folder: str) -> dict[str, str | None]:
     return said
 
 
+@pytest.mark.slow
 def test_the_root_is_gathered_early(measured):
     assert measured[0]["unshard_early"]["early"] == 1
     assert measured[0]["plain"]["early"] == 0
 
 
+@pytest.mark.slow
 def test_recomputation_runs_what_it_covers_twice(measured):
     runs = {k: v["runs"] for k, v in measured[0].items() if "runs" in v}
     up, query = "model.layers.{}.mlp.up_proj", "model.layers.{}.self_attn.q_proj"
@@ -927,6 +937,7 @@ def test_recomputation_runs_what_it_covers_twice(measured):
     assert runs["recompute_mlp"][query.format(0)] == 1
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_less(measured):
     kept = {k: v["saved"] for k, v in measured[0].items() if "saved" in v}
     assert kept["recompute_full"] < kept["recompute_second"] < kept["plain"]
@@ -970,6 +981,7 @@ def product_counts(rank: int, world: int, folder: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_identical_layers_share_one_graph_and_names_stay(measured):
     for key in ("compile_layer", "compile_layer_recompute", "compile_two_layers_a_unit"):
         assert measured[0][key]["graphs"] == 1, measured[0][key]

@@ -105,7 +105,7 @@ def clip(rank: int, world: int, folders: dict[str, str]) -> dict:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_norm_and_clipped_gradients_are_those_of_one_process(world, shallow):
     found = run_ranks(clip, world, shallow)
     expected = {}
