@@ -232,7 +232,7 @@ def test_damaged_sharded_safetensors(root: Path, tmp_path: Path) -> None:
     assert "150" in old  # the second half of 300 rows
     wrong, early = old.replace("150", " -1"), old.replace("150", "149")
     damage("negative", "damaged DCP_SHARDING_INFO", lambda a, b: replaced(b, old, wrong))
-    damage("overlap", "in the model of", lambda a, b: replaced(b, old, early))
+    damage("overlap", "in LlamaForCausalLM of", lambda a, b: replaced(b, old, early))
     damage("link", "leaves its folder", lambda a, b: elsewhere(b))
     damage("pickle", "no place|never needs", lambda a, b: evil(b.parent, a, b))
     assert not (tmp_path / "pickle/ran").exists()
