@@ -3,7 +3,7 @@
 import json
 import tracemalloc
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from toolkit.data.examples.recognise import Conversation, Example
 from toolkit.data.sources import lines
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import Counts, RowEncoder, encode
+from toolkit.data.tokens.encode import Counts, encode
+from toolkit.data.tokens.encoder import Encoder
 from toolkit.data.tokens.text_ids import BATCH_BYTES, TextTokenizer
 from toolkit.errors import DataError
 
@@ -320,7 +321,8 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
     path = folder / f"{base}.jsonl"
     source, found = judged(path)
     stops, skips = (
-        RowEncoder(source, make_tokenizer(), settings(policy), 300) for policy in ("error", "skip")
+        partial(Encoder(make_tokenizer(), settings(policy), 300).row, source)
+        for policy in ("error", "skip")
     )
     counts = Counts()
     for at, stored in enumerate(source.rows):
@@ -353,7 +355,7 @@ def encode_on(rank: int, world: int, folder: str, cache: str) -> list:
         try:
             (source,) = load_sources(cfg)  # both at the same time
             done = ranks.main_first(
-                lambda s=source, c=cfg: encode(s, make_tokenizer(), c, vocab_size=300)
+                lambda s=source, c=cfg: encode(s, Encoder(make_tokenizer(), c, 300))
             )
             made.append((asdict(done.counts), done.tokens["row"][:]))
         except DataError as error:
@@ -580,7 +582,7 @@ def documents(path: Path, policy: str = "error") -> list[list[int]]:
     """Return the token ids of each row, a token a byte, without those of its end."""
     cfg = DataConfig(train_files=str(path), on_bad_row=policy, append_eos=False)
     (source,) = load_sources(cfg, documents=True)
-    return encode(source, make_tokenizer(), cfg, 300).tokens["input_ids"][:]
+    return encode(source, Encoder(make_tokenizer(), cfg, 300)).tokens["input_ids"][:]
 
 
 def ids_of(*texts: str) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -15,7 +16,8 @@ from toolkit.data.prepare import read_sources
 from toolkit.data.sources import text_files
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import RowEncoder, encode
+from toolkit.data.tokens.encode import encode
+from toolkit.data.tokens.encoder import Encoder
 from toolkit.errors import DataError
 from toolkit.models import causal_lm as models
 
@@ -38,7 +40,7 @@ def jsonl(path: Path, rows: list) -> str:
 def streamed(cfg: DataConfig, tokenizer) -> list:
     """Return the ids of each row, or what is wrong with it."""
     (source,) = load_sources(cfg, builtin="text", documents=True)
-    encode = RowEncoder(source, tokenizer, cfg, 300)
+    encode = partial(Encoder(tokenizer, cfg, 300).row, source)
     found = [encode(stored, number) for number, stored in enumerate(source.rows)]
     for example in found:
         if not isinstance(example, BadRow):
@@ -48,7 +50,7 @@ def streamed(cfg: DataConfig, tokenizer) -> list:
 
 def prepared(cfg: DataConfig, tokenizer) -> list:
     (source,) = load_sources(cfg, documents=True)
-    return encode(source, tokenizer, cfg, 300).tokens["input_ids"][:]
+    return encode(source, Encoder(tokenizer, cfg, 300)).tokens["input_ids"][:]
 
 
 TEXT = [
@@ -102,7 +104,8 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
     for streaming in (False, True):
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
         cfg = PretrainConfig(model=named, data=data, train=TrainConfig(max_steps=9))
-        feed = read_sources(cfg, tokenizer, models.vocabulary_size(model), "none", 1)
+        encoder = Encoder(tokenizer, data, models.vocabulary_size(model))
+        feed = read_sources(cfg, encoder, "none", 1)
         if streaming:
             (source,) = feed.sources
             streamed = SourceStream(source, 0, feed.shape, seed=0)

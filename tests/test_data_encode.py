@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import datasets
@@ -21,7 +22,7 @@ from toolkit.data.feed.stream import SourceStream, StreamSource, sample_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import Counts, RowEncoder, encode
+from toolkit.data.tokens.encode import Counts, encode
 from toolkit.data.tokens.encoder import ACROSS, EncodedExample, Encoder, EndsRun, LeftOut
 from toolkit.data.tokens.text_ids import TextTokenizer
 from toolkit.errors import DataError
@@ -177,7 +178,7 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
     for files, texts in ((str(file), [said]), (rows, [said, "short"])):
         cfg = config(train_files=[files], too_long=too_long, sequence_length=32)
         (source,) = load_sources(cfg)
-        made = encode(source, tokenizer, cfg, 300)
+        made = encode(source, Encoder(tokenizer, cfg, 300))
         whole = [[*tokenizer(t)["input_ids"], EOS] for t in texts]
         assert made.tokens["input_ids"][:] == whole
         assert (made.counts.truncated, made.counts.cut_off, made.counts.dropped) == (0, 0, {})
@@ -186,7 +187,9 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
         for packing in ("bfd", "none"):
             shape = SampleShape(packing, 32)
             stream = StreamSource(
-                "s", source.rows.to_iterable_dataset(), RowEncoder(source, tokenizer, cfg, 300)
+                "s",
+                source.rows.to_iterable_dataset(),
+                partial(Encoder(tokenizer, cfg, 300).row, source),
             )
             streamed = SourceStream(stream, 0, shape, seed=0)
             read = [streamed.next()]
@@ -316,7 +319,7 @@ def test_a_tokenizer_without_offsets(merging):
 def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
     rows = [chat(f"Say {i}", "x" * i) for i in range(1, 60)]
     cfg = config(sequence_length=70)
-    encoded = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+    encoded = encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
     counts = encoded.counts
     assert encoded.tokens.column_names == ["input_ids", "spans", "row"]
     assert counts.rows == counts.kept + sum(counts.dropped.values()) == 59
@@ -331,8 +334,8 @@ def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
     assert counts.supervised == supervised
     # Again, from the cache: nothing is encoded, counts come along.
     with monkeypatch.context() as patched:
-        patched.setattr(encode_module.RowEncoder, "batch", None)
-        again = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+        patched.setattr(Encoder, "rows", None)
+        again = encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
         assert again.counts == counts
         assert again.tokens.data.equals(encoded.tokens.data)
         for other in (
@@ -342,13 +345,13 @@ def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
             replace(cfg, chat_template=CHATML + " "),
         ):
             with pytest.raises(TypeError, match="NoneType"):
-                encode(source_of(tmp_path, rows, cfg), tokenizer, other, 300)
+                encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, other, 300))
         with pytest.raises(TypeError, match="NoneType"):
-            encode(source_of(tmp_path, [*rows, rows[0]], cfg), tokenizer, cfg, 300)
+            encode(source_of(tmp_path, [*rows, rows[0]], cfg), Encoder(tokenizer, cfg, 300))
     # The tokens without the counts are no cache.
     for file in (tmp_path / "cache").rglob("encoded-*.json"):
         file.unlink()
-    assert encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300).counts == counts
+    assert encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300)).counts == counts
 
 
 MIXED = [
@@ -365,15 +368,15 @@ MIXED = [
 def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path, monkeypatch):
     cfg = config(on_bad_row="skip")
     source = source_of(tmp_path, MIXED, cfg)
-    one = encode(source, tokenizer, cfg, 300)
+    one = encode(source, Encoder(tokenizer, cfg, 300))
     datasets.disable_caching()
     try:
-        three = encode(source, tokenizer, replace(cfg, dataset_num_proc=3), 300)
+        three = encode(source, Encoder(tokenizer, replace(cfg, dataset_num_proc=3), 300))
     finally:
         datasets.enable_caching()
     with monkeypatch.context() as patched:  # what three processes wrote is read by one
-        patched.setattr(encode_module.RowEncoder, "batch", None)
-        again = encode(source, tokenizer, cfg, 300)
+        patched.setattr(Encoder, "rows", None)
+        again = encode(source, Encoder(tokenizer, cfg, 300))
     assert again.counts == three.counts
     assert again.tokens["input_ids"][:] == three.tokens["input_ids"][:]
     assert three.counts == one.counts
@@ -388,7 +391,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     (place,) = one.counts.places["not JSON"]
     assert "rows.jsonl line 3" in place
     # Row by row, as streams are read.
-    streamed = RowEncoder(source, tokenizer, cfg, 300)
+    streamed = partial(Encoder(tokenizer, cfg, 300).row, source)
     examples = [streamed(stored, i) for i, stored in enumerate(source.rows)]
     assert [i for i, e in enumerate(examples) if not isinstance(e, BadRow)] == one.tokens["row"][:]
     kept = [e.input_ids.tolist() for e in examples if not isinstance(e, BadRow)]
@@ -402,32 +405,32 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
 def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path):
     cfg = config(dataset_num_proc=2)
     with pytest.raises(DataError, match=r"line 2: expected a turn of the assistant.*skip"):
-        encode(source_of(tmp_path, MIXED, cfg), tokenizer, cfg, 300)
+        encode(source_of(tmp_path, MIXED, cfg), Encoder(tokenizer, cfg, 300))
     rows = [chat("a", "b"), chat("a", "b" * 80)]
     for changes in ({}, {"on_bad_row": "skip"}):  # too long is no bad row
         cfg = config(too_long="error", **changes)
         with pytest.raises(DataError, match=r"rows.jsonl line 2: expected at most 64 tokens"):
-            encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+            encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
     cfg = config(too_long="drop")
-    encoded = encode(source_of(tmp_path, rows, cfg), tokenizer, cfg, 300)
+    encoded = encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
     assert encoded.counts.dropped == {"too long": 1}
     assert encoded.tokens["row"][:] == [0]
 
 
-def killed(first: int, count: int) -> None:
+def killed(first: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_process_that_is_killed_ends_the_run(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(encode_module, "_results_here", killed)
+    monkeypatch.setattr(encode_module, "_work_here", killed)
     cfg = config(dataset_num_proc=2)
     with pytest.raises(DataError, match=r"one of 2 processes .* was killed.*dataset_num_proc"):
-        encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), tokenizer, cfg, 300)
+        encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), Encoder(tokenizer, cfg, 300))
 
 
 def test_a_source_of_which_nothing_is_left(tokenizer, tmp_path):
     cfg = config(too_long="drop", sequence_length=5)
-    encoded = encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), tokenizer, cfg, 300)
+    encoded = encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), Encoder(tokenizer, cfg, 300))
     assert len(encoded.tokens) == encoded.counts.kept == 0
     assert encoded.counts.dropped == {"too long": 4}
     assert len(encoded.counts.places["too long"]) == 3
@@ -437,4 +440,4 @@ def test_no_chat_template(tokenizer, tmp_path):
     bare = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "bare"))
     cfg = config()
     with pytest.raises(DataError, match="has no chat template, and the data holds conversations"):
-        encode(source_of(tmp_path, [chat("a", "b")], cfg), bare, cfg, 300)
+        encode(source_of(tmp_path, [chat("a", "b")], cfg), Encoder(bare, cfg, 300))

@@ -21,6 +21,7 @@ from toolkit.data.prepare import inspect_data
 from toolkit.data.report import check_supervised, render, supervision_report
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Counts, EncodedSource, encode
+from toolkit.data.tokens.encoder import Encoder
 from toolkit.errors import DataError
 
 MAX = 64
@@ -205,7 +206,7 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
         train_files=str(tmp_path / "a.jsonl"), sequence_length=MAX, on_bad_row="skip"
     )
     (source,) = load_sources(cfg)
-    made = encode(source, tokenizer, cfg, len(tokenizer))
+    made = encode(source, Encoder(tokenizer, cfg, len(tokenizer)))
     said = render(report(tokenizer, made), colour=False)
     for line in (
         "a          5         2         3          0      57          18  31.6%",

@@ -21,6 +21,7 @@ from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.sources.text_files import parts_of, pieces
 from toolkit.data.tokens import text_ids
 from toolkit.data.tokens.encode import encode
+from toolkit.data.tokens.encoder import Encoder
 from toolkit.errors import DataError
 
 BYTES = Path()
@@ -60,7 +61,7 @@ def refusal(*files: str, **settings) -> str:
     """Return what the run ends with, over tokens of a model with 300 of them."""
     tokenizer = AutoTokenizer.from_pretrained(BYTES)
     with pytest.raises(DataError) as caught:
-        encode(load(*files, **settings), tokenizer, DataConfig(**settings), 300)
+        encode(load(*files, **settings), Encoder(tokenizer, DataConfig(**settings), 300))
     return str(caught.value)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.config.retention import retention
@@ -22,13 +22,9 @@ from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.report import check_supervised, supervision_report
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import EncodedSource, RowEncoder, encode
-from toolkit.data.tokens.tokenizer import (
-    check_vocabulary,
-    load_tokenizer,
-    own_tokenizer,
-    pad_id,
-)
+from toolkit.data.tokens.encode import EncodedSource, encode
+from toolkit.data.tokens.encoder import Encoder
+from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, pad_id
 from toolkit.data.training_data import TrainingData
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats import assets_of
@@ -47,10 +43,8 @@ def prepare_data(
     Pretraining learns documents whole; fine-tuning learns what `data.supervise` covers of examples.
 
     Args:
-        cfg: of the run.
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
-        run: its processes.
 
     Raises:
         DataError: the tokenizer, a file, a row or the number of samples cannot be trained with,
@@ -58,12 +52,11 @@ def prepare_data(
             data, the global batch does not divide, or max_repeats ends the data too early.
         ConfigError: a setting compares or shows evaluations, and there is nothing to evaluate on.
     """
-    tokenizer = ranks.on_all(lambda: _data_tokenizer(cfg, model_cfg, model))
+    encoder = ranks.on_all(lambda: _encoder(cfg, model_cfg, model))
     rows = cfg.train.per_device_train_batch_size
     packing, why = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
-    vocabulary = models.vocabulary_size(model)
-    read = partial(read_sources, cfg, tokenizer, vocabulary, packing, run.world_size)
-    data = TrainingData(cfg, ranks.main_first(read), why, tokenizer, run)
+    feed = ranks.main_first(partial(read_sources, cfg, encoder, packing, run.world_size))
+    data = TrainingData(cfg, feed, why, encoder.tokenizer, run)
     check_data(data)
     return data
 
@@ -78,44 +71,37 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     """
     model_cfg = own_tokenizer(model_settings(cfg))
     model = models.build_on_meta(model_cfg)
-    tokenizer = _data_tokenizer(cfg, model_cfg, model)
+    encoder = _encoder(cfg, model_cfg, model)
     packing, why = choose_packing(cfg.data, model, cfg.train.per_device_train_batch_size)
-    vocabulary = models.vocabulary_size(model)
-    feed = read_sources(cfg, tokenizer, vocabulary, packing, 1)
+    feed = read_sources(cfg, encoder, packing, 1)
     if cfg.data.streaming:  # it can be streamed; now what is in it
         whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
-        feed = read_sources(whole, tokenizer, vocabulary, packing, 1)
-    return supervision_report(feed, tokenizer, samples) | {"packing": packing, "why": why}
+        feed = read_sources(whole, encoder, packing, 1)
+    return supervision_report(feed, encoder.tokenizer, samples) | {"packing": packing, "why": why}
 
 
-def _data_tokenizer(
+def _encoder(
     cfg: PretrainConfig | FinetuneConfig, model_cfg: ModelConfig, model: PreTrainedModel
-) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, with `data.chat_template` where it is set; None where there is none.
-
-    The template becomes part of `model.hf_assets`, so that the export answers as it was trained.
+) -> Encoder:
+    """Return the encoder of the run's rows, its tokenizer with `data.chat_template` where it is
+    set: that becomes part of `model.hf_assets`, so that the export answers as it was trained.
     """
     tokenizer = load_tokenizer(model_cfg)
-    if tokenizer is None:
-        if isinstance(cfg, FinetuneConfig) and cfg.train.eval_prompts:
-            raise DataError(
-                f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with "
-                "none; set model.tokenizer_name_or_path"
-            )
-        return None
-    check_vocabulary(tokenizer, models.vocabulary_size(model), resize=model_cfg.resize_embeddings)
-    if isinstance(cfg, FinetuneConfig) and cfg.data.chat_template is not None:
-        tokenizer.chat_template = chat_templates(tokenizer, cfg.data.chat_template)["default"]
+    if isinstance(cfg, FinetuneConfig) and cfg.train.eval_prompts and tokenizer is None:
+        raise DataError(
+            f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with none; "
+            "set model.tokenizer_name_or_path"
+        )
+    encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model))
+    given = cfg.data.chat_template if isinstance(cfg, FinetuneConfig) else None
+    if given is not None and tokenizer is not None:
+        tokenizer.chat_template = chat_templates(tokenizer, given)["default"]
         assets_of(model).files["chat_template.jinja"] = tokenizer.chat_template.encode()
-    return tokenizer
+    return encoder
 
 
 def read_sources(
-    cfg: PretrainConfig | FinetuneConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-    packing: Packing,
-    world_size: int,
+    cfg: PretrainConfig | FinetuneConfig, encoder: Encoder, packing: Packing, world_size: int
 ) -> Feed:
     """Read and encode the data; return what a run reads from. Cached on disk: one rank first.
 
@@ -125,7 +111,7 @@ def read_sources(
     data, train, finetune = cfg.data, cfg.train, isinstance(cfg, FinetuneConfig)
 
     def encoded(source: DataSource) -> EncodedSource:
-        made = encode(source, tokenizer, data, vocabulary)
+        made = encode(source, encoder)
         if finetune:
             check_supervised(made, data.sequence_length)
         return made
@@ -141,14 +127,12 @@ def read_sources(
         "eval_sources": [encoded(source) for source in others],
         "max_eval_samples": data.max_eval_samples,
     }
-    shape = SampleShape(packing, data.sequence_length, pad_id(tokenizer))
+    shape = SampleShape(packing, data.sequence_length, pad_id(encoder.tokenizer))
     if not data.streaming:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
     streams = [
-        StreamSource(
-            s.name, s.rows, RowEncoder(s, tokenizer, data, vocabulary), s.weight, s.max_repeats
-        )
+        StreamSource(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats)
         for s in sources
     ]
     return StreamFeed(streams, shape, **settings)

@@ -7,10 +7,11 @@ tokenizer runs on threads (see [Note: threads, not processes] in `text_ids.py`).
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.config.settings import DataConfig, FinetuneDataConfig
+from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import TODAY, chat_templates
 from toolkit.data.sources import tables
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import DataSource
-from toolkit.data.tokens.encoder import EncodedExample, Encoder, EndsRun, LeftOut
+from toolkit.data.tokens.encoder import EncodedExample, EncodedRow, Encoder
 from toolkit.data.tokens.text_ids import BATCH_BYTES, content_of
 from toolkit.errors import DataError
 
@@ -39,7 +39,7 @@ _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
 
 _NOTHING = np.zeros(0, np.int32)
-_encoder: Any = None
+_work: Any = None  # of a worker process
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Counts:
     places: dict[str, list[str]] = field(default_factory=dict)  # reason -> the first, and why
     notes: dict[str, int] = field(default_factory=dict)  # such as turns without a stop token
 
-    def add(self, result: EncodedExample | BadRow) -> None:
+    def add(self, result: EncodedRow) -> None:
         """Count a row: the example it became, or its place and why it was left out."""
         self.rows += 1
         if isinstance(result, BadRow):
@@ -92,66 +92,22 @@ class EncodedSource:
     format: str = "examples"
 
 
-class RowEncoder:
-    """Stored rows to examples: `row_encoder(stored, number)`, or many with `batch`.
-
-    What a row becomes depends on nothing but the row. The arguments are those of `encode`.
-    """
-
-    def __init__(
-        self,
-        source: DataSource,
-        tokenizer: PreTrainedTokenizerBase | None,
-        cfg: DataConfig,
-        vocab_size: int,
-    ) -> None:
-        self.source, self.encoder = source, Encoder(tokenizer, cfg, vocab_size)
-        self.skip = cfg.on_bad_row == "skip"
-
-    def __call__(self, stored: dict[str, Any], number: int) -> EncodedExample | BadRow:
-        """Return the example of the `number`-th row of the source; see `batch`."""
-        return self.batch([stored], number)[0]
-
-    def batch(self, stored: Sequence[dict[str, Any]], first: int) -> list[EncodedExample | BadRow]:
-        """Return the example of each row, or where it stands and why it is left out."""
-        results = self.encoder.batch([or_bad(self.source.example, row) for row in stored])
-        for at, (row, result) in enumerate(zip(stored, results, strict=True)):
-            if not isinstance(result, BadRow):
-                continue
-            said = f"{self.source.place(row, first + at)}: {result}"
-            if isinstance(result, EndsRun):
-                raise DataError(said)
-            if not isinstance(result, LeftOut) and not self.skip:
-                raise self.source.refusal(row, first + at, result)
-            results[at] = BadRow(said, result.reason)
-        return results
-
-    def from_row(self, first: int, count: int) -> list[EncodedExample | BadRow]:
-        """Return what becomes of `count` rows of the source; see `batch`."""
-        columns = self.source.rows[first : first + count]
-        values = zip(*columns.values(), strict=True)
-        return self.batch([dict(zip(columns, row, strict=True)) for row in values], first)
-
-
-def encode(
-    source: DataSource, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
-) -> EncodedSource:
+def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     """Return `source` as token ids, with what came of its rows.
 
     Works on all cores, and is cached on disk by rows, tokenizer, template and settings: call it on
     one rank first. Memory: a few hundred megabytes for each process.
 
     Raises:
-        DataError: a row cannot be used and `cfg.on_bad_row` is `error`, or it is too long and
-            `cfg.too_long` is `error`, with its file and row; no document has text; see `Encoder`.
+        DataError: a row cannot be used and `on_bad_row` is `error`, or it is too long and
+            `too_long` is `error`, with its file and row; no document has text; see `Encoder`.
     """
-    encoder = RowEncoder(source, tokenizer, cfg, vocab_size)
-    name = f"encoded-{_key(source, tokenizer, cfg, vocab_size)}"
+    name = f"encoded-{_key(source, encoder)}"
     counted = tables.cache_folder() / f"{name}.json"
     if not counted.is_file():  # it is written before the tokens get their name
         counted.with_suffix(".arrow").unlink(missing_ok=True)
     schema = _WHOLE if source.layout.whole else _IN_PART
-    encoded = _encoded(encoder, cfg, counted)
+    encoded = _encoded(source, encoder, counted)
     tokens = tables.cached(name, encoded, schema, f"Encoding {source.name}")
     counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
@@ -160,9 +116,9 @@ def encode(
     return EncodedSource(source.name, tokens, counts, weight, limit, layout)
 
 
-def _encoded(encoder: RowEncoder, cfg: DataConfig, counted: Path) -> Iterator[pa.Table]:
+def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa.Table]:
     """Yield the tokens of rows that follow each other; at the end write their `Counts`."""
-    source, counts = encoder.source, Counts()
+    counts, cfg = Counts(), encoder.cfg
     total, whole = len(source.rows), source.layout.whole
     most, processes = _TEXT_ROWS, 1
     if source.layout.format == "conversation" and isinstance(cfg, FinetuneDataConfig):
@@ -173,7 +129,7 @@ def _encoded(encoder: RowEncoder, cfg: DataConfig, counted: Path) -> Iterator[pa
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
     starts = range(0, total, step)
-    for first, results in zip(starts, _each(encoder, starts, processes), strict=True):
+    for first, results in zip(starts, _each(source, encoder, starts, processes), strict=True):
         for result in results:
             counts.add(result)
         if whole:  # a row that is left out is an empty document
@@ -189,30 +145,37 @@ def _encoded(encoder: RowEncoder, cfg: DataConfig, counted: Path) -> Iterator[pa
 
 
 def _each(
-    encoder: RowEncoder, starts: range, processes: int
-) -> Iterator[list[EncodedExample | BadRow]]:
+    source: DataSource, encoder: Encoder, starts: range, processes: int
+) -> Iterator[list[EncodedRow]]:
     """Yield what becomes of the rows from each start to the next."""
+    encoded_from = partial(_encoded_from, source, encoder, starts.step)
     if processes == 1:
-        yield from (encoder.from_row(first, starts.step) for first in starts)
+        yield from map(encoded_from, starts)
         return
     try:
-        with ProcessPoolExecutor(processes, initializer=_set_encoder, initargs=(encoder,)) as pool:
-            yield from pool.map(_results_here, starts, [starts.step] * len(starts))
+        with ProcessPoolExecutor(processes, None, _set_work, (encoded_from,)) as pool:
+            yield from pool.map(_work_here, starts)
     except BrokenProcessPool as error:
         raise DataError(
-            f"{encoder.source.where}: one of {processes} processes that encode it was killed, "
-            "perhaps for its memory; lower data.dataset_num_proc"
+            f"{source.where}: one of {processes} processes that encode it was killed, perhaps for "
+            "its memory; lower data.dataset_num_proc"
         ) from error
 
 
-def _set_encoder(encoder: RowEncoder) -> None:
-    global _encoder
-    _encoder = encoder
+def _encoded_from(source: DataSource, encoder: Encoder, count: int, first: int) -> list[EncodedRow]:
+    columns = source.rows[first : first + count]
+    values = zip(*columns.values(), strict=True)
+    return encoder.rows(source, [dict(zip(columns, row, strict=True)) for row in values], first)
+
+
+def _set_work(encoded_from: Callable[[int], list[EncodedRow]]) -> None:
+    global _work
+    _work = encoded_from
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
 
 
-def _results_here(first: int, count: int) -> list[EncodedExample | BadRow]:
-    return _encoder.from_row(first, count)
+def _work_here(first: int) -> list[EncodedRow]:
+    return _work(first)
 
 
 def _check_documents(source: DataSource, counts: Counts) -> None:
@@ -234,10 +197,9 @@ def _lists(values: list[np.ndarray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
 
 
-def _key(
-    source: DataSource, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
-) -> str:
+def _key(source: DataSource, encoder: Encoder) -> str:
     """Return a digest of all that decides the result, the same in every process."""
+    tokenizer, cfg = encoder.tokenizer, encoder.cfg
     templates: dict[str, str] = {}
     names = ["on_bad_row", "append_eos"]
     if isinstance(cfg, FinetuneDataConfig):
@@ -253,5 +215,5 @@ def _key(
         sorted(templates.items()),
         (transformers.__version__, TODAY) if templates else "",
         {name: getattr(cfg, name) for name in names},
-        vocab_size if source.layout.format == "tokenised" else "",
+        encoder.vocab_size if source.layout.format == "tokenised" else "",
     )

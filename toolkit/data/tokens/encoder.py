@@ -1,9 +1,10 @@
-"""One example to token ids and the ranges of them that are learned."""
+"""Rows and examples to token ids, and the ranges of them that are learned."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,8 @@ from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import Chat, Rendered
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
-from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.text_ids import Span, TextTokenizer, TokenSpans
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
@@ -49,8 +51,11 @@ class EncodedExample:
         return sum(end - begin for begin, end in self.spans) - sum(firsts)
 
 
+EncodedRow = EncodedExample | BadRow
+
+
 class Encoder:
-    """Examples to token ids and spans.
+    """Rows of sources, and examples, to token ids and spans; each depends on nothing but itself.
 
     Conversations are tokenised as the chat template renders them. Texts, and pairs of prompt and
     completion as one text, get the special tokens that the tokenizer puts around a text and, with
@@ -64,7 +69,7 @@ class Encoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
     ) -> None:
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
         self.finetune = cfg if isinstance(cfg, FinetuneDataConfig) else None
         self.supervise = "all" if self.finetune is None else self.finetune.supervise
         bounded = self.finetune is not None and cfg.packing != "wrapped"
@@ -83,7 +88,31 @@ class Encoder:
                 tokenizer.name_or_path,
             )
 
-    def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedExample | BadRow]:
+    def row(self, source: DataSource, stored: dict[str, Any], number: int) -> EncodedRow:
+        """Return the example of the `number`-th row of a source; see `rows`."""
+        return self.rows(source, [stored], number)[0]
+
+    def rows(
+        self, source: DataSource, stored: Sequence[dict[str, Any]], first: int
+    ) -> list[EncodedRow]:
+        """Return the example of each stored row, or where it stands and why it is left out.
+
+        Raises:
+            DataError: a row cannot be used, and `on_bad_row` is `error`; or see `batch`.
+        """
+        results = self.batch([or_bad(source.example, row) for row in stored])
+        for at, (row, result) in enumerate(zip(stored, results, strict=True)):
+            if not isinstance(result, BadRow):
+                continue
+            said = f"{source.place(row, first + at)}: {result}"
+            if isinstance(result, EndsRun):
+                raise DataError(said)
+            if not isinstance(result, LeftOut) and self.cfg.on_bad_row == "error":
+                raise source.refusal(row, first + at, result)
+            results[at] = BadRow(said, result.reason)
+        return results
+
+    def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
         """Return each example as token ids, or what is wrong with it, in order.
 
         Raises:
@@ -131,7 +160,7 @@ class Encoder:
                 f"{', '.join(modes)}"
             )
 
-    def _of_ids(self, example: Tokens) -> EncodedExample | BadRow:
+    def _of_ids(self, example: Tokens) -> EncodedRow:
         ids = np.asarray(example.input_ids, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             said = (
@@ -152,7 +181,7 @@ class Encoder:
 
     def _of_text(
         self, example: Example | BadRow, tokens: TokenSpans | BadRow, notes: dict[str, int]
-    ) -> EncodedExample | BadRow:
+    ) -> EncodedRow:
         if isinstance(tokens, BadRow):
             return tokens
         ids, spans, across = tokens
@@ -182,7 +211,7 @@ class Encoder:
 
     def _fitted(
         self, of: object, ids: np.ndarray, spans: list[Span], notes: dict[str, int] | None = None
-    ) -> EncodedExample | BadRow:
+    ) -> EncodedRow:
         """Return an example that is short enough and of which something is learned."""
         limit, piece, part = self.limit, None, False
         if isinstance(of, Text):  # packing cuts it; a part of it may be one token

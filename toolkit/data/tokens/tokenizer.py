@@ -160,12 +160,10 @@ def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
     return 0
 
 
-def check_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, resize: bool = False
-) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise DataError where the tokenizer gives ids for which the model has no embedding."""
     largest = max([*tokenizer.get_vocab().values(), *map(int, tokenizer.added_tokens_decoder)])
-    if largest >= vocab_size and not resize:
+    if largest >= vocab_size:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, the model's "
             f"embedding has {vocab_size} rows (ids up to {vocab_size - 1}); set "
