@@ -1,7 +1,6 @@
 """What will be learned of the data, before anything is: the supervision report."""
 
 import sys
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed, SourceSamples
 from toolkit.data.samples.sequences import EncodedRows
+from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
@@ -22,6 +22,8 @@ _SHOWN_PARTS = 24
 _BAR = 40
 _GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 _NUMBERS = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
+"""Of a source: `examples` are rows that are kept, `supervised` tokens that the loss covers; and
+`cut_off`, tokens of what was truncated, beyond `tokens`."""
 
 
 def supervision_report(
@@ -35,13 +37,11 @@ def supervision_report(
     """
     found = []
     if isinstance(feed, PreparedFeed):
-        found = [
-            _entry(source, "train", part, tokenizer, samples)
-            for source, part in zip(feed.sources, feed.parts, strict=True)
-        ]
+        pairs = zip(feed.sources, feed.parts, strict=True)
+        found = [_entry(*pair, tokenizer, samples) for pair in pairs]
     total = {name: sum(entry[name] for entry in found) for name in (*_NUMBERS, "cut_off")}
     total["supervised_share"] = total["supervised"] / max(total["tokens"], 1)
-    found += [_entry(source, "eval", None, tokenizer, samples) for source in feed.eval_sources]
+    found += [_entry(source, None, tokenizer, samples) for source in feed.eval_sources]
     return {"sequence_length": feed.shape.sequence_length, "sources": found, "total": total}
 
 
@@ -78,10 +78,13 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
     head = ["source", "rows", "left out", "examples", "truncated", "tokens", "supervised", "share"]
     trained = [source for source in report["sources"] if source["use"] == "train"]
     several = [report["total"] | {"name": "all", "use": "train"}] if len(trained) > 1 else []
-    rows = [_row(s) for s in trained + several + report["sources"][len(trained) :]]
+    rows = [
+        [_titled(s), *(f"{s[name]:,}" for name in _NUMBERS), f"{s['supervised_share']:.1%}"]
+        for s in trained + several + report["sources"][len(trained) :]
+    ]
     lines = table([head, *rows], right=set(range(1, len(head))))
     for source in report["sources"]:
-        lines += ["", _escaped(f"{_titled(source)}: {source['format']}")]
+        lines += ["", escaped(f"{_titled(source)}: {source['format']}")]
         lines += [f"  {line}" for line in _facts(source, report["sequence_length"])]
         lines += [f"  {line}" for line in _bars(source["lengths"]["histogram"])]
         for example in source["first"]:
@@ -96,21 +99,17 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
 
 def _entry(
     source: EncodedSource,
-    use: str,
     part: SourceSamples | None,
     tokenizer: PreTrainedTokenizerBase | None,
     samples: int,
 ) -> dict[str, Any]:
-    """Return the facts on a source: `use` is `train` or `eval`, `examples` are rows that are kept,
-    `supervised` tokens that the loss covers, `cut_off` tokens of what was truncated, beyond
-    `tokens`; `packed` is its `SourceSamples`.
-    """
+    """Return the facts on a source, which became the samples `part`; None: it is evaluated on."""
     counts, lengths = source.counts, EncodedRows(source.tokens).lengths()
     shown = source.tokens[: min(samples, len(source.tokens))]
     columns = (shown[name] for name in ("row", "input_ids", "spans"))
     return {
         "name": source.name,
-        "use": use,
+        "use": "eval" if part is None else "train",
         "format": source.format,
         "weight": source.weight,
         "max_repeats": source.max_repeats,
@@ -182,11 +181,6 @@ def _titled(source: Mapping[str, Any]) -> str:
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
 
-def _row(source: Mapping[str, Any]) -> list[str]:
-    numbers = [f"{source[name]:,}" for name in _NUMBERS]
-    return [_titled(source), *numbers, f"{source['supervised_share']:.1%}"]
-
-
 def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     if source["weight"] is not None or source["max_repeats"] is not None:
         limit = source["max_repeats"]
@@ -194,7 +188,7 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         weight = "by its size" if source["weight"] is None else f"weight {source['weight']:g}"
         yield f"mixed     {weight}{repeats}"
     for reason, dropped in source["dropped"].items():
-        first = "; ".join(_escaped(place, keep="") for place in dropped["first"])
+        first = "; ".join(escaped(place, keep="") for place in dropped["first"])
         yield f"left out  {dropped['rows']:,} rows: {reason}" + (f" ({first})" if first else "")
     if source["cut_off"]:
         yield (
@@ -237,18 +231,8 @@ def _marked(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
         if len(text) > _SHOWN_CHARACTERS:
             half, left = _SHOWN_CHARACTERS // 2, len(text) - _SHOWN_CHARACTERS
             text = f"{text[:half]} ... ({left:,} characters) ... {text[-half:]}"
-        text = _escaped(text)
+        text = escaped(text)
         shown.append(f"{before}{text}{after}" if part["supervised"] else text)
     if len(parts) > _SHOWN_PARTS:
         shown.append(f" ... ({len(parts) - _SHOWN_PARTS} more parts)")
     return "".join(shown)
-
-
-def _escaped(text: str, keep: str = "\n") -> str:
-    """Return text in which nothing moves the cursor, changes colours or cannot be seen."""
-    return "".join(
-        c
-        if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"
-        else c.encode("unicode_escape").decode("ascii")
-        for c in text
-    )

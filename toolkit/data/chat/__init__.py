@@ -1,7 +1,6 @@
 """Conversations in their chat template, and which characters of them are learned."""
 
-from toolkit.data.chat.conversations import Chat, chat_templates
 from toolkit.data.chat.masks import Rendered
-from toolkit.data.chat.template import TODAY
+from toolkit.data.chat.template import TODAY, Chat, chat_templates
 
 __all__ = ["TODAY", "Chat", "Rendered", "chat_templates"]

@@ -1,4 +1,4 @@
-"""A chat template rendered by transformers in its sandbox, and its generation markers.
+"""Conversations to text, by chat templates that transformers renders in its sandbox.
 
 [Note: the same text on every day] `strftime_now`, with which templates print today's date, tells a
 fixed day, and `random` is seeded, so that a run that is resumed reads the same tokens.
@@ -7,28 +7,91 @@ fixed day, and `random` is seeded, so that a run that is resumed reads the same 
 import copy
 import datetime
 import json
+import logging
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.habits import Habits, habits
 from toolkit.data.chat.masks import NotFound, Rendered, mark
-from toolkit.data.chat.rendering import REFUSED, Message, Render, Span, pattern_of
+from toolkit.data.chat.rendering import REFUSED, Message, Span, pattern_of
+from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
 
+Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
 TODAY = datetime.datetime(2024, 7, 26, 12)  # that Llama's templates print where they have no date
 UNCHECKED = "conversations whose generation markers could not be checked"
 _MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
 _transformers_render: Callable[..., tuple[list[str], list]]
 _transformers_render = chat_template_utils.render_jinja_template  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+
+class Chat:
+    """Conversations to text: `chat.render(conversation)`.
+
+    `supervise`: see `learned_turns`; `chat_template`, and what it raises: `chat_templates`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        supervise: Supervise = "auto",
+        chat_template: str | None = None,
+    ) -> None:
+        self.supervise = supervise
+        self.bos = tokenizer.bos_token
+        added = tokenizer.added_tokens_decoder.values()
+        marks = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+        variables = dict(tokenizer.special_tokens_map)
+        self.templates = {
+            name: Template(text, variables, tuple(sorted(marks)))
+            for name, text in chat_templates(tokenizer, chat_template).items()
+        }
+
+    def render(self, conversation: Conversation) -> Rendered | BadRow:
+        """Return the text of a conversation, or what is wrong with it.
+
+        Costs some five short renderings, about half a millisecond; more where turns must be
+        searched for (see `masks.py`). Raises DataError where there is no template for it.
+        """
+        name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise DataError(
+                "the tokenizer has chat templates by name "
+                f"({', '.join(sorted(self.templates))}), and none named default; choose one "
+                "with data.chat_template"
+            )
+        try:
+            wanted = learned_turns(conversation, self.supervise)
+            rendered = self.templates[name].mark(conversation, wanted)
+        except BadRow as bad:
+            return bad
+        except KeyboardInterrupt:  # a template may run without end
+            logger.error("interrupted at the conversation %.200r", conversation.messages)
+            raise
+        if self.bos and rendered.text.startswith(self.bos * 2):  # further on it may begin each turn
+            return BadRow(
+                f"expected one {self.bos!r} where the text begins, got two from the chat template",
+                "several begin-of-sequence tokens",
+            )
+        if self.supervise == "all":
+            rendered = replace(rendered, spans=[(0, len(rendered.text))])
+        return rendered
 
 
 class Template:
@@ -46,23 +109,21 @@ class Template:
                 f"the chat template cannot be used: line {error.lineno}: {error.message}"
             ) from error
 
-    def mark(
-        self, messages: Sequence[Message], tools: Any, kwargs: dict[str, Any], wanted: list[int]
-    ) -> Rendered:
+    def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered:
         """Return what `masks.mark` does of the first spelling that it takes, or raise a BadRow."""
         refusal: BadRow | None = None
-        for spelling in _spellings(messages):
+        for messages in _spellings(conversation.messages):
             try:
-                return self._marked(spelling, tools or None, kwargs, wanted)
+                return self._marked(replace(conversation, messages=messages), wanted)
             except BadRow as error:
                 if refusal is None or refusal.reason == REFUSED:
                     refusal = error
         raise refusal or BadRow("no messages")
 
-    def _marked(
-        self, messages: list[Message], tools: Any, kwargs: dict[str, Any], wanted: list[int]
-    ) -> Rendered:
-        known, render = self._known(kwargs), self._renderer(kwargs, tools)
+    def _marked(self, conversation: Conversation, wanted: list[int]) -> Rendered:
+        messages, tools = conversation.messages, conversation.tools
+        known = self._known(conversation.template_kwargs)
+        render = partial(self._text, tools=tools, kwargs=conversation.template_kwargs)
         options: Any = {"specials": self.specials, "known": known, "has_tools": bool(tools)}
         if not (self.has_markers and wanted):
             return mark(render, messages, wanted, **options)
@@ -74,7 +135,9 @@ class Template:
             if every != wanted:
                 raise
             found, unchecked = mark(render, messages, [], **options), True
-        markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
+        markers = self._render(
+            messages, tools, conversation.template_kwargs, return_assistant_tokens_mask=True
+        )[1]
         if unchecked:
             return Rendered(found.text, markers, found.notes + Counter([UNCHECKED]))
         turns = dict(zip(every, found.spans, strict=True))
@@ -87,14 +150,14 @@ class Template:
             if len(self._habits) > 100:
                 self._habits.clear()
             bos, eos = map(self.variables.get, ("bos_token", "eos_token"))
-            self._habits[key] = habits(self._renderer(kwargs), self.specials, bos, eos)
+            render = partial(self._text, tools=None, kwargs=kwargs)
+            self._habits[key] = habits(render, self.specials, bos, eos)
         return self._habits[key]
 
-    def _renderer(self, kwargs: dict[str, Any], tools: Any = None) -> Render:
-        def render(turns: list[Message], prompt: bool = False, tools: Any = tools) -> str:
-            return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
-
-        return render
+    def _text(
+        self, messages: list[Message], prompt: bool = False, *, tools: Any, kwargs: dict[str, Any]
+    ) -> str:
+        return self._render(messages, tools, kwargs, add_generation_prompt=prompt)[0]
 
     def _render(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool
@@ -220,3 +283,51 @@ def _check_transformers() -> None:
             "this transformers compiles templates, or tells them the date, in a way the toolkit "
             "does not know, so that tokens would depend on the day; use transformers 5.23"
         )
+
+
+def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
+    """Return the indices of the assistant's turns that are learned; of `all` none in particular."""
+    turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    if supervise in ("all", "last_assistant"):
+        return turns[-1:] if supervise == "last_assistant" else []
+    first = 0 if supervise == "assistant" else conversation.supervised_from  # before: a prompt
+    return [i for i in turns if i >= first]
+
+
+def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dict[str, str]:
+    """Return name -> Jinja text of the chat templates to use, `default` and perhaps `tool_use`.
+
+    `given`: Jinja text, the name of one of the tokenizer's, or a file; None: the tokenizer's.
+    Raises DataError where there is none.
+    """
+    own = getattr(tokenizer, "chat_template", None)
+    named = own if isinstance(own, dict) else {}
+    if given is not None:
+        text = named.get(given) or (given if "{" in given else _read(given, sorted(named)))
+        return {"default": text}
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} renders conversations by code of its own "
+            f"({type(tokenizer).__name__}), so that what is the assistant's cannot be told; give a "
+            "Jinja template with data.chat_template"
+        )
+    if not own:
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template, and the data holds "
+            "conversations; set data.chat_template to a Jinja template or a file that holds one, "
+            "or give prompts and completions as text"
+        )
+    return named or {"default": own}
+
+
+def _read(name: str, names: list[str]) -> str:
+    file = Path(name).expanduser()
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        known = f", nor a template of the tokenizer ({', '.join(names)})" if names else ""
+        raise DataError(
+            f"data.chat_template {name!r} is no Jinja text, and cannot be read as a file{known}: "
+            f"{said}"
+        ) from error

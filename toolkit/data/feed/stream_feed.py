@@ -23,6 +23,7 @@ from toolkit.data.order.grouping import regroup
 from toolkit.data.order.mixture import DrawnSamples, locate, shares
 from toolkit.data.order.permutation import derived_seed
 from toolkit.data.order.position import Position
+from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
@@ -148,8 +149,7 @@ class StreamFeed(Feed):
                 f"out, {read['truncated']:,} truncated ({read['cut_off']:,} tokens cut off)"
             )
             for reason, rows in read["reasons"].items():
-                first = " ".join(read["first"].get(reason, "").split())
-                first = "".join(c if c.isprintable() else repr(c)[1:-1] for c in first)
+                first = escaped(" ".join(read["first"].get(reason, "").split()), keep="")
                 lines.append(f"  left out {rows:,}: {reason} (the first: {first})")
         return lines
 

@@ -2,6 +2,7 @@
 
 import json
 import reprlib
+import unicodedata
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -34,6 +35,16 @@ def or_bad(fn: Callable[[Any], T], value: Any) -> T | BadRow:
 def shown(value: Any) -> str:
     """Return a value for a message: its type and its beginning, on one line, escaped."""
     return "null" if value is None else f"{type(value).__name__} {_short.repr(value)}"
+
+
+def escaped(text: str, keep: str = "\n") -> str:
+    """Return text in which nothing moves the cursor, changes colours or cannot be seen."""
+    return "".join(
+        c
+        if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
 
 
 def named(keys: Any) -> str:
