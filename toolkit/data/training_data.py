@@ -15,9 +15,7 @@ from toolkit.data.report import render, supervision_report
 
 
 class TrainingData:
-    """What the loop of a recipe reads; `prepare_data` makes it. `why` is the reason of the packing;
-    the tokenizer is None where the data came as token ids.
-    """
+    """What the loop of a recipe reads; `prepare_data` makes it."""
 
     def __init__(
         self,
@@ -27,14 +25,14 @@ class TrainingData:
         tokenizer: PreTrainedTokenizerBase | None,
         run: Processes,
     ) -> None:
-        self.cfg, self.feed, self.why, self.run = cfg, feed, why, run
-        self.tokenizer, self.position = tokenizer, feed.position
+        self.cfg, self.feed, self.run = cfg, feed, run
+        self.why = why  # the reason of the packing
+        self.tokenizer = tokenizer  # None where the data came as token ids
+        self.position = feed.position
 
     @property
     def max_steps(self) -> int:
-        """The optimizer steps of the run; ask after a checkpoint's position is loaded, whose global
-        batch counts.
-        """
+        """The optimizer steps of the run; of a resumed one with the checkpoint's global batch."""
         train = self.cfg.train
         if train.max_steps == -1:
             return self.feed.steps_for(train.num_train_epochs)
@@ -77,11 +75,8 @@ class TrainingData:
     def steps(self, *, after: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
         """Give (step, this rank's micro-batches) of the steps after `after`, to the last.
 
-        Collective at the first of them. The position moves at `position.advance()`: call it when a
-        step is done.
-
-        Raises:
-            DataError: see `load_state_dict`; or a row of a stream is refused.
+        Collective at the first of them. Call `position.advance()` when a step is done. Raises
+        DataError as `load_state_dict` does, and for a row of a stream that is refused.
         """
         ranks.on_all(self.check_steps)
         read = self.feed.steps(
@@ -113,13 +108,11 @@ class TrainingData:
         return lines
 
     def reading_lines(self) -> list[str]:
-        """Return what came of the rows of streams so far; see `StreamFeed.reading_lines`."""
+        """Return what came of the rows of streams so far."""
         return [f"read       {line}" for line in self.feed.reading_lines()]
 
     def report(self) -> str:
-        """Return the supervision report of fine-tuning as text; empty where nothing was encoded
-        before the run.
-        """
+        """Return the supervision report of fine-tuning; empty where the run encodes its rows."""
         encoded = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
         if not encoded or not isinstance(self.cfg, FinetuneConfig):
             return ""

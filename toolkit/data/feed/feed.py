@@ -63,10 +63,8 @@ class Processes(Protocol):
 class SampleShape:
     """How rows become samples."""
 
-    packing: Packing
-    """See `DataConfig.packing`, `auto` decided."""
-    sequence_length: int
-    """Tokens of a sample at most."""
+    packing: Packing  # `DataConfig.packing`, `auto` decided
+    sequence_length: int  # tokens of a sample at most
     pad_id: int = 0
 
     def collate(self) -> Callable[[list], Any] | None:
@@ -105,15 +103,9 @@ class Feed(ABC):
     """This rank's micro-batches, and where the run stands.
 
     A sample is a packed one (`bfd`), a window (`wrapped`) or a row (`none`), and so is what weights
-    and batch sizes count. What both kinds are made of:
-
-    Args:
-        sources: what to train on.
-        shape: how rows become samples.
-        seed: of the orders.
-        global_batch: samples of an optimizer step on all ranks; a checkpoint's own replaces it.
-        eval_sources: what to evaluate on.
-        max_eval_samples: evaluate on so many windows or rows of each source at most.
+    and batch sizes count. Both kinds are made of `sources` to train on, the `shape`, the `seed` of
+    the orders, the `global_batch` (a checkpoint's own replaces it), `eval_sources`, and
+    `max_eval_samples`: windows or rows of each that are evaluated on at most.
     """
 
     sources: Sequence[Any]
@@ -135,7 +127,7 @@ class Feed(ABC):
 
     @property
     def names(self) -> str:
-        """The sources to train on, for messages."""
+        """The sources to train on."""
         return ", ".join(source.name for source in self.sources)
 
     def steps(
@@ -143,8 +135,8 @@ class Feed(ABC):
     ) -> Iterator[list[MicroBatch]]:
         """Give this rank's micro-batches of the next `count` steps, a list for each.
 
-        They begin at the position, which does not move by itself: call `position.advance()` when a
-        step is done. For a stream any number of `workers` above 0 is one process that reads ahead.
+        They begin at the position, which `position.advance()` moves when a step is done. For a
+        stream any number of `workers` above 0 is one process that reads ahead.
 
         Raises:
             DataError: the global batch does not divide over the ranks, max_repeats ends the data
@@ -165,10 +157,7 @@ class Feed(ABC):
     def evals(
         self, run: Processes, *, per_device_batch_size: int
     ) -> dict[str, Iterable[MicroBatch]]:
-        """Return source name -> this rank's micro-batches, each sample once over all ranks.
-
-        Every rank gets as many; what is missing is filled with samples without labels.
-        """
+        """Return source name -> this rank's micro-batches; see `EvalBatches`."""
         found: dict[str, Iterable[MicroBatch]] = {}
         for name, samples in self.eval_sets.items():
             order: Any = range(len(samples))

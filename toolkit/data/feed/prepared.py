@@ -42,19 +42,13 @@ class SourceSamples:
 
 
 class PreparedFeed(Feed):
-    """Encoded sources as this rank's micro-batches.
+    """Encoded sources, at least one, as this rank's micro-batches; see `Feed`.
 
     Making it packs the data: a quarter of a second for a million rows, and some 30 bytes a row
     while it lives. Without weights every sample of all sources is read once a pass, in one order;
-    with weights, or limits, see [Note: mixing] in `order/mixture.py`.
-
-    Args:
-        sources: encoded rows, at least one source; weights for all or for none.
-        eval_split: share of each source that is held out where there are no `eval_sources`.
-        others: see `Feed`.
-
-    Raises:
-        DataError: a source has no sample.
+    with weights (of all sources) or limits see [Note: mixing] in `order/mixture.py`. `eval_split`
+    of each source is held out where there are no `eval_sources`. A source without a sample is a
+    DataError.
     """
 
     def __init__(
@@ -70,19 +64,16 @@ class PreparedFeed(Feed):
     ) -> None:
         share = 0.0 if eval_sources else eval_split
         split = [held_out(source, shape, share, max_eval_samples) for source in sources]
-        train = [samples for samples, _ in split]
-        held = {s.name: samples for s, (_, samples) in zip(sources, split, strict=True) if samples}
-        self.parts = [
-            _part(source.name, samples, shape, len(held.get(source.name, ())))
-            for source, samples in zip(sources, train, strict=True)
-        ]
-        self.train = train
-        self.data: ConcatDataset = ConcatDataset(train)
-        self.order = _order(sources, [len(samples) for samples in train], seed)
+        self.train = [samples for samples, _ in split]
+        self.parts = [_part(s, *pair, shape) for s, pair in zip(sources, split, strict=True)]
+        self.data: ConcatDataset = ConcatDataset(self.train)
+        self.order = _order(sources, [len(samples) for samples in self.train], seed)
         self.sources, self.total = list(sources), self.order.total
-        position = Position(len(self), seed, global_batch, _reading(sources, train, shape))
+        position = Position(len(self), seed, global_batch, _reading(sources, self.train, shape))
         super().__init__(shape, position, eval_sources, max_eval_samples)
-        self.eval_sets |= held
+        self.eval_sets |= {
+            s.name: held for s, (_, held) in zip(sources, split, strict=True) if held
+        }
 
     def __len__(self) -> int:
         """Return the samples of a pass over all sources."""
@@ -102,10 +93,8 @@ class PreparedFeed(Feed):
         return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
 
     def steps_for(self, epochs: float) -> int:
-        """Return the steps of `epochs` passes, each as many samples as all sources hold.
-
-        Where max_repeats ends the data inside the last batch, that batch is left out.
-        """
+        # A pass is as many samples as all sources hold. Where max_repeats ends the data inside the
+        # last batch, that batch is left out.
         wanted, total, size = epochs * len(self), self.total, self.position.global_batch
         steps = math.ceil(wanted / size)
         if total is not None and wanted <= total:
@@ -203,8 +192,10 @@ def _reading(
     return reading
 
 
-def _part(name: str, samples: SampleSet, shape: SampleShape, held: int) -> SourceSamples:
-    n = len(samples)
+def _part(
+    source: EncodedSource, samples: SampleSet, evaluated: SampleSet | None, shape: SampleShape
+) -> SourceSamples:
+    name, n, held = source.name, len(samples), len(evaluated or ())
     if isinstance(samples, Windows):
         tokens, dropped = n * shape.sequence_length, {"tokens": samples.tokens_dropped}
         return SourceSamples(name, n, tokens, 1.0, dropped, 0, held)

@@ -34,16 +34,11 @@ _ERROR = "error"
 
 
 class StreamFeed(Feed):
-    """Streamed sources as this rank's micro-batches.
+    """Streamed sources, at least one, as this rank's micro-batches; see `Feed`.
 
-    Every rank reads and encodes every row; see [Note: streams] in `stream.py`. What to
-    evaluate on is not streamed, and nothing is split off a stream.
-
-    Args:
-        sources: at least one; with weights where there are several.
-        window: rows of a source that are shuffled and packed together.
-        group: global batches that are sorted by length together, where samples are padded.
-        others: see `Feed`.
+    Every rank reads and encodes every row; see [Note: streams] in `stream.py`. What to evaluate on
+    is not streamed, and nothing is split off a stream. `window` rows of a source are shuffled and
+    packed together, `group` global batches sorted by length together where samples are padded.
 
     Raises:
         DataError: several sources without weights, or max_repeats is not a whole number of passes.
@@ -103,10 +98,7 @@ class StreamFeed(Feed):
         )
 
     def check_enough(self, world_size: int) -> None:
-        """Refuse a stream whose first rows give nothing to learn. Reads a window of each.
-
-        However few samples there are is enough: a stream that is read through begins anew.
-        """
+        # However few samples there are is enough: a stream that is read through begins anew.
         for seen in self.first_windows:
             if not seen.supervised:
                 raise DataError(
@@ -118,7 +110,7 @@ class StreamFeed(Feed):
 
     @cached_property
     def first_windows(self) -> list[FirstWindow]:
-        """What the first window of each source holds. Raises what reading it raises."""
+        """What the first window of each source holds."""
         return [stream.first_window() for stream in self._mixed().streams.values()]
 
     def _means(self) -> list[tuple[float, float]]:
@@ -138,9 +130,6 @@ class StreamFeed(Feed):
             yield batch
 
     def reading_lines(self) -> list[str]:
-        """Return rows read, left out and why, and truncated, over all starts of the run; none
-        before the first step is done.
-        """
         lines = []
         for name, read in (self.position.stream or {}).get("read", {}).items():
             passes = f"{read['passes']:,} {'pass' if read['passes'] == 1 else 'passes'} done"
@@ -158,8 +147,7 @@ class MixedStream:
     """The samples of several streams, mixed by weight, as global batches. See [Note: streams].
 
     Sources are mixed as in [Note: mixing] (`order/mixture.py`), but where one is used up is seen
-    when it happens; it is the same on all ranks, since all read the same. The batches of a group
-    are sorted by length together.
+    when it happens: at the same sample on all ranks, since all read the same.
     """
 
     def __init__(
@@ -188,9 +176,7 @@ class MixedStream:
         self._given = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, the same on every rank; and under `read` what came of
-        the rows read so far, which may be ahead of the place.
-        """
+        """Return the place as JSON values, the same on every rank; `read` may be ahead of it."""
         read = {name: stream.read() for name, stream in self.streams.items()}
         return self._start | {"given": self._given, "read": read}
 
@@ -205,11 +191,7 @@ class MixedStream:
             self._given = state["given"]
 
     def next_batch(self) -> list[StreamSample]:
-        """Return the samples of the next global batch.
-
-        Raises:
-            DataError: max_repeats of all sources ended the data.
-        """
+        """Return the samples of the next global batch; the end of the data is a DataError."""
         if self._given == len(self._batches):
             self._begin(self._start["batches"] + self._given)
             self._fill()
@@ -253,9 +235,8 @@ class MixedStream:
 class RankBatches(IterableDataset):
     """The micro-batches of one rank: of each global batch every W-th sample, from its own on.
 
-    The last one of a step carries the place after it, as JSON under `place`. Data that ends, or a
-    row that is refused, comes as a batch `{"error": text}`: a worker process would add its own
-    traceback.
+    The last one of a step carries the place after it, as JSON under `place`. A DataError comes as a
+    batch `{"error": text}`: a worker process would add its own traceback.
     """
 
     mixed: MixedStream

@@ -9,7 +9,7 @@ Every kind here is a torch Dataset of dicts of int64 tensors, gives `FILLER` as 
 label that counts, and pickles as the path of its file with its plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,27 +83,25 @@ class EncodedRows:
             return ids.astype(np.int64)
         return labels_of(ids, self._spans[row].values.to_numpy())
 
-    def joined(self, begin: int, count: int) -> np.ndarray:
-        """Return `count` token ids of all rows joined, from `begin` on; int64, a copy."""
-        parts, chunk = [], int(np.searchsorted(self._text_ends, begin, side="right"))
-        while count:
-            text = self._texts[chunk]
-            first = begin - int(self._text_ends[chunk]) + len(text)
-            parts.append(text[first : first + count])
-            begin, count, chunk = begin + len(parts[-1]), count - len(parts[-1]), chunk + 1
-        return np.concatenate(parts).astype(np.int64)
-
-    def joined_labels(self, begin: int, count: int) -> np.ndarray:
-        """Return the labels of the tokens that `joined` returns; int64, a copy."""
+    def joined(self, begin: int, count: int) -> Piece:
+        """Return `count` tokens of all rows joined, from `begin` on, and their labels; copies."""
+        ids = _joined(begin, count, self._text_ends, self._texts.__getitem__)
         if self._spans is None:
-            return self.joined(begin, count)
-        parts, row = [], int(np.searchsorted(self.ends, begin, side="right"))
-        while count:
-            own = self.labels(row)
-            first = begin - int(self.ends[row]) + len(own)
-            parts.append(own[first : first + count])
-            begin, count, row = begin + len(parts[-1]), count - len(parts[-1]), row + 1
-        return np.concatenate(parts)
+            return ids, ids.copy()
+        return ids, _joined(begin, count, self.ends, self.labels)
+
+
+def _joined(
+    begin: int, count: int, ends: np.ndarray, part: Callable[[int], np.ndarray]
+) -> np.ndarray:
+    """Return `count` values from `begin` on of all parts joined; `ends` is where each part ends."""
+    found, at = [], int(np.searchsorted(ends, begin, side="right"))
+    while count:
+        values = part(at)
+        first = begin - int(ends[at]) + len(values)
+        found.append(values[first : first + count])
+        begin, count, at = begin + len(found[-1]), count - len(found[-1]), at + 1
+    return np.concatenate(found).astype(np.int64)
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -142,15 +140,13 @@ class Windows(Dataset):
         if index == FILLER:
             return padded_sample(np.zeros(length, np.int64), np.full(length, IGNORED))
         begin = self.chosen[_within(index, len(self))] * length
-        ids, labels = self.rows.joined(begin, length), self.rows.joined_labels(begin, length)
+        ids, labels = self.rows.joined(begin, length)
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
 class Pieces:
-    """What packing and padding put into samples: rows, the long ones cut.
-
-    A row of more than `limit` tokens becomes pieces of `limit` tokens and a rest, so no token is
-    lost. Rows without a token become none.
+    """What packing and padding put into samples: rows, long ones as pieces of `limit` tokens and a
+    rest; rows without a token become none.
     """
 
     def __init__(self, rows: EncodedRows, limit: int, chosen: Chosen = None) -> None:
@@ -202,9 +198,9 @@ def padded_sample(ids: np.ndarray, labels: np.ndarray) -> Sample:
 class Packed(Dataset):
     """Whole pieces that share a sample of `sequence_length` tokens and do not see each other.
 
-    `packed[i]` is `{"input_ids": [L], "labels": [L], "position_ids": [L]}`. Positions restart where
-    a piece begins, by which transformers keeps the pieces apart where there is no attention mask.
-    The rest of the sample is one more piece, of padding; L is the limit of the pieces.
+    `packed[i]` is `{"input_ids": [L], "labels": [L], "position_ids": [L]}`, L the limit of the
+    pieces. Positions restart where a piece begins, by which transformers keeps the pieces apart
+    where there is no attention mask. The rest of the sample is one more piece, of padding.
     """
 
     def __init__(self, pieces: Pieces, pad_id: int = 0) -> None:
@@ -215,9 +211,8 @@ class Packed(Dataset):
         return len(self.plan)
 
     def __getitem__(self, index: int) -> Sample:
-        if index == FILLER:
-            return packed_sample([], self.pieces.limit, self.pad_id)
-        pieces = [self.pieces[piece] for piece in self.plan.bin(_within(index, len(self)))]
+        chosen = () if index == FILLER else self.plan.bin(_within(index, len(self)))
+        pieces = [self.pieces[piece] for piece in chosen]
         return packed_sample(pieces, self.pieces.limit, self.pad_id)
 
 
@@ -238,11 +233,11 @@ def packed_sample(pieces: list[Piece], sequence_length: int, pad_id: int) -> Sam
 
 @dataclass(frozen=True)
 class PadCollate:
-    """Put samples into one micro-batch, filled up on the right to the longest of them.
+    """Put samples into one micro-batch: `{"input_ids", "labels", "attention_mask"}`, each int64
+    [samples, T], padded on the right with label `IGNORED` and attention 0.
 
-    The result is `{"input_ids", "labels", "attention_mask"}`, each int64 [samples, T]; T is the
-    longest length rounded up to a multiple of 8, but not beyond `sequence_length`, which may be all
-    the positions that a model has. Padding has the label `IGNORED` and attention 0.
+    T is the longest length rounded up to a multiple of 8, but not beyond `sequence_length`, which
+    may be all the positions that a model has.
     """
 
     pad_id: int
