@@ -22,9 +22,7 @@ WINDOW = 50
 
 
 class ByLength:
-    """An order of samples, regrouped so that a global batch holds samples of like length (`lengths`
-    in tokens). See [Note: grouping by length]. Keeps one window; reading through it is one sort.
-    """
+    """An order of samples, regrouped by `lengths` in tokens. See [Note: grouping by length]."""
 
     def __init__(
         self,
@@ -39,14 +37,14 @@ class ByLength:
         self._kept: tuple[int, np.ndarray] | None = None
 
     def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples at the positions from `start` up to before `start + count`; int64."""
+        """Return the samples at the `count` positions from `start` on; int64."""
         first, at = divmod(start, self.stretch)
         last = -(-(start + count) // self.stretch)
         windows = [self._window(number) for number in range(first, last)]
         return np.concatenate([np.zeros(0, np.int64), *windows])[at : at + count]
 
     def _window(self, number: int) -> np.ndarray:
-        if self._kept is None or self._kept[0] != number:
+        if self._kept is None or self._kept[0] != number:  # one is kept: it is read in parts
             first, last = number * self.stretch, (number + 1) * self.stretch
             last = last if self.order.total is None else min(last, self.order.total)
             draws = self.order.draws(first, last - first)

@@ -19,8 +19,8 @@ phase begins, with a tree of those that remain.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,12 +49,8 @@ class Mixture:
     """The sequence of samples of several sources, mixed by weight. See [Note: mixing].
 
     Samples are numbered through: sample i of source s is `sizes[0] + ... + sizes[s - 1] + i`.
-
-    Args:
-        sizes: samples of each source, at least one.
-        weights: how many samples each gives, relative to the others; above 0.
-        seed: of the orders.
-        max_repeats: passes over each source at most, also a fraction of one; None: no limit.
+    `weights` above 0 say how many samples each gives, relative to the others; `max_repeats` how
+    many passes, also a fraction of one, at most (None: no limit).
     """
 
     def __init__(
@@ -77,10 +73,8 @@ class Mixture:
         self.total = self._plan()  # positions there are; None: no end
 
     def draws(self, start: int, count: int) -> DrawnSamples:
-        """Return what is read at the positions from `start` up to before `start + count`.
-
-        Raises:
-            DataError: they reach beyond the last sample that all limits allow.
+        """Return what is read at the positions from `start` up to before `start + count`; beyond
+        the last sample that all limits allow it is a DataError.
         """
         stop = start + count
         if self.total is not None and stop > self.total:
@@ -104,16 +98,14 @@ class Mixture:
         return DrawnSamples(samples, sources, passes)
 
     def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples at the positions from `start` up to before `start + count`; int64."""
+        """Return the samples of `draws`; int64."""
         return self.draws(start, count).samples
 
     def counts(self, position: int) -> list[int]:
         """Return how many samples of each source are among the first `position`."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
-        given = list(phase.drawn)
-        for source, count in _given(phase.active, self.shares, position - phase.start):
-            given[source] += count
-        return given
+        here = given(phase.active, self.shares, position - phase.start)
+        return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
 
     def _plan(self) -> int | None:
         """Find the phases; return where the last one ends."""
@@ -145,15 +137,22 @@ class SampleOrder(Mixture):
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Return the weights as integers above 0 in (almost) the same proportion.
-
-    Whole numbers of a moderate sum stay as they are: where the weights are sizes, as many samples
-    as there are hold each exactly once.
-    """
+    """Return the weights as integers above 0 in (almost) the same proportion."""
+    # Where the weights are sizes, as many samples as there are hold each exactly once.
     if all(w == int(w) for w in weights) and sum(weights) <= _SHARES:
         return [int(w) for w in weights]
     total = math.fsum(weights)
     return [max(1, round(w / total * _SHARES)) for w in weights]
+
+
+def given(active: Sequence[int], shares: Sequence[int], turns: Any) -> dict[int, Any]:
+    """Return how many of the first `turns` (an integer or an array) each of `active` gives."""
+    if len(active) == 1:
+        return {active[0]: turns}
+    left, right = active[: len(active) // 2], active[len(active) // 2 :]
+    part, whole = sum(shares[s] for s in left), sum(shares[s] for s in active)
+    of_left = turns * part // whole
+    return given(left, shares, of_left) | given(right, shares, turns - of_left)
 
 
 def locate(
@@ -163,31 +162,6 @@ def locate(
 
     `turns` are positions in the mixture of the `active` sources, int64; `shares` those of all.
     """
-    if len(active) == 1:
-        return np.full(len(turns), active[0], np.int64), turns
-    left, right, part, whole = _halves(active, shares)
-    given = turns * part // whole
-    is_left = (turns + 1) * part // whole > given
-    sources, before = np.empty_like(turns), np.empty_like(turns)
-    sources[is_left], before[is_left] = locate(left, shares, given[is_left])
-    sources[~is_left], before[~is_left] = locate(right, shares, (turns - given)[~is_left])
-    return sources, before
-
-
-def _given(active: Sequence[int], shares: Sequence[int], turns: int) -> Iterator[tuple[int, int]]:
-    """Give (source, how many of the first `turns` samples are its)."""
-    if len(active) == 1:
-        yield active[0], turns
-        return
-    left, right, part, whole = _halves(active, shares)
-    yield from _given(left, shares, turns * part // whole)
-    yield from _given(right, shares, turns - turns * part // whole)
-
-
-def _halves(
-    active: Sequence[int], shares: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int], int, int]:
-    """Return the sides of a node, the weight of the left one, and that of both."""
-    left, right = active[: len(active) // 2], active[len(active) // 2 :]
-    part = sum(shares[s] for s in left)
-    return left, right, part, part + sum(shares[s] for s in right)
+    before, after = (np.array(list(given(active, shares, n).values())) for n in (turns, turns + 1))
+    which = np.argmax(after > before, axis=0)
+    return np.array(active)[which], np.take_along_axis(before, which[None], axis=0)[0]

@@ -1,5 +1,6 @@
 """Global batches dealt out to ranks, and how far a run has come."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,27 +34,20 @@ class GlobalBatches(_Batches):
     """
 
     order: Mixture | ByLength
-    start: int
-    """Position of the first sample: how many the run has seen (`Position.samples_seen`)."""
+    start: int  # position of the first sample (`Position.samples_seen`)
     steps: int
-    batch_size: int
-    """Samples of a micro-batch, b."""
+    batch_size: int  # samples of a micro-batch, b
     accumulation: int
     world_size: int
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one optimizer step on all ranks, B."""
-        return self.batch_size * self.accumulation * self.world_size
 
     def __len__(self) -> int:
         return self.steps * self.accumulation * self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         shape = (self.accumulation, self.batch_size, self.world_size)
-        for step in range(self.steps):
-            first = self.start + step * self.global_batch
-            for micro_batch in self.order.indices(first, self.global_batch).reshape(shape):
+        size = math.prod(shape)  # B
+        for first in range(self.start, self.start + self.steps * size, size):
+            for micro_batch in self.order.indices(first, size).reshape(shape):
                 yield from micro_batch.T.tolist()
 
 
@@ -61,8 +55,7 @@ class GlobalBatches(_Batches):
 class EvalBatches(_Batches):
     """Every one of `samples` once, in order; every rank gets the same number of full batches.
 
-    What is missing in the last round is filled with `FILLER`, whose labels the loss leaves out, so
-    that no rank stops while the others still wait for it, and no sample counts twice.
+    What is missing in the last round is filled with `FILLER`, whose labels the loss leaves out.
     """
 
     samples: Sequence[int]
@@ -81,12 +74,9 @@ class EvalBatches(_Batches):
 class Position:
     """How far the run has read: the state of the data in a checkpoint.
 
-    Args:
-        n_samples: training samples there are; None of streams, which count their rows instead.
-        seed: of the order.
-        global_batch: samples of an optimizer step on all ranks.
-        reading: what else the samples depend on, as JSON values under names that a user
-            understands; kept in the checkpoint, where a difference is refused.
+    `n_samples` there are to train on (None of streams, which count their rows instead). `reading`
+    is what else the samples depend on, as JSON values under names that a user understands; a
+    checkpoint of another is refused.
     """
 
     def __init__(
@@ -104,11 +94,7 @@ class Position:
         self.after_step: dict[str, Any] | None = None
 
     def advance(self) -> None:
-        """Count the step that was read last as done.
-
-        Raises:
-            DataError: no step of a stream was read since the last call.
-        """
+        """Count the step that was read last as done; of a stream one must have been read."""
         if self.n_samples is None:
             if self.after_step is None:
                 raise DataError("expected a step that was read from the stream, to count as done")
@@ -127,10 +113,8 @@ class Position:
         return state | {"n_samples": self.n_samples, "reading": self.reading}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`: its position and its global batch.
-
-        Raises:
-            DataError: it is of other data or of another order, so that it means nothing here.
+        """Continue from `state`: its position and its global batch; one of other data or another
+        order is a DataError.
         """
         here = self.state_dict()
         if ("stream" in state) != ("stream" in here):
@@ -165,8 +149,7 @@ def _depends_on(state: dict[str, Any], reading: dict[str, Any]) -> dict[str, Any
 def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) -> int:
     """Return the micro-batches per step and rank that make up `global_batch`.
 
-    Raises:
-        DataError: it does not divide; the message names what would.
+    One that does not divide is a DataError that names what would.
     """
     accumulation, rest = divmod(global_batch, per_device_batch * world_size)
     if accumulation and not rest:

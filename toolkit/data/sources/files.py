@@ -31,8 +31,7 @@ _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
     """Return what `cfg` names as (setting, source); each entry of `eval_files` is a source.
 
-    A source without a name gets that of its first file, without endings, or of its data set; names
-    that come twice are numbered.
+    A source without a name gets that of its first file or data set; repeated names are numbered.
     """
     found: list[tuple[str, SourceConfig]] = []
     if what == "eval":
@@ -63,9 +62,8 @@ def _name(source: SourceConfig, setting: str) -> str:
 def find_files(patterns: str | list[str], what: str) -> list[Path]:
     """Return the files that `patterns` name: absolute, each once, in the order given.
 
-    A pattern is a file, a folder (every file beneath it of a known ending, hidden ones and
-    `__pycache__` left out) or a glob (`**` goes into folders; `~` is the home folder). What a
-    pattern finds is sorted by path; nothing is a DataError that names the setting `what`.
+    A pattern is a file, a folder (every file beneath it of a known ending) or a glob, with `**` and
+    `~`; what it finds is sorted. Nothing is a DataError that names the setting `what`.
     """
     found: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -74,7 +72,7 @@ def find_files(patterns: str | list[str], what: str) -> list[Path]:
 
 
 def kind_of(files: list[Path], what: str) -> Kind:
-    """Return the one kind that all of `files` are of; raise DataError where they are of several."""
+    """Return the one kind that all of `files` are of; several are a DataError."""
     kinds = {DATA_ENDINGS.get(_ending(file), "text"): file for file in reversed(files)}
     if len(kinds) > 1:
         mixed = ", ".join(f"{kind}: {file}" for kind, file in kinds.items())

@@ -29,39 +29,31 @@ LineKind = Literal["json", "csv"]
 ROW_BYTES = 64 << 20  # a longer row is bad: reading it may take all memory
 LIST_BYTES, LIST_VALUES = 512 << 20, 20_000_000  # of one JSON list, which is parsed as a whole
 
+# The bytes of a row (JSON), and what is wrong with one that was not read: reason, newline, message.
 RAW, FAULT = "_raw", "_fault"
-"""Columns of the bytes of a row (JSON), and of what is wrong with one that was not even read:
-reason, newline, message."""
-
 LINES = pa.schema({RAW: pa.large_binary(), PLACE: pa.string(), FAULT: pa.string()})
 _BLOCK = 1 << 20
 
-_Rows = Iterator[tuple[int, bytes | BadRow]]
-"""The number of a row, its bytes or what is wrong with it."""
+_Rows = Iterator[tuple[int, bytes | BadRow]]  # the number of a row, its bytes or what is wrong
 
 
 def line_tables(file: str, kind: LineKind, limit: int) -> Iterator[pa.Table]:
     """Yield a file as tables of `LINES`; holds some megabytes, of a JSON list the whole file."""
-    return in_tables(stored_rows(file, kind, limit), LINES)
-
-
-def stored_rows(
-    file: str, kind: LineKind, limit: int = ROW_BYTES
-) -> Iterator[tuple[bytes, str, str | None]]:
-    """Yield the rows of a file as they are stored: bytes, place, fault."""
     if os.path.getsize(file) == 0:
         return
     cut = _csv if kind == "csv" else _lines
     if kind == "json" and ".jsonl" not in Path(file).suffixes:
         with _open(file) as stream:
             cut = _list if _is_list(stream) else _lines
+    place = "row {} (counted from 0)" if cut is _list else "line {}"
     with _open(file) as stream:
-        for number, row in cut(stream, file, limit):
-            place = f"row {number} (counted from 0)" if cut is _list else f"line {number}"
-            if isinstance(row, BadRow):
-                yield b"", place, f"{row.reason}\n{row}"
-            else:
-                yield row, place, None
+        stored = (
+            (b"", place.format(number), f"{row.reason}\n{row}")
+            if isinstance(row, BadRow)
+            else (row, place.format(number), None)
+            for number, row in cut(stream, file, limit)
+        )
+        yield from in_tables(stored, LINES)
 
 
 def decoded(stored: dict[str, Any]) -> dict[str, Any]:

@@ -73,11 +73,11 @@ def load_sources(
     builtin: Literal["instructions", "text"] | None = None,
     documents: bool = False,
 ) -> list[DataSource]:
-    """Return the sources that `cfg` names to train on or to evaluate on.
+    """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
     document); a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
-    the rows to train on are streams, others are read once and cached; nothing is tokenised.
+    the rows to train on are streams, others are read once and cached.
 
     Args:
         builtin: what of Python's standard library to train on where nothing is named, if anything.

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -61,8 +62,8 @@ def stamped(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 def cached(
     name: str, tables: Iterable[pa.Table], schema: pa.Schema, title: str
 ) -> datasets.Dataset:
-    """Return the rows of `tables`, memory-mapped; they are made only where no earlier start wrote
-    them under `name`. `title` stands at the progress bar.
+    """Return the rows of `tables`, memory-mapped, as an earlier start wrote them under `name`, or
+    written now with a progress bar of that `title`.
     """
     file = cache_folder() / f"{name}.arrow"
     if not (datasets.is_caching_enabled() and file.is_file()):
@@ -120,11 +121,8 @@ def read_files(
 
     A `Dataset` is read once and cached until a file changes. A stream reads while it is iterated,
     one shard a file; skipping reads tables without making rows of them. A `schema` of None is that
-    of the reader's first table, to which others are cast.
-
-    Raises:
-        DataError: a file cannot be read, or its columns do not fit the first one's; names the row.
-            (While iterating, where it is streamed.)
+    of the reader's first table, to which others are cast. A file that cannot be read or does not
+    fit the schema is a DataError that names the row; of a stream while it is iterated.
     """
     paths, indices = [str(f) for f in files], list(range(len(files)))
     if schema is None:
@@ -173,8 +171,8 @@ def arrow_tables(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.T
     row = 0
     for batch in _batches(file, kind, columns):
         table = pa.Table.from_batches([batch])
-        binary = _binary(datasets.Features.from_arrow_schema(table.schema))
-        table = table_cast(table, datasets.Features(binary).arrow_schema)
+        binary = datasets.Features.from_arrow_schema(table.schema)
+        table = table_cast(table, datasets.Features(_binary(binary)).arrow_schema)
         places = [f"row {n} (counted from 0)" for n in range(row, row + len(table))]
         yield table.append_column(PLACE, pa.array(places, pa.string()))
         row += len(table)
@@ -203,7 +201,7 @@ def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
 def read_named(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
 ) -> RowDataset:
-    """Return those of `columns` that a data set has, or all if none, text as bytes."""
+    """Return those of `columns` that a data set has, or all if none; text as bytes."""
     name, split = str(source.dataset_name), source.dataset_split
     folder = Path(name).expanduser()
     if folder.is_file():
@@ -260,18 +258,14 @@ def _binary(feature: Any) -> Any:
         return datasets.Value(feature.dtype.replace("string", "binary"))
     if isinstance(feature, dict):
         return {name: _binary(inner) for name, inner in feature.items()}
-    if isinstance(feature, datasets.List):
-        return datasets.List(_binary(feature.feature), length=feature.length)
-    if isinstance(feature, datasets.LargeList):
-        return datasets.LargeList(_binary(feature.feature))
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_binary(feature.feature))
     return feature
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return the value of a column with bytes as text, without the nulls that Arrow filled in.
-
-    Arrow gives all mappings of a column the same keys, so keys that are null are left out, but for
-    a turn's `content`, which is null beside tool calls.
+    """Return the value of a column with bytes as text, without the keys that Arrow filled with null
+    to give all mappings the same: all but a turn's `content`, which is null beside tool calls.
     """
     if isinstance(value, bytes):
         try:
