@@ -50,7 +50,7 @@ def prepare_data(
         DataError: the tokenizer, a file, a row or the number of samples cannot be trained with,
             nothing of a source is learned, the model mixes packed samples, ranks read different
             data, the global batch does not divide, or max_repeats ends the data too early.
-        ConfigError: a setting compares or shows evaluations, and there is nothing to evaluate on.
+        ConfigError: a setting needs evaluations, and there is nothing to evaluate on.
     """
     encoder = ranks.on_all(lambda: _encoder(cfg, model_cfg, model))
     rows = cfg.train.per_device_train_batch_size
@@ -62,12 +62,9 @@ def prepare_data(
 
 
 def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
-    """Return the supervision report of a config, as a run of it would read the data; `packing` and
-    `why` say how examples become samples. One process, no weights. Streams are read whole, after
-    the checks that a run makes of them; nothing is split off them to evaluate on.
-
-    Raises:
-        ModelError, DataError: as the run itself would.
+    """Return the supervision report of a config, as a run of it would read the data, with the
+    `packing` and `why`. One process, no weights. Streams are read whole, after the checks that a
+    run makes of them; nothing is split off them to evaluate on. Raises what the run would.
     """
     model_cfg = own_tokenizer(model_settings(cfg))
     model = models.build_on_meta(model_cfg)
@@ -103,11 +100,7 @@ def _encoder(
 def read_sources(
     cfg: PretrainConfig | FinetuneConfig, encoder: Encoder, packing: Packing, world_size: int
 ) -> Feed:
-    """Read and encode the data; return what a run reads from. Cached on disk: one rank first.
-
-    Raises:
-        DataError: see `load_sources`, `encode` and the feeds; or nothing of a source is learned.
-    """
+    """Read and encode the data; return what a run reads from. Cached on disk: one rank first."""
     data, train, finetune = cfg.data, cfg.train, isinstance(cfg, FinetuneConfig)
 
     def encoded(source: DataSource) -> EncodedSource:
@@ -144,9 +137,6 @@ def choose_packing(
     """Return the packing, `auto` decided, and why; `rows` are the samples of a micro-batch.
 
     Tries it on a tiny copy of the model: 0.1 to 2 seconds for most types. Not collective.
-
-    Raises:
-        DataError: `bfd` was asked for, and the model does not keep packed samples apart.
     """
     asked = data.packing
     if asked == "wrapped" or asked == "none":
@@ -172,22 +162,22 @@ def check_data(data: TrainingData) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(ranks.world_size()))
     states = ranks.gather(data.position.state_dict())
-    ours, other = states[0], next((r for r, s in enumerate(states) if s != states[0]), None)
-    if other is not None:
-        theirs = states[other]
-        names = [name for name in ours if theirs.get(name) != ours[name]]
-        raise DataError(
-            f"expected the same data on every rank, rank {other} reads another than rank 0 "
-            f"({', '.join(names)}: {[theirs.get(n) for n in names]} and "
-            f"{[ours[n] for n in names]}); the files of all machines must be equal, or on storage "
-            "that they share"
-        )
+    ours = states[0]
+    for rank, theirs in enumerate(states):
+        if theirs != ours:
+            names = [name for name in ours if theirs.get(name) != ours[name]]
+            raise DataError(
+                f"expected the same data on every rank, rank {rank} reads another than rank 0 "
+                f"({', '.join(names)}: {[theirs.get(n) for n in names]} and "
+                f"{[ours[n] for n in names]}); the files of all machines must be equal, or on "
+                "storage that they share"
+            )
     _check_evaluations(data.cfg, list(data.feed.eval_sets))
     ranks.on_all(data.check_steps)
 
 
 def _check_evaluations(cfg: Any, sources: list[str]) -> None:
-    """Refuse settings that need evaluations which `sources` do not give."""
+    """Refuse settings that need evaluations which the eval sets `sources` do not give."""
     needing = {
         "checkpoint.keep_best": bool(cfg.checkpoint.keep_best),
         "train.early_stopping_patience": getattr(cfg.train, "early_stopping_patience", None),

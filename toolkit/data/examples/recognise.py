@@ -115,8 +115,7 @@ class Layout:
         return _SHAPES[self.shape].format
 
     @property
-    def optional(self) -> tuple[str, ...]:
-        """Columns that are read where they are there."""
+    def optional(self) -> tuple[str, ...]:  # columns that are read where they are there
         return () if self.whole else _SHAPES[self.shape].extras
 
     def __str__(self) -> str:

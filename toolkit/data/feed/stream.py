@@ -32,11 +32,10 @@ from toolkit.data.samples.sequences import (
     padded_sample,
 )
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encoder import EncodedExample
+from toolkit.data.tokens.encoder import EncodedExample, EncodedRow
 from toolkit.errors import DataError
 
-WINDOW = 1000
-"""Rows that are shuffled and packed together."""
+WINDOW = 1000  # rows that are shuffled and packed together
 
 
 @dataclass
@@ -45,12 +44,11 @@ class StreamSource:
 
     name: str
     rows: datasets.IterableDataset
-    encode: Callable[[dict[str, Any], int], EncodedExample | BadRow]
-    """(row as it is read, its number in its pass) -> what it becomes; a `BadRow`, which names the
-    row, leaves it out. Its result must depend on nothing else."""
+    # (row as it is read, its number in its pass) -> what it becomes, which depends on nothing else;
+    # a `BadRow`, which names the row, leaves it out.
+    encode: Callable[[dict[str, Any], int], EncodedRow]
     weight: float | None = None
-    max_repeats: float | None = None
-    """Passes at most: whole ones."""
+    max_repeats: float | None = None  # passes at most: whole ones
 
 
 @dataclass
@@ -72,7 +70,7 @@ class StreamPlace:
     truncated: int = 0  # rows whose end was cut off
     cut_off: int = 0  # tokens of these ends
 
-    def count(self, row: EncodedExample | BadRow) -> bool:
+    def count(self, row: EncodedRow) -> bool:
         """Count a row that was read; return whether it is used."""
         if not isinstance(row, BadRow) and not len(row.input_ids):
             row = BadRow(f"row {self.rows} of a pass (counted from 0)", "no token")
@@ -114,11 +112,7 @@ class FirstWindow:
 
 
 class SourceStream:
-    """The samples of one source, the `number`-th, one after another. See [Note: streams].
-
-    Raises:
-        DataError: max_repeats is not a whole number of passes.
-    """
+    """The samples of one source, the `number`-th, one after another. See [Note: streams]."""
 
     def __init__(
         self, source: StreamSource, number: int, shape: SampleShape, seed: int, window: int = WINDOW
@@ -145,7 +139,7 @@ class SourceStream:
         return asdict(self._place) | {"given": self._given}
 
     def read(self) -> dict[str, Any]:
-        """Return what came of the rows read so far, those of the window in hand included."""
+        """Return what came of the rows read so far, with those of the window in hand."""
         return {"passes": self._place.epoch} | self._next.read()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,10 +158,8 @@ class SourceStream:
             self._given = given
 
     def next(self) -> StreamSample | None:
-        """Return the next sample; None when all passes are over.
-
-        Raises:
-            DataError: a pass gave no sample, or a row is refused.
+        """Return the next sample; None when all passes are over. A pass without a sample, and a
+        row that is refused, are DataErrors.
         """
         while self._given == len(self._items):
             if self.source.max_repeats is not None and self._next.epoch >= self.source.max_repeats:

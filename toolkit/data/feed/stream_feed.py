@@ -27,8 +27,7 @@ from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
-GROUP = 16
-"""Global batches whose samples are sorted by length together, where they are padded."""
+GROUP = 16  # global batches whose samples are sorted by length together, where they are padded
 _PLACE = "place"
 _ERROR = "error"
 
@@ -114,8 +113,8 @@ class StreamFeed(Feed):
         return [stream.first_window() for stream in self._mixed().streams.values()]
 
     def _means(self) -> list[tuple[float, float]]:
-        pairs = zip(self.first_windows, self._mixed().shares, strict=True)
-        return [(seen.tokens / seen.samples, share) for seen, share in pairs]
+        pairs = zip(self.first_windows, self.sources, strict=True)
+        return [(seen.tokens / seen.samples, source.weight or 1) for seen, source in pairs]
 
     def _read(
         self, run: Processes, count: int, size: int, each: int, workers: int
@@ -165,7 +164,7 @@ class MixedStream:
         self._begin(0)
 
     def _begin(self, batches: int) -> None:
-        """Let the next group of batches begin here, after so many of all."""
+        """Let the next group begin here, after so many batches."""
         self._start: dict[str, Any] = {
             "turn": self._turn,
             "used_up": list(self._used_up),

@@ -17,8 +17,7 @@ import numpy as np
 from toolkit.data.order.mixture import DrawnSamples, Mixture
 from toolkit.data.order.permutation import derived_seed, permute
 
-WINDOW = 50
-"""Global batches that are sorted together."""
+WINDOW = 50  # global batches that are sorted together
 
 
 class ByLength:

@@ -19,9 +19,9 @@ import numpy as np
 
 from toolkit.errors import DataError
 
+# Samples that are packed at a time. It bounds the memory (some 50 bytes a sample); only the last
+# bins of a window could have been filled with samples of another.
 WINDOW = 1 << 22
-"""Samples that are packed at a time. It bounds the memory (some 50 bytes a sample); only the last
-bins of a window could have been filled with samples of another."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,8 @@ class BinPlan:
     """What lies in which bin of `capacity` tokens."""
 
     capacity: int
-    samples: np.ndarray
-    """Every sample once, bin after bin, in a bin by number; int64."""
-    starts: np.ndarray
-    """Bin i holds `samples[starts[i]:starts[i + 1]]`; int64, one more than there are bins."""
+    samples: np.ndarray  # every one once, bin after bin, in a bin by number; int64
+    starts: np.ndarray  # bin i holds `samples[starts[i]:starts[i + 1]]`; int64 [bins + 1]
     tokens: int
 
     def __len__(self) -> int:
@@ -57,15 +55,8 @@ def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> BinPla
     """Return a best-fit decreasing packing of samples of `lengths` into bins of `capacity` tokens.
 
     No sample is split, each lies in one bin, and the plan depends on nothing but the arguments. See
-    [Note: best fit by counting]. A million samples take well under a second.
-
-    Args:
-        lengths: tokens of each sample, integers from 1 to `capacity`.
-        capacity: tokens of a bin.
-        window: samples packed at a time.
-
-    Raises:
-        DataError: a length is below 1 or above the capacity.
+    [Note: best fit by counting]. A million samples take well under a second. A length below 1 or
+    above the capacity is a DataError.
     """
     if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= capacity):
         at = int(np.argmax((lengths < 1) | (lengths > capacity)))

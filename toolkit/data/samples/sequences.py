@@ -24,20 +24,13 @@ from torch.utils.data import Dataset
 from toolkit.data.samples.packing import best_fit
 from toolkit.errors import DataError
 
-FILLER = -1
-"""Index of the filler sample: no supervised token, where a batch must be filled up."""
-
-IGNORED = -100
-"""Label of a token that the loss leaves out, as in transformers."""
-
-MULTIPLE = 8
-"""Padded lengths are multiples of this: fewer different shapes, and aligned ones."""
+FILLER = -1  # index of the sample without a supervised token that fills up a batch
+IGNORED = -100  # label of a token that the loss leaves out, as in transformers
+MULTIPLE = 8  # padded lengths are multiples of this: fewer different shapes, and aligned ones
 
 Sample = dict[str, torch.Tensor]
-Piece = tuple[np.ndarray, np.ndarray]
-"""Token ids and labels of a row, or of a part of one."""
-Chosen = range | np.ndarray | None
-"""Numbers of the windows or rows that are used; None: all."""
+Piece = tuple[np.ndarray, np.ndarray]  # token ids and labels of a row, or of a part of one
+Chosen = range | np.ndarray | None  # numbers of the windows or rows that are used; None: all
 
 
 class EncodedRows:
@@ -69,7 +62,7 @@ class EncodedRows:
         return np.cumsum(self.lengths())
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of every row; int64."""
+        """Return the number of tokens of every row; int64."""
         return pc.list_value_length(self._ids).to_numpy().astype(np.int64)
 
     def ids(self, row: int) -> np.ndarray:
@@ -115,10 +108,7 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
 class Windows(Dataset):
     """All rows joined and cut into windows of L tokens: `{"input_ids": [L], "labels": [L]}`.
 
-    What is left after the last whole window is not used; `tokens_dropped` says how much.
-
-    Raises:
-        DataError: the tokens do not fill one window.
+    The `tokens_dropped` after the last whole window are not used; no whole window is a DataError.
     """
 
     def __init__(self, rows: EncodedRows, sequence_length: int, chosen: Chosen = None) -> None:

@@ -77,19 +77,17 @@ class Counts:
 
 @dataclass
 class EncodedSource:
-    """A source as token ids; name, weight and max_repeats as in its `SourceConfig`, and the format
-    of its rows in words.
-    """
+    """A source as token ids; name, weight and max_repeats as in its `SourceConfig`."""
 
     name: str
+    # A row per kept example, in the order of the source: `input_ids` list<int32>, `spans`
+    # list<int32> (begin, end, begin, end, ...), `row` int64, its row in the source. Of documents to
+    # pretrain on only `input_ids`, and a row per row of the source.
     tokens: datasets.Dataset
-    """A row per kept example, in the order of the source: `input_ids` list<int32>, `spans`
-    list<int32> (begin, end, begin, end, ...), `row` int64, its row in the source. Of documents to
-    pretrain on only `input_ids`, and a row per row of the source."""
     counts: Counts = field(default_factory=Counts)
     weight: float | None = None
     max_repeats: float | None = None
-    format: str = "examples"
+    format: str = "examples"  # of its rows, in words
 
 
 def encode(source: DataSource, encoder: Encoder) -> EncodedSource:

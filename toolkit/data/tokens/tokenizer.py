@@ -42,12 +42,7 @@ def prepare_tokenizer(
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
     byte-level BPE of the model's vocabulary size, trained on the text into `folder` (or found there
     from an earlier start on the same text; with `keep`, on any); none, where the data is tokenised
-    already. Collective: rank 0 writes.
-
-    Raises:
-        DataError: there is none, and the data is text.
-        ConfigError: the model's vocabulary is too small for a byte-level tokenizer.
-        ModelError: the model's config cannot be read.
+    already, else a DataError. Collective: rank 0 writes.
     """
     model = own_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
@@ -121,20 +116,18 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer at `model.tokenizer_name_or_path`; None where that is empty.
 
-    Raises:
-        DataError: it is not there or cannot be loaded.
-        ModelError: its JSON files are too large or nested too deeply to be parsed.
+    One that is not there or cannot be loaded is a DataError, too large a JSON file a ModelError.
     """
     name = model.tokenizer_name_or_path
     if name is None:
         return None
     path = Path(name).expanduser()
-    if path.is_dir() and not _has_files(path):
-        raise DataError(
-            f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
-            "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
-        )
     if path.is_dir():
+        if not _has_files(path):
+            raise DataError(
+                f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
+                "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
+            )
         check_config(path, required=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
