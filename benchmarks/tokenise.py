@@ -112,8 +112,7 @@ def measure(kind: str, workers: str, folder: str) -> None:
 
     from toolkit.config.settings import DataConfig
     from toolkit.data.sources.rows import load_sources
-    from toolkit.data.tokens.encode import encode
-    from toolkit.data.tokens.encoder import Encoder
+    from toolkit.data.tokens.encode import Encoder, encode
 
     text = datasets.load_from_disk(f"{folder}/text")
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/tok")

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encode import EncodedSource
-from toolkit.data.tokens.encoder import EncodedExample
+from toolkit.data.tokens.encode import EncodedExample, EncodedSource
 
 PAD = 0
 APART = 1_000_000

@@ -21,8 +21,7 @@ from toolkit.data.examples.recognise import Conversation, Example
 from toolkit.data.sources import lines
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import Counts, encode
-from toolkit.data.tokens.encoder import Encoder
+from toolkit.data.tokens.encode import Counts, Encoder, encode
 from toolkit.data.tokens.text_ids import BATCH_BYTES, TextTokenizer
 from toolkit.errors import DataError
 

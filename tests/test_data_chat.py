@@ -24,7 +24,7 @@ from toolkit.data.chat.masks import Rendered
 from toolkit.data.chat.template import Chat, learned_turns
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encoder import ACROSS, Encoder
+from toolkit.data.tokens.encode import ACROSS, Encoder
 from toolkit.errors import DataError
 
 CONVERSATIONS = {

@@ -16,8 +16,7 @@ from toolkit.data.prepare import read_sources
 from toolkit.data.sources import text_files
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import encode
-from toolkit.data.tokens.encoder import Encoder
+from toolkit.data.tokens.encode import Encoder, encode
 from toolkit.errors import DataError
 from toolkit.models import causal_lm as models
 

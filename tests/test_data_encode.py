@@ -22,8 +22,15 @@ from toolkit.data.feed.stream import SourceStream, StreamSource, sample_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import Counts, encode
-from toolkit.data.tokens.encoder import ACROSS, EncodedExample, Encoder, EndsRun, LeftOut
+from toolkit.data.tokens.encode import (
+    ACROSS,
+    Counts,
+    EncodedExample,
+    Encoder,
+    EndsRun,
+    LeftOut,
+    encode,
+)
 from toolkit.data.tokens.text_ids import TextTokenizer
 from toolkit.errors import DataError
 

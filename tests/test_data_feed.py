@@ -17,8 +17,7 @@ from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.position import GlobalBatches, Position
 from toolkit.data.samples.sequences import EncodedRows, Windows
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encode import EncodedSource
-from toolkit.data.tokens.encoder import EncodedExample
+from toolkit.data.tokens.encode import EncodedExample, EncodedSource
 from toolkit.errors import DataError
 from toolkit.training.launch import Run
 

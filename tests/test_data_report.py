@@ -20,8 +20,7 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.prepare import inspect_data
 from toolkit.data.report import check_supervised, render, supervision_report
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Counts, EncodedSource, encode
-from toolkit.data.tokens.encoder import Encoder
+from toolkit.data.tokens.encode import Counts, EncodedSource, Encoder, encode
 from toolkit.errors import DataError
 
 MAX = 64

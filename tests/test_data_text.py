@@ -20,8 +20,7 @@ from toolkit.data.sources.row_values import or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.sources.text_files import parts_of, pieces
 from toolkit.data.tokens import text_ids
-from toolkit.data.tokens.encode import encode
-from toolkit.data.tokens.encoder import Encoder
+from toolkit.data.tokens.encode import Encoder, encode
 from toolkit.errors import DataError
 
 BYTES = Path()

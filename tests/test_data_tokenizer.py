@@ -19,8 +19,7 @@ from toolkit.data.samples.sequences import EncodedRows, Windows
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens import text_ids
 from toolkit.data.tokens import tokenizer as tokenizers_of_runs
-from toolkit.data.tokens.encode import encode
-from toolkit.data.tokens.encoder import Encoder
+from toolkit.data.tokens.encode import Encoder, encode
 from toolkit.data.tokens.tokenizer import (
     END_OF_TEXT,
     check_vocabulary,

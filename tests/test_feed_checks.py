@@ -16,9 +16,8 @@ from toolkit.config.settings import (
 )
 from toolkit.data.feed.feed import SampleShape
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.prepare import check_data
+from toolkit.data.prepare import TrainingData, check_data
 from toolkit.data.tokens.encode import EncodedSource
-from toolkit.data.training_data import TrainingData
 from toolkit.errors import ConfigError, DataError
 
 

@@ -24,7 +24,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, find_checkpo
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, probe, replace_synced, where
 from toolkit.config import FinetuneConfig, PretrainConfig
-from toolkit.data.training_data import TrainingData
+from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.formats import is_inner_path
 from toolkit.formats.metrics_file import METRICS, SAMPLES, keep_until

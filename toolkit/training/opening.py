@@ -8,7 +8,7 @@ from torch import nn
 from toolkit import ranks
 from toolkit.adapters.coverage import coverage_lines
 from toolkit.config.settings import FinetuneConfig, PretrainConfig
-from toolkit.data.training_data import TrainingData
+from toolkit.data.prepare import TrainingData
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
 from toolkit.models.packed_linear import count_values

@@ -32,7 +32,7 @@ from toolkit.data.samples.sequences import (
     padded_sample,
 )
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encoder import EncodedExample, EncodedRow
+from toolkit.data.tokens.encode import EncodedExample, EncodedRow
 from toolkit.errors import DataError
 
 WINDOW = 1000  # rows that are shuffled and packed together
