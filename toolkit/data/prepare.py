@@ -246,9 +246,8 @@ class TrainingData:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position of a checkpoint. Collective.
 
-        Raises:
-            DataError: it is of other data, its global batch does not divide over these ranks, or
-                max_repeats ends the data before the last step.
+        A DataError where it is of other data, its global batch does not divide over these ranks, or
+        max_repeats ends the data before the last step.
         """
         self.position.load_state_dict(state)
         self.check_steps()

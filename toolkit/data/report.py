@@ -104,7 +104,8 @@ def _entry(
     samples: int,
 ) -> dict[str, Any]:
     """Return the facts on a source, which became the samples `part`; None: it is evaluated on."""
-    counts, lengths = source.counts, EncodedRows(source.tokens).lengths()
+    lengths, counts = EncodedRows(source.tokens).lengths(), asdict(source.counts)
+    places = counts.pop("places")
     shown = source.tokens[: min(samples, len(source.tokens))]
     columns = (shown[name] for name in ("row", "input_ids", "spans"))
     return {
@@ -113,19 +114,14 @@ def _entry(
         "format": source.format,
         "weight": source.weight,
         "max_repeats": source.max_repeats,
-        "rows": counts.rows,
-        "examples": counts.kept,
-        "tokens": counts.tokens,
-        "supervised": counts.supervised,
-        "supervised_share": counts.supervised / max(counts.tokens, 1),
-        "truncated": counts.truncated,
-        "cut_off": counts.cut_off,
-        "left_out": sum(counts.dropped.values()),
+        "examples": counts.pop("kept"),
+        **counts,
+        "supervised_share": counts["supervised"] / max(counts["tokens"], 1),
+        "left_out": sum(counts["dropped"].values()),
         "dropped": {
-            reason: {"rows": rows, "first": list(counts.places.get(reason, []))}
-            for reason, rows in counts.dropped.items()
+            reason: {"rows": rows, "first": places.get(reason, [])}
+            for reason, rows in counts["dropped"].items()
         },
-        "notes": dict(counts.notes),
         "lengths": {
             "min": int(lengths.min()),
             "median": float(np.median(lengths)),

@@ -78,11 +78,8 @@ def mark(
     """Return the rendering of `messages` with the characters of the turns `wanted`.
 
     `wanted` are indices of turns of the assistant, ascending; empty to check only. With `has_tools`
-    the tools must be printed; `render(..., tools=False)` leaves them out.
-
-    Raises:
-        BadRow: the template raises, or prints nothing (or twice) of a turn, or the tools.
-        NotFound: the edges of a turn cannot be told.
+    the tools must be printed; `render(..., tools=False)` leaves them out. Raises NotFound where the
+    edges of a turn cannot be told, BadRow for what the template does not take or print.
     """
     view = Rendering(render, messages)
     check_printed(view, has_tools)

@@ -136,11 +136,9 @@ class Feed(ABC):
         """Give this rank's micro-batches of the next `count` steps, a list for each.
 
         They begin at the position, which `position.advance()` moves when a step is done. For a
-        stream any number of `workers` above 0 is one process that reads ahead.
-
-        Raises:
-            DataError: the global batch does not divide over the ranks, max_repeats ends the data
-                before, or a row of a stream is refused.
+        stream any number of `workers` above 0 is one process that reads ahead. A DataError where
+        the global batch does not divide over the ranks, max_repeats ends the data before, or a row
+        of a stream is refused.
         """
         if count < 1:
             return
@@ -185,8 +183,7 @@ class Feed(ABC):
     def steps_for(self, epochs: float) -> int:
         """Return the steps of `epochs` passes; call it after a checkpoint's position is loaded.
 
-        Raises:
-            DataError: max_repeats does not allow so many passes, or a stream has no known end.
+        More than max_repeats allows, or of a stream, whose end is not known, are a DataError.
         """
 
     def check_steps(self, max_steps: int) -> None:

@@ -36,10 +36,8 @@ def text_tables(file: str) -> Iterator[pa.Table]:
 
 
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Yield the text of a file in pieces of about `size` bytes.
-
-    Raises:
-        DataError: it is not UTF-8, or has a line of more than `LINE_BYTES`; names the offset.
+    """Yield the text of a file in pieces of about `size` bytes; what is not UTF-8, or has a line of
+    more than `LINE_BYTES`, is a DataError that names the offset.
     """
     with open(file, "rb") as stream:
         offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0

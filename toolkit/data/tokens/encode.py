@@ -119,10 +119,8 @@ class Encoder:
     def rows(
         self, source: DataSource, stored: Sequence[dict[str, Any]], first: int
     ) -> list[EncodedRow]:
-        """Return the example of each stored row, or where it stands and why it is left out.
-
-        Raises:
-            DataError: a row cannot be used, and `on_bad_row` is `error`; or see `batch`.
+        """Return the example of each stored row, or where it stands and why it is left out; with
+        `on_bad_row` `error` a bad row is a DataError.
         """
         results = self.batch([or_bad(source.example, row) for row in stored])
         for at, (row, result) in enumerate(zip(stored, results, strict=True)):
@@ -139,9 +137,8 @@ class Encoder:
     def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
         """Return each example as token ids, or what is wrong with it, in order.
 
-        Raises:
-            DataError: there is no tokenizer, no chat template, or `supervise` does not go with what
-                the examples are.
+        A DataError where there is no tokenizer or chat template, or `supervise` does not go with
+        the examples.
         """
         out = [self._rendered(example) for example in examples]
         texts = [(at, text) for at, text in enumerate(out) if isinstance(text, Rendered)]
@@ -313,11 +310,8 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     """Return `source` as token ids, with what came of its rows.
 
     Works on all cores, and is cached on disk by rows, tokenizer, template and settings: call it on
-    one rank first. Memory: a few hundred megabytes for each process.
-
-    Raises:
-        DataError: a row cannot be used and `on_bad_row` is `error`, or it is too long and
-            `too_long` is `error`, with its file and row; no document has text; see `Encoder`.
+    one rank first. Memory: a few hundred megabytes for each process. A row that the settings do not
+    leave out is a DataError that names it; so are documents without any text.
     """
     name = f"encoded-{_key(source, encoder)}"
     counted = tables.cache_folder() / f"{name}.json"

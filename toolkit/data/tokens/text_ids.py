@@ -57,11 +57,7 @@ class TextTokenizer:
     def encode(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[TokenSpans | BadRow]:
-        """Return the ids of each text, and which of them lie within its spans, on all cores.
-
-        A tokenizer without the Rust backend gives no offsets: a text is then cut at the edges of
-        its spans, and refused where the pieces give other ids than the whole.
-        """
+        """Return the ids of each text, and which of them lie within its spans, on all cores."""
         pairs = list(zip(texts, spans, strict=True))
         whole = [list(marked) == [(0, len(text))] for text, marked in pairs]
         ids = self.ids(list(compress(texts, whole)))
@@ -105,13 +101,11 @@ class TextTokenizer:
     def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
         """Return the ids of texts that are not learned whole."""
         short = [pair for pair in pairs if len(pair[0]) <= BATCH_BYTES]
-        if self.backend is None:
-            found = iter([self._in_pieces(*pair) for pair in short])
-        else:
+        found = (self._in_pieces(*pair) for pair in short)
+        if self.backend is not None:
             batch = self.backend.encode_batch([text for text, _ in short], add_special_tokens=False)
-            of_pairs = zip(short, batch, strict=True)
-            named = self.backend.id_to_token
-            found = iter([_marked(*pair, encoded, named) for pair, encoded in of_pairs])
+            named, of_pairs = self.backend.id_to_token, zip(short, batch, strict=True)
+            found = (_marked(*pair, encoded, named) for pair, encoded in of_pairs)
         said = f"expected a text of at most {BATCH_BYTES:,} characters, got"
         return [
             next(found) if len(text) <= BATCH_BYTES else BadRow(f"{said} {len(text):,}", "too long")
@@ -119,6 +113,9 @@ class TextTokenizer:
         ]
 
     def _in_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
+        """Cut a text at the edges of its spans, for a tokenizer without the Rust backend, which
+        gives no offsets; refuse it where the pieces give other ids than the whole.
+        """
         (whole,) = self.lists([text])
         joined: list[int] = []
         out: list[Span] = []
