@@ -19,8 +19,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
-from toolkit.data.chat.habits import habits
 from toolkit.data.chat.masks import Rendered
+from toolkit.data.chat.rendering import habits
 from toolkit.data.chat.template import Chat, learned_turns
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow

@@ -26,15 +26,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from toolkit.data.chat.habits import Habits, closings_of
 from toolkit.data.chat.rendering import (
     NUMBERS,
     SURELY,
+    Habits,
     Message,
     Render,
     Rendering,
     Span,
     check_printed,
+    closings_of,
     common_start,
     loose_start,
     only_content,

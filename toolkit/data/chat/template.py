@@ -23,9 +23,8 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.habits import Habits, habits
 from toolkit.data.chat.masks import NotFound, Rendered, mark
-from toolkit.data.chat.rendering import REFUSED, Message, Span, pattern_of
+from toolkit.data.chat.rendering import REFUSED, Habits, Message, Span, habits, pattern_of
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError

@@ -16,15 +16,14 @@ import lzma
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import pyarrow as pa
 
+from toolkit.data.sources.files import Kind
 from toolkit.data.sources.row_values import BadRow, json_value, named, shown
 from toolkit.data.sources.tables import PLACE, in_tables
 from toolkit.errors import DataError
-
-LineKind = Literal["json", "csv"]
 
 ROW_BYTES = 64 << 20  # a longer row is bad: reading it may take all memory
 LIST_BYTES, LIST_VALUES = 512 << 20, 20_000_000  # of one JSON list, which is parsed as a whole
@@ -37,7 +36,7 @@ _BLOCK = 1 << 20
 _Rows = Iterator[tuple[int, bytes | BadRow]]  # the number of a row, its bytes or what is wrong
 
 
-def line_tables(file: str, kind: LineKind, limit: int) -> Iterator[pa.Table]:
+def line_tables(file: str, kind: Kind, limit: int) -> Iterator[pa.Table]:
     """Yield a file as tables of `LINES`; holds some megabytes, of a JSON list the whole file."""
     if os.path.getsize(file) == 0:
         return

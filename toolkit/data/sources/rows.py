@@ -117,7 +117,7 @@ def _source(
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
             reader, schema = partial(text_tables), PIECES
-        elif kind == "json" or kind == "csv":
+        elif kind in ("json", "csv"):
             reader = partial(lines.line_tables, kind=kind, limit=lines.ROW_BYTES)
             schema = lines.LINES
         else:
