@@ -109,8 +109,7 @@ class Feed(ABC):
     """
 
     sources: Sequence[Any]
-    total: int | None = None
-    """Samples that max_repeats is known to allow; None: no limit, or none that is known."""
+    total: int | None = None  # samples that max_repeats is known to allow
 
     def __init__(
         self,
@@ -126,8 +125,7 @@ class Feed(ABC):
         }
 
     @property
-    def names(self) -> str:
-        """The sources to train on."""
+    def names(self) -> str:  # of what is trained on, for messages
         return ", ".join(source.name for source in self.sources)
 
     def steps(

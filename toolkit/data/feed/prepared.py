@@ -141,10 +141,9 @@ def held_out(
 ) -> tuple[SampleSet, SampleSet | None]:
     """Return the samples of `source` to train on, and those that are held out of it, if any.
 
-    Of windows the last `share` is held out. Else `share` of the rows is, drawn alike for every
-    seed, so that runs with unlike seeds compare. At least one is held out where `share` is above 0,
-    and at least one is left for training. Of what is held out at most `most` are evaluated on;
-    training does not get the others either.
+    Of windows the last `share` is held out, else `share` of the rows, drawn alike for every seed,
+    so that runs with unlike seeds compare: at least one where `share` is above 0, and not all. Of
+    what is held out at most `most` are evaluated on; training does not get the others either.
     """
     units = units_of(source, shape)
     held = min(max(1, round(len(units) * share)), len(units) - 1) if share > 0 else 0

@@ -123,7 +123,11 @@ class StreamFeed(Feed):
         mine = RankBatches(self._mixed(), place, self.shape, count, size, rank, world)
         for batch in run.stream(mine, workers):
             if _ERROR in batch:
-                raise _refusal(batch[_ERROR])
+                # As a rule all ranks meet it, and the first prints it. A file or a machine may fail
+                # one alone: it must not wait for the others, which may be in a collective.
+                error = DataError(batch[_ERROR])
+                error.already_reported = not ranks.first_to_report(str(error))  # type: ignore[attr-defined]
+                raise error
             if _PLACE in batch:
                 self.position.after_step = json.loads(batch.pop(_PLACE))
             yield batch
@@ -143,10 +147,9 @@ class StreamFeed(Feed):
 
 
 class MixedStream:
-    """The samples of several streams, mixed by weight, as global batches. See [Note: streams].
-
-    Sources are mixed as in [Note: mixing] (`order/mixture.py`), but where one is used up is seen
-    when it happens: at the same sample on all ranks, since all read the same.
+    """The samples of several streams as global batches, mixed as in [Note: mixing]
+    (`order/mixture.py`), but that the end of a source is seen when it comes: at the same sample on
+    all ranks, since all read the same.
     """
 
     def __init__(
@@ -263,12 +266,3 @@ class RankBatches(IterableDataset):
                 if first + size >= len(items):
                     batch[_PLACE] = json.dumps(self.mixed.state_dict())
                 yield batch
-
-
-def _refusal(text: str) -> DataError:
-    """Return the error that ends the run. All ranks meet it as a rule, and the first prints it."""
-    # A file or a machine may fail one rank alone: it must not wait for the others, which may be in
-    # a collective of the model.
-    error = DataError(text)
-    error.already_reported = not ranks.first_to_report(text)  # type: ignore[attr-defined]
-    return error

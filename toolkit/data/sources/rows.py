@@ -83,9 +83,8 @@ def load_sources(
         builtin: what of Python's standard library to train on where nothing is named, if anything.
         documents: rows are text or token ids, whatever else they have, learned whole: pretraining.
 
-    Raises:
-        DataError: a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
-            row, or the first rows have no known format (with those of the first one).
+    A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
+    row, or the first rows have no known format.
     """
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)

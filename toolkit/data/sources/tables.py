@@ -30,11 +30,9 @@ from toolkit.errors import DataError, one_line
 
 T = TypeVar("T")
 RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
-Reader: TypeAlias = partial[Iterator[pa.Table]]
-"""`reader(file)` gives the rows of a file, with a column `PLACE`."""
+Reader: TypeAlias = partial[Iterator[pa.Table]]  # file -> its rows, with a column `PLACE`
 
-FILE, PLACE = "_file", "_place"
-"""Columns of a row of a file: the index of the file, and where in it the row stands, in words."""
+FILE, PLACE = "_file", "_place"  # columns: the index of the file, where in it a row stands in words
 
 _VERSION = 1  # part of the cache key: raise it when the same files give other rows
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
