@@ -382,27 +382,24 @@ def by_source(rank: int, world: int, folder: str) -> dict[str, Any]:
         "first": [padded(part[:2]), packed(part[2:])],
         "empty": [nothing(batch)],
         "all": [batch],
+        "few": [padded(part[:2])],
     }
     total, found = evaluate_sources(model, sources)
     plain = evaluate(model, [b for batches in sources.values() for b in batches])
     assert model.training
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    said = {n: (float(s.loss), int(s.tokens)) for n, s in found.items()}
-    return said | {"": (float(total.loss), int(total.tokens)), "plain": float(plain)}
+    return {n: float(loss) for n, loss in [*found.items(), ("", total), ("plain", plain)]}
 
 
-def test_evaluation_gives_loss_and_tokens_by_source(found, folders):
+def test_evaluation_gives_the_loss_by_source(found, folders):
     mean, _ = reference(folders["llama"])
-    tokens = sum(int((labels[1:] != -100).sum()) for _, labels in samples())
     for rank in found:
         said = rank["sources"]
-        assert list(said) == ["first", "empty", "all", "", "plain"]
-        assert math.isnan(said["empty"][0])
-        assert said["empty"][1] == 0
-        for name in ("first", "all"):
-            assert said[name] == (pytest.approx(mean, rel=CLOSE), tokens)
-        assert said[""] == (pytest.approx(mean, rel=CLOSE), 2 * tokens)
-        assert said["plain"] == said[""][0]
+        assert list(said) == ["first", "empty", "all", "few", "", "plain"]
+        assert math.isnan(said["empty"])
+        assert said["first"] == pytest.approx(mean, rel=CLOSE) == said["all"]
+        assert said["plain"] == said[""]
+        assert said[""] != pytest.approx((2 * mean + said["few"]) / 3, rel=10 * CLOSE)  # of tokens
 
 
 def test_a_source_without_batches_is_named(folders):
@@ -492,13 +489,13 @@ def frozen(rank: int, world: int, folder: str, run: str) -> dict[str, Any]:
     model = build(folder, world, frozen_parameters=FROZEN)
     before = {n: whole(p) for n, p in model.named_parameters()}
     optimizer = build_optimizer(model, config)
-    stopper = EarlyStopping("eval_loss", False, 2)
+    stopping = stopper()
     for step in range(3):
         train_step(model, optimizer, micro)
         if step == 1:
-            stopper.update({"eval_loss": 3.0})
-            stopper.update({"eval_loss": 3.5})
-            extra = {KEY: stopper.state_dict()}
+            stopping.update({"eval_loss": 3.0})
+            stopping.update({"eval_loss": 3.5})
+            extra = {KEY: stopping.state_dict()}
             state = checkpoint.TrainState(model, optimizer, step=2, extra=extra)
             checkpoint.save(state, run, SAVING)
     through = {n: whole(p) for n, p in model.named_parameters()}
@@ -508,8 +505,7 @@ def frozen(rank: int, world: int, folder: str, run: str) -> dict[str, Any]:
     optimizer = build_optimizer(model.train(), config)
     state = checkpoint.TrainState(model, optimizer)
     assert checkpoint.resume(state, run, SAVING) == 2
-    resumed = EarlyStopping("eval_loss", False, 2)
-    resumed.load_state_dict(state.extra[KEY])
+    resumed = stopper(kept=state.extra)
     train_step(model, optimizer, micro)
     after = {n: whole(p) for n, p in model.named_parameters()}
     still = [n for n, p in model.named_parameters() if not p.requires_grad]
@@ -520,7 +516,7 @@ def frozen(rank: int, world: int, folder: str, run: str) -> dict[str, Any]:
         "after": after,
         "still": still,
         "states": states,
-        "stopping": (stopper == resumed, resumed.waited, resumed.update({"eval_loss": 3.0})),
+        "stopping": (stopping == resumed, resumed.waited, resumed.update({"eval_loss": 3.0})),
     }
 
 
@@ -615,11 +611,13 @@ def test_new_rows_of_a_head_with_a_bias_and_of_a_smaller_vocabulary(tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-def stopper(patience: int = 2, threshold: float = 0.0, **saving: Any) -> EarlyStopping:
+def stopper(
+    patience: int = 2, threshold: float = 0.0, kept: Any = None, **saving: Any
+) -> EarlyStopping:
     train = FinetuneTrainConfig(
         early_stopping_patience=patience, early_stopping_threshold=threshold, eval_steps=1
     )
-    return early_stopping(train, CheckpointConfig(**saving), {})
+    return early_stopping(train, CheckpointConfig(**saving), kept or {})
 
 
 def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
@@ -660,12 +658,11 @@ def test_a_checkpoint_keeps_it_and_another_metric_is_refused():
     one = stopper()
     one.update({"eval_loss": 2.0})
     one.update({"eval_loss": 2.5})
-    kept = json.loads(json.dumps(one.state_dict()))
-    other = stopper(patience=5)
-    other.load_state_dict(kept)
+    kept = {KEY: json.loads(json.dumps(one.state_dict()))}
+    other = stopper(patience=5, kept=kept)
     assert (other.best, other.waited, other.patience, other.stop) == (2.0, 1, 5, False)
     with pytest.raises(TrainingError, match="eval_loss so far"):
-        stopper(metric_for_best_model="accuracy").load_state_dict(kept)
+        stopper(metric_for_best_model="accuracy", kept=kept)
 
 
 def test_a_multiple_without_resizing_is_refused():

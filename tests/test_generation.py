@@ -91,16 +91,17 @@ def test_prompts_are_judged_before_training(folders):
     """On meta: nothing is loaded for it."""
     model = build_on_meta(ModelConfig(folders["llama"]))
     tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
-    ids = encoded_prompts(model, tokenizer, PROMPTS, max_new_tokens=NEW, chat=False)
+    ids = encoded_prompts(model, tokenizer, PROMPTS, NEW)
     assert ids == [tokenizer(p)["input_ids"] for p in PROMPTS]
     for prompts, new, said in (
         (["a" * 60], NEW, "64 positions"),
         ([""], NEW, "no tokens"),
     ):
         with pytest.raises(TrainingError, match=said):
-            encoded_prompts(model, tokenizer, prompts, max_new_tokens=new, chat=False)
-    with pytest.raises(TrainingError, match="no chat template"):
-        encoded_prompts(model, tokenizer, PROMPTS, max_new_tokens=NEW, chat=True)
+            encoded_prompts(model, tokenizer, prompts, new)
+    tokenizer.chat_template = "{{ raise_exception('a system turn comes first') }}"
+    with pytest.raises(TrainingError, match=r"template refuses .*a system turn comes first"):
+        encoded_prompts(model, tokenizer, PROMPTS, NEW)
 
 
 def on_ranks(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
@@ -121,7 +122,6 @@ def answers(rank: int, world: int, folder: str, adapters: LoraConfig) -> dict[st
         if "lora_" in name:  # they begin as nothing, and differently a run
             parameter.detach().to_local().fill_(0.2)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
     model.train()
     still = next(m for n, m in model.named_modules() if n.endswith(("norm", "ln_f")))
     still.eval()  # a part that somebody keeps so stays so
@@ -131,12 +131,13 @@ def answers(rank: int, world: int, folder: str, adapters: LoraConfig) -> dict[st
     forwards: list[int] = []
     counter = model.register_forward_hook(lambda *_: forwards.append(1))
     found = {
-        "plain": generate(model, tokenizer, PROMPTS, max_new_tokens=NEW, chat=False),
+        "plain": generate(model, tokenizer, PROMPTS, NEW),
         "forwards": len(forwards),
-        "chat": generate(model, tokenizer, PROMPTS[:1], max_new_tokens=NEW, chat=True),
     }
+    tokenizer.chat_template = TEMPLATE
+    found["chat"] = generate(model, tokenizer, PROMPTS[:1], NEW)
     counter.remove()
-    assert generate(model, tokenizer, [], max_new_tokens=NEW, chat=False) == []
+    assert generate(model, tokenizer, [], NEW) == []
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), before)
     assert model.generation_config is settings
@@ -148,7 +149,7 @@ def answers(rank: int, world: int, folder: str, adapters: LoraConfig) -> dict[st
         by_hand = [naive(model, tokenizer(p)["input_ids"], ends) for p in PROMPTS]
         found["by hand"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in by_hand]
     with pytest.raises(TrainingError, match="positions"):
-        generate(model, tokenizer, ["a" * 60], max_new_tokens=NEW, chat=False)
+        generate(model, tokenizer, ["a" * 60], NEW)
     model.train()
     batch = {"input_ids": torch.full((1, 8), 5), "labels": torch.full((1, 8), 5)}
     train_step(model, torch.optim.SGD(model.parameters()), [batch])  # training goes on

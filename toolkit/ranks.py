@@ -44,6 +44,12 @@ def ranks_here() -> int:
     return names.count(names[rank()])
 
 
+def say(*lines: str | None) -> None:
+    """Print lines once, from rank 0; empty ones are left out."""
+    for line in filter(None, lines if rank() == 0 else ()):
+        print(line, flush=True)
+
+
 def first_to_report(text: str) -> bool:
     """Return whether this rank is the first that is about to print `text`. Not collective: a rank
     that fails alone, or cannot ask any more, says it itself.

@@ -1,7 +1,8 @@
 """States that a forward on the side needs, and that leave no trace: random state, eval, eager."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,20 @@ def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContext
         return torch.random.fork_rng(devices=[])
     index = torch.accelerator.current_device_index() if place.index is None else place.index
     return torch.random.fork_rng(devices=[index], device_type=place.type)
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `module` run `forward` instead of its own, and put that back."""
+    before = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = before
 
 
 @contextlib.contextmanager

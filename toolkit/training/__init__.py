@@ -1,30 +1,11 @@
 """The run while it trains: launch, the step, loss, optimizer, metrics, generation."""
+# ruff: noqa: F401  (what other packages import)
 
 from toolkit.training.early_stopping import early_stopping
 from toolkit.training.generation import answer_prompts, check_prompts
 from toolkit.training.launch import Run, main, seed_everything
 from toolkit.training.loss import loss_sum
-from toolkit.training.metrics import due, evaluate_metrics
+from toolkit.training.metrics import begin, due, evaluate_metrics
 from toolkit.training.neftune import add_embedding_noise
-from toolkit.training.opening import begin
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import StepStats, evaluate, train_step
-
-__all__ = [
-    "Run",
-    "StepStats",
-    "add_embedding_noise",
-    "answer_prompts",
-    "begin",
-    "build_optimizer",
-    "build_scheduler",
-    "check_prompts",
-    "due",
-    "early_stopping",
-    "evaluate",
-    "evaluate_metrics",
-    "loss_sum",
-    "main",
-    "seed_everything",
-    "train_step",
-]

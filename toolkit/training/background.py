@@ -1,30 +1,16 @@
 """Work that goes on behind the loop: one piece at a time, and its failure is not lost."""
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - ends its pools after `_at_exit`, if it is first
+import concurrent.futures
 import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from toolkit import ranks
 
-
-class _Work(threading.Thread):
-    def __init__(self, name: str, work: Callable[[], object]) -> None:
-        # Not a daemon: an interpreter that ends waits for it.
-        super().__init__(name=name)
-        self.work = work
-        self.failure: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.work()
-        except BaseException as error:  # also DCP's, which is no Exception
-            self.failure = error
-
-
-_current: _Work | None = None
+_current: tuple[str, Future[object]] | None = None
 
 
 def start(name: str, work: Callable[[], object]) -> None:
@@ -32,13 +18,14 @@ def start(name: str, work: Callable[[], object]) -> None:
     global _current
     wait()
     ranks.at_end(wait)
-    _current = _Work(name, work)
-    _current.start()
+    pool = ThreadPoolExecutor(1, name)
+    _current = name, pool.submit(work)
+    pool.shutdown(wait=False)  # its thread ends with this piece
 
 
 def busy() -> bool:
     """Whether something is in flight."""
-    return _current is not None and _current.is_alive()
+    return _current is not None and not _current[1].done()
 
 
 def wait(seconds: float | None = None) -> None:
@@ -48,14 +35,13 @@ def wait(seconds: float | None = None) -> None:
     global _current
     if _current is None:
         return
-    if seconds is not None and _current.is_alive():
-        print(f"waiting at most {seconds:.0f} s for {_current.name}", file=sys.stderr, flush=True)
-    _current.join(seconds)
-    if _current.is_alive():
-        return
-    failure, _current = _current.failure, None
-    if failure is not None:
-        raise failure
+    name, future = _current
+    if seconds is not None and not future.done():
+        print(f"waiting at most {seconds:.0f} s for {name}", file=sys.stderr, flush=True)
+    concurrent.futures.wait([future], seconds)
+    if future.done():
+        _current = None
+        future.result()
 
 
 def _at_exit() -> None:
@@ -69,6 +55,7 @@ def _at_exit() -> None:
 
 
 # Python lets no thread begin anything once it has waited for its threads, and does that before
-# `atexit`: a save that is not waited for until then could not finish. Private to Python and the
-# only way in; without it such a save fails, and says so.
+# `atexit`: a save that is not waited for until then could not finish. What is registered later, as
+# this is after the pools' own, runs first. Private to Python and the only way in; without it such a
+# save fails, and says so.
 getattr(threading, "_register_atexit", atexit.register)(_at_exit)

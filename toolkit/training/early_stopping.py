@@ -34,10 +34,8 @@ class EarlyStopping:
         return self.patience is not None and self.waited >= self.patience
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Take in one evaluation; return `stop`. A value that is not finite is no improvement.
-
-        Raises:
-            TrainingError: the evaluation has no such metric.
+        """Take in one evaluation; return `stop`. A value that is not finite is no improvement;
+        TrainingError where there is none.
         """
         if self.patience is None:
             return False
@@ -74,33 +72,24 @@ class EarlyStopping:
             return {}
         return {"metric": self.metric, "best": self.best, "waited": self.waited}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint kept. Patience and threshold stay the config's.
-
-        Raises:
-            TrainingError: the checkpoint compared another metric.
-        """
-        if self.patience is None or not state:
-            return
-        if state["metric"] != self.metric:
-            raise TrainingError(
-                f"this run stops early by {state['metric']} so far (best {state['best']}), and now "
-                f"checkpoint.metric_for_best_model asks for {self.metric}, which has no best value "
-                "yet; set it back, or give another output_dir"
-            )
-        self.best, self.waited = state["best"], state["waited"]
-
 
 def early_stopping(
     train: FinetuneTrainConfig, saving: CheckpointConfig, kept: Mapping[str, Any]
 ) -> EarlyStopping:
-    """Return the count as the settings ask for it, continued from a checkpoint's `extra`.
-
-    Raises:
-        TrainingError: the checkpoint compared another metric.
+    """Return the count as the settings ask for it, continued from a checkpoint's `extra`;
+    TrainingError where that compared another metric.
     """
-    policy, patience = retention(saving), train.early_stopping_patience
-    threshold = train.early_stopping_threshold
-    stopping = EarlyStopping(policy.metric, policy.greater_is_better, patience, threshold)
-    stopping.load_state_dict(kept.get(KEY, {}))
+    policy, state = retention(saving), kept.get(KEY, {})
+    metric, patience = policy.metric, train.early_stopping_patience
+    stopping = EarlyStopping(
+        metric, policy.greater_is_better, patience, train.early_stopping_threshold
+    )
+    if patience is not None and state:
+        if state["metric"] != metric:
+            raise TrainingError(
+                f"this run stops early by {state['metric']} so far (best {state['best']}), and now "
+                f"checkpoint.metric_for_best_model asks for {metric}, which has no best value yet; "
+                "set it back, or give another output_dir"
+            )
+        stopping.best, stopping.waited = state["best"], state["waited"]
     return stopping

@@ -19,9 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from toolkit import ranks
 from toolkit.config.settings import FinetuneTrainConfig
-from toolkit.errors import TrainingError
+from toolkit.errors import TrainingError, one_line
 from toolkit.formats import reshard
-from toolkit.models.modes import on_the_side
+from toolkit.models.modes import on_the_side, replaced_forward
 from toolkit.models.peft_model import base_of
 
 
@@ -29,35 +29,25 @@ def generate(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
-    *,
     max_new_tokens: int,
-    chat: bool,
 ) -> list[str]:
     """Return the model's greedy answer to each of `prompts`, on every rank. Collective.
+
+    A prompt is what a user says where the tokenizer has a chat template, else text to continue.
 
     Each prompt is answered by itself, without padding, on one of the ranks, so that answers do not
     depend on their number; all ranks run along until the longest answer of a round is done: at most
     `ceil(prompts / ranks) * max_new_tokens` forwards, each with its all-gathers. The model comes
     back in the mode it was in and sharded, and the random state is untouched.
 
-    Args:
-        model: sharded, or plain in one process; adapters may lie around it.
-        tokenizer: the model's, the same on every rank.
-        prompts: the same on every rank.
-        max_new_tokens: an answer ends there, or before with an end token.
-        chat: whether a prompt is what a user says, in the tokenizer's chat template; else it is
-            text to continue.
-
     Raises:
-        TrainingError: on every rank; a prompt that has no tokens or leaves no position for an
-            answer, or the tokenizer has no chat template.
+        TrainingError: on every rank; a prompt has no tokens, leaves no position for an answer, or
+            is refused by the chat template.
     """
     if not prompts:
         return []
     base = base_of(model)
-    encoded = ranks.on_all(
-        lambda: encoded_prompts(model, tokenizer, prompts, max_new_tokens=max_new_tokens, chat=chat)
-    )
+    encoded = ranks.on_all(lambda: encoded_prompts(model, tokenizer, prompts, max_new_tokens))
     settings = _greedy(base, tokenizer, max_new_tokens)
     world, mine = ranks.world_size(), {}
     reshard(model)
@@ -91,10 +81,7 @@ def answer_prompts(
     """
     if not cfg.eval_prompts or tokenizer is None:
         return
-    chat = tokenizer.chat_template is not None
-    answers = generate(
-        model, tokenizer, cfg.eval_prompts, max_new_tokens=cfg.eval_max_new_tokens, chat=chat
-    )
+    answers = generate(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
 
     def keep() -> None:
         with open(file, "a", encoding="utf-8") as f:
@@ -109,34 +96,18 @@ def answer_prompts(
 def check_prompts(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, cfg: FinetuneTrainConfig
 ) -> None:
-    """Refuse `train.eval_prompts` that could not be answered. The model may be on meta. Collective.
-
-    Raises:
-        TrainingError: as `generate`.
+    """Refuse `train.eval_prompts` that could not be answered, as `generate` does; the model may be
+    on meta. Collective.
     """
     if tokenizer is not None:
-        encoded_prompts(
-            model,
-            tokenizer,
-            cfg.eval_prompts,
-            max_new_tokens=cfg.eval_max_new_tokens,
-            chat=tokenizer.chat_template is not None,
-        )
+        encoded_prompts(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
 
 
 def encoded_prompts(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int,
-    chat: bool,
+    model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
-    """Return the token ids of `prompts`, as `generate` asks them; the model may be on meta.
-
-    Raises:
-        TrainingError: as `generate`.
-    """
+    """Return the token ids of `prompts` as `generate` asks them; the model may be on meta."""
+    chat = tokenizer.chat_template is not None
     positions = getattr(base_of(model).config.get_text_config(), "max_position_embeddings", None)
     found = []
     for prompt in prompts:
@@ -154,18 +125,13 @@ def encoded_prompts(
 
 
 def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise TrainingError(
-            "the tokenizer has no chat template to put eval_prompts in; set data.chat_template"
-        )
     turns = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template raises whatever it likes
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise TrainingError(
-            f"the chat template refuses the prompt {prompt[:60]!r} as the only turn ({said}); "
-            "leave train.eval_prompts out, or set data.chat_template"
+            f"the chat template refuses the prompt {prompt[:60]!r} as the only turn "
+            f"({one_line(error)}); leave train.eval_prompts out, or set data.chat_template"
         ) from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
 
@@ -202,14 +168,11 @@ def _answering(
     """Put the model into the state to answer in, and back; see [Note: one forward each]."""
     own = base.generation_config
     base.generation_config = settings
-    if base is not model:
-        vars(base)["forward"] = _through(model, base.forward)
+    forward = base.forward if base is model else _through(model, base.forward)
     try:
-        with on_the_side(model, _device(base)):
+        with replaced_forward(base, forward), on_the_side(model, _device(base)):
             yield
     finally:
-        if base is not model:
-            del vars(base)["forward"]
         base.generation_config = own
         reshard(model)
 

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
-from toolkit.training import background as in_flight
+from toolkit.training import background
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
@@ -60,11 +60,7 @@ class Run:
     rank: int
     world_size: int
 
-    def say(self, *lines: str | None) -> None:
-        """Print lines once, from the main process; empty ones are left out."""
-        if self.rank == 0:
-            for line in filter(None, lines):
-                print(line, flush=True)
+    say = staticmethod(ranks.say)
 
     def loader(
         self,
@@ -108,14 +104,13 @@ def settings() -> dict[str, Any]:
     """Return what the launch configuration says on sharding, as defaults for `config.parse`.
 
     An Accelerate FSDP YAML becomes dotted settings (`sharding.cpu_offload`); what it asks for in
-    vain is a note on stderr, once for all processes. Call it before `start`, and once: it takes the
-    YAML out of the environment.
+    vain is a note on stderr. Call it before `start`, and once: it takes the YAML out of the
+    environment.
 
     Raises:
         LaunchError: a launch configuration for another engine, for float16, or with a value that
             is none.
     """
-    _refuse_other_engines()
     found, notes = accelerate_yaml.translate(os.environ)
     _take_yaml(notes)
     return found
@@ -132,7 +127,6 @@ def start() -> Iterator[Run]:
         LaunchError: fewer processes than asked for, processes that do not find each other, more
             processes than devices, or a launch configuration for another engine.
     """
-    _refuse_other_engines()
     unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.settings())"
     _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
     rank, world, local = _asked()
@@ -167,7 +161,7 @@ def start() -> Iterator[Run]:
         _let_finish()  # a second Ctrl-C ends the wait
         # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
         # a rank that fails just leaves, so that the launcher ends the others.
-        if world == 1 and not in_flight.busy():
+        if world == 1 and not background.busy():
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -247,9 +241,9 @@ def _leave(code: int) -> None:
         os._exit(code)
 
 
-def seed_everything(seed: int, rank: int) -> None:
+def seed_everything(seed: int, rank: int, *more: int) -> None:
     """Seed python, numpy and torch, each rank differently: they must not drop the same units."""
-    key = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+    key = hashlib.sha256("/".join(map(str, (seed, rank, *more))).encode()).digest()
     random.seed(int.from_bytes(key[:8], "little"))
     numpy.random.seed(int.from_bytes(key[8:12], "little"))
     torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
@@ -346,23 +340,16 @@ def _connect(backend: str, rank: int, world: int) -> None:
         ) from error
 
 
-def _refuse_other_engines() -> None:
-    for name, engine in (
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron"),
-    ):
-        if _flag(name):
+def _take_yaml(notes: list[str]) -> None:
+    """Refuse the YAML of another engine; print notes on it, once for all processes; remove from the
+    environment what is translated (see `accelerate_yaml.is_translated`).
+    """
+    for name, engine in {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron"}.items():
+        if _flag(f"ACCELERATE_USE_{name}"):
             raise LaunchError(
                 f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. "
                 "Use a file of accelerate_configs/"
             )
-
-
-def _take_yaml(notes: list[str]) -> None:
-    """Print notes on the Accelerate YAML, once; remove from the environment what is translated.
-
-    See `accelerate_yaml.is_translated` for what would obey it: one engine shards.
-    """
     for note in notes if os.environ.get("RANK", "0") == "0" else []:
         print(f"note: {note}", file=sys.stderr, flush=True)
     for name in [n for n in os.environ if accelerate_yaml.is_translated(n)]:

@@ -6,7 +6,6 @@ is computed from those.
 """
 
 import weakref
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from toolkit.models.modes import forked_rng
+from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
 
 IGNORE_INDEX = -100
@@ -54,7 +53,7 @@ def loss_sum(
     if head is None or not _reaches_caller(model, head, batch):
         logits = model(**inputs).logits[:, :-1].flatten(0, 1)
         return cross_entropy_sum(logits, labels[:, 1:].flatten(), label_smoothing)
-    with _LossInHead(head, labels, label_smoothing):
+    with replaced_forward(head, _LossInHead(head, labels, label_smoothing).forward):
         return model(**inputs).logits
 
 
@@ -84,7 +83,7 @@ def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Te
         ):
             inside = _LossInHead(head, one.pop("labels"))
             try:
-                with inside:
+                with replaced_forward(head, inside.forward):
                     _known[model] = model(**one).logits is inside.result
             except torch.OutOfMemoryError:
                 raise
@@ -110,7 +109,7 @@ class _OtherUse(Exception):
 
 
 class _LossInHead:
-    """While entered, `head` answers hidden states [B, T, H] with the loss sum.
+    """A forward of `head` that answers hidden states [B, T, H] with the loss sum.
 
     The weight is used inside the head's own forward, where FSDP has gathered it: anywhere else it
     may be a shard.
@@ -118,21 +117,9 @@ class _LossInHead:
 
     def __init__(self, head: nn.Linear, labels: torch.Tensor, label_smoothing: float = 0.0):
         self._head, self._labels, self._smoothing = head, labels, label_smoothing
-        self._own: Any = None
         self.result: torch.Tensor | None = None
 
-    def __enter__(self) -> "_LossInHead":
-        self._own = self._head.__dict__.get("forward")
-        vars(self._head)["forward"] = self._forward
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._own is None:
-            del vars(self._head)["forward"]
-        else:
-            vars(self._head)["forward"] = self._own
-
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.result is not None or hidden.shape[:-1] != self._labels.shape:
             raise _OtherUse
         flat = hidden[:, :-1].flatten(0, 1)

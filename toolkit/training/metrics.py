@@ -1,4 +1,4 @@
-"""What a run shows of itself: a progress bar or lines, `metrics.jsonl`, the final summary."""
+"""What a run shows of itself: its first lines, a progress bar, `metrics.jsonl`, the summary."""
 
 import json
 import resource
@@ -14,17 +14,25 @@ from torch import nn
 from tqdm import tqdm
 
 from toolkit import ranks
+from toolkit.adapters.coverage import coverage_lines
+from toolkit.config.settings import FinetuneConfig, PretrainConfig
+from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import METRICS, keep_until
-from toolkit.training.model_flops import device_peak_flops
+from toolkit.models import causal_lm as models
+from toolkit.models import quantise
+from toolkit.models.packed_linear import count_values
+from toolkit.models.peft_model import base_of, has_adapters
+from toolkit.sharding.fsdp import mesh_shape
+from toolkit.sharding.unit_table import ledger_line, unit_table
+from toolkit.training.launch import Run
+from toolkit.training.model_flops import device_peak_flops, training_flops
 from toolkit.training.step import evaluate_sources
 
 
 class Metrics:
-    """Collects one run's steps and writes them on the main process; a no-op on the others.
-
-    The tensors of a step are read only when a line is due, so that the device never waits in
-    between.
+    """Collects one run's steps and writes them on the main process. The tensors of a step are read
+    only when a line is due, so that the device never waits in between.
 
     Args:
         first_step: steps that an earlier start has done; what it logged after them is dropped.
@@ -168,6 +176,46 @@ class Metrics:
         )
 
 
+def begin(
+    cfg: PretrainConfig | FinetuneConfig,
+    run: Run,
+    folder: Path,
+    model: nn.Module,
+    data: TrainingData,
+    state: Any,
+) -> Metrics:
+    """Print the lines that a run opens with; return its metrics, written to `folder`, which go on
+    where `state` is, a `checkpoint.TrainState`. Collective.
+    """
+    total = count_values(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
+    shards = mesh_shape(run.world_size, cfg.sharding)[1]
+    run.say(
+        f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
+        *(coverage_lines(model) if has_adapters(model) else []),
+        quantise.describe(model, shards),
+        *unit_table(model, cfg.sharding).splitlines(),
+        f"dtypes     {ledger_line(model, cfg.sharding)}",
+        *data.lines(),
+    )
+    if state.step == 0:
+        run.say(ranks.on_main(data.report))
+    if state.step >= data.max_steps:
+        run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
+    return Metrics(
+        folder,
+        device=run.device,
+        first_step=state.step,
+        max_steps=data.max_steps,
+        tokens=state.tokens,
+        tokens_per_step=data.tokens_per_step,
+        flops_per_token=training_flops(model, cfg.data.sequence_length),
+        logging_steps=cfg.train.logging_steps,
+        disable_tqdm=cfg.metrics.disable_tqdm,
+    )
+
+
 def due(step: int, every: int | None) -> bool:
     """Whether something happens after `step` that happens every so many steps."""
     return every is not None and step % every == 0
@@ -184,9 +232,9 @@ def evaluate_metrics(
     named = {"eval": total}
     if len(found) > 1:
         named |= {f"eval_{name}": one for name, one in found.items()}
-    losses = {f"{name}_loss": float(one.loss) for name, one in named.items()}
+    losses = {f"{name}_loss": float(loss) for name, loss in named.items()}
     # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
-    exp = {f"{name}_perplexity": float(one.loss.double().exp()) for name, one in named.items()}
+    exp = {f"{name}_perplexity": float(loss.double().exp()) for name, loss in named.items()}
     return losses | exp
 
 

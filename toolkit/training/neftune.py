@@ -64,12 +64,8 @@ def sample_lengths(
 ) -> torch.Tensor | None:
     """Return each token's number of tokens in its sample, [B, T]; None where each row is one.
 
-    Args:
-        attention_mask: [B, T], 1 for tokens and 0 for padding, whose count is 0.
-        position_ids: [B, T], restarting with each sample of a packed row.
-
-    Raises:
-        TrainingError: inputs of other shapes, such as a 4-d mask.
+    The mask [B, T] is 0 for padding, whose count is 0; positions [B, T] restart with each sample of
+    a packed row. TrainingError for other shapes, such as a 4-d mask.
     """
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
         if value is not None and value.ndim != 2:

@@ -9,7 +9,7 @@ tokens contributes zero, not the NaN of an empty mean.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,6 @@ def train_step(
 
     Args:
         model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
-        optimizer: over its parameters; stepped and its gradients cleared.
         micro_batches: dicts on the device with `input_ids` and unshifted `labels` [B, T]; every
             rank has as many.
         max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
@@ -155,44 +154,25 @@ def _average_replicated(model: nn.Module, world: int) -> None:
             parameter.grad.copy_(mean)
 
 
-class SourceLoss(NamedTuple):
-    """What an evaluation found on one source, or on all together; 0-d tensors on the device."""
-
-    loss: torch.Tensor
-    """Mean over the supervised tokens; its exponential is the perplexity. NaN where there are
-    none."""
-    tokens: torch.Tensor
-    """Supervised tokens, int64."""
-
-
 def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Return the mean loss over all supervised tokens of all ranks' `batches`, 0-d. Collective.
 
     Every rank must bring as many batches (pad with labels of -100): FSDP gathers in each forward.
-    Its exponential is the perplexity. NaN when there is no supervised token at all.
-
-    Raises:
-        TrainingError: no batches.
+    Its exponential is the perplexity. NaN when there is no supervised token at all; TrainingError
+    when there is no batch.
     """
-    total, _ = evaluate_sources(model, {"": batches})
-    return total.loss
+    return evaluate_sources(model, {"": batches})[0]
 
 
 @torch.no_grad()
 def evaluate_sources(
     model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
-) -> tuple[SourceLoss, dict[str, SourceLoss]]:
-    """Return the loss over all `sources`, and that of each. Collective.
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of `evaluate` over all `sources`, and that of each. Collective.
 
     Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
-
-    Args:
-        model: sharded, or plain in one process.
-        sources: name -> batches. Every rank brings the same names in the same order, and as many
-            batches of each (pad with labels of -100).
-
-    Raises:
-        TrainingError: no sources, or one without batches; names it.
+    Every rank brings the same names in the same order, and as many batches of each. TrainingError
+    names the source that has none.
     """
     if not sources:
         raise TrainingError("evaluate got no batches: there is no source to evaluate on")
@@ -214,7 +194,5 @@ def evaluate_sources(
     sums = torch.stack(found)  # [sources, 2]; a double holds any count exactly
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    total, *each = [
-        SourceLoss((loss / tokens).float(), tokens.long()) for loss, tokens in [sums.sum(0), *sums]
-    ]
+    total, *each = [(loss / tokens).float() for loss, tokens in [sums.sum(0), *sums]]
     return total, dict(zip(sources, each, strict=True))
