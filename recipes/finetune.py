@@ -25,7 +25,7 @@ DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
 
 def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
-    folder = RunFolder(cfg, run.say)
+    folder = RunFolder(cfg)
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.lora.r else None)

@@ -24,7 +24,7 @@ DEMO = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 
 def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
-    folder = RunFolder(cfg, run.say)
+    folder = RunFolder(cfg)
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     hub.check(cfg.hub, run.say)
     models.check_usable(cfg.model, cfg.data.sequence_length)

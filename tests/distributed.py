@@ -56,6 +56,17 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
         raise
 
 
+def tensor_digests(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what a manifest says of every tensor of the model as it is now. Collective."""
+    from toolkit import ranks
+    from toolkit.formats import described, part_digests, whole_rows
+    from toolkit.models.peft_model import model_tensors
+
+    tensors = model_tensors(model)
+    lanes = ranks.gather(part_digests(tensors, whole_rows(tensors)))
+    return described(tensors, torch.stack(lanes).sum(0))
+
+
 def run_recipe_ranks(
     recipe: str | Path, world: int, *flags: str, cwd: Path, kill_after: float | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import save_tiny_model
-from distributed import run_ranks
+from distributed import run_ranks, tensor_digests
 from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.slow
@@ -98,7 +98,7 @@ def save_all(world: int, folders: dict[str, str], root: str) -> dict:
         run = Trainer(folders["llama"], world, kind)
         run.steps(BEFORE)
         behind = kind == "adamw"
-        expected = saving.tensor_digests(run.state.model)
+        expected = tensor_digests(run.state.model)
         with mock.patch.object(saving, "part_digests", late if behind else digests):
             cfg = CheckpointConfig(async_save=behind)
             path = checkpoint.save(run.state, f"{root}/{kind}-{world}", cfg)
@@ -107,7 +107,7 @@ def save_all(world: int, folders: dict[str, str], root: str) -> dict:
             checkpoint.wait()
         # Hashed after the loop had gone on, and still what was saved.
         assert commit.read_manifest(Path(path))["tensors"] == expected
-        assert saving.tensor_digests(run.state.model) != expected
+        assert tensor_digests(run.state.model) != expected
     return found
 
 

@@ -177,7 +177,8 @@ def write_columns(rank: int, world: int, folder: str) -> dict[str, int]:
     whole = digests.whole_rows(vectors)
     for name, vector in vectors.items():
         assert torch.equal(whole[name], vector.full_tensor()), name
-    return {"read": found, "own": shards.own_bytes(wanted), "digest": digest.tolist()}
+    own = sum(t.to_local().nbytes for t in wanted.values())
+    return {"read": found, "own": own, "digest": digest.tolist()}
 
 
 def go_on_behind(rank: int, world: int, folder: str, root: str) -> dict:
@@ -406,7 +407,7 @@ def with_momentum(state: checkpoint.TrainState) -> None:
     ("before", "after", "said"),
     [
         (None, drop_rng, "rank-00000.safetensors is missing: the random state of rank 0"),
-        (None, garble_rng, "rank-00000.safetensors cannot be read, the random state of rank 0"),
+        (None, garble_rng, "rank-00000.safetensors cannot be read ("),
         (None, rng_without_numpy, "lacks the random state of numpy"),
         (None, rng_of_other_sizes, "holds no random state"),
         (saved_without("optimizer"), None, "holds no optimizer state, which this run needs"),

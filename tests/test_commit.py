@@ -76,7 +76,7 @@ def test_a_changed_manifest_and_a_lost_commit_are_named(tmp_path):
     broken = commit.broken_steps(tmp_path)
     assert broken[4][1] == "COMMIT is not that of manifest.json: one of them was changed"
     assert broken[5][1] == "COMMIT missing"
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     commit.begin(tmp_path, 6)
     assert flipped.is_dir()
     assert lost.is_dir()  # damage is never taken for a leftover
@@ -112,7 +112,7 @@ def test_other_names_are_no_checkpoints(tmp_path):
     (root / "step-00000009.tmp-00000000").write_text("likewise")
     assert list(commit.committed_steps(tmp_path)) == [100_000_000]
     before = set(names(tmp_path))
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert before - set(names(tmp_path)) == {"step-00000009.tmp-00000000"}
     save(tmp_path, 8)
     assert list(commit.committed_steps(tmp_path)) == [8, 100_000_000]
@@ -169,7 +169,7 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
     assert text_of(tmp_path) == "first"
     assert kinds(tmp_path) == ["tmp"]
     save(tmp_path, 3, "third")
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
@@ -206,11 +206,11 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
         (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
         assert text_of(tmp_path) == text
         assert not commit.broken_steps(tmp_path)
-        prune(tmp_path, 2)
+        prune(tmp_path, Retention())
         assert text_of(tmp_path) == text
         assert kinds(tmp_path) == ["old"]
     save(tmp_path, 3, "third")
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
@@ -233,7 +233,7 @@ def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     files = commit.hash_files(folder, ["data"])
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
     (target / "data").write_text("secone")
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     commit.quarantine(target)
     assert text_of(tmp_path) == "first"
 
@@ -254,7 +254,7 @@ def test_the_checkpoints_folder_may_be_a_link_and_no_file(tmp_path):
     (run / "checkpoints").symlink_to(tmp_path / "big disk")
     for step in (1, 2, 3):
         save(run, step)
-        prune(run, 2)
+        prune(run, Retention())
     assert list(commit.committed_steps(run)) == [2, 3]
 
 
@@ -264,7 +264,7 @@ def test_a_link_to_a_checkpoint_is_read_and_not_deleted(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
     for step in (2, 3, 4):
         save(tmp_path, step)
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]
 
 
@@ -331,8 +331,8 @@ def test_prune_reads_the_metrics_and_deletes(tmp_path):
         save(tmp_path, step, metrics={"eval_loss": loss})
         prune(tmp_path, policy)
     assert list(commit.committed_steps(tmp_path)) == [2, 4, 6, 7]
-    assert [p.name for p in prune(tmp_path, 2)] == ["step-00000002", "step-00000004"]
-    assert prune(tmp_path, None) == []
+    prune(tmp_path, Retention())
+    prune(tmp_path, Retention(last=None))
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
 
 
@@ -349,10 +349,10 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
         (broken / "dcp" / "data").unlink()
     else:
         (broken / "manifest.json").write_text("{}")
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     save(tmp_path, 4)
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
@@ -361,7 +361,7 @@ def test_large_files_are_compared_by_size(tmp_path, monkeypatch):
         save(tmp_path, step, "x" * 1000)
     (tmp_path / "checkpoints" / "step-00000003" / "dcp" / "data").write_text("y" * 1000)
     monkeypatch.setattr(retention, "_AFFORDABLE", 500)
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
 
 
@@ -375,9 +375,9 @@ def test_what_cannot_be_deleted_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
         with pytest.raises(CheckpointError, match=r"could not be deleted: Device or resource busy"):
-            prune(tmp_path, 2)
+            prune(tmp_path, Retention())
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
-    prune(tmp_path, 2)
+    prune(tmp_path, Retention())
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 

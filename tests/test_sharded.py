@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_byte_tokenizer, save_tiny_model, tiny_config
-from distributed import run_ranks
+from distributed import run_ranks, tensor_digests
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint, loading, models, ranks
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint import commit, saving
+from toolkit.checkpoint import commit
 from toolkit.config.settings import (
     CheckpointConfig,
     LoraConfig,
@@ -395,7 +395,7 @@ def digests(rank: int, world: int, folder: str, change: bool = False) -> dict:
         with torch.no_grad():
             local = next(p for p in model.parameters() if p.ndim == 2).detach().to_local()
             local[0, 0] += 1e-3
-    return saving.tensor_digests(model)
+    return tensor_digests(model)
 
 
 def test_what_is_saved_is_sharded_after_a_forward_of_the_caller(folders):

@@ -455,8 +455,9 @@ def test_secrets_and_contradictions_are_refused(flags, said):
 @pytest.mark.slow
 def test_a_root_belongs_to_one_run(tmp_path, url):
     cfg = _config(tmp_path, url)
-    folder = run_folder.claim(cfg)
-    run_folder.record(folder, cfg)
+    run_folder.claim(cfg)
+    folder = Path(cfg.output_dir)
+    run_folder.record(cfg)
     saved(url, 3, 3)
     run_folder.claim(cfg)
     # On another machine, whose disk is empty: the same run goes on, another one does not.
@@ -465,7 +466,7 @@ def test_a_root_belongs_to_one_run(tmp_path, url):
     with pytest.raises(ConfigError, match=r"checkpoint.root bucket://.*seed was 42, is 7"):
         run_folder.claim(_config(tmp_path, url, seed=7))
     # Nor does a run that has left its checkpoints elsewhere begin anew.
-    run_folder.record(folder, cfg)
+    run_folder.record(cfg)
     (folder / "metrics.jsonl").write_text("{}\n")
     for root in (None, str(tmp_path / "local"), f"{url}-2"):
         with pytest.raises(ConfigError, match=r"it would begin anew\. Copy checkpoints"):
@@ -476,8 +477,9 @@ def test_a_root_belongs_to_one_run(tmp_path, url):
 
 def test_a_root_on_a_disk(tmp_path):
     cfg = _config(tmp_path, str(tmp_path / "other"))
-    folder = run_folder.claim(cfg)
-    run_folder.record(folder, cfg)
+    run_folder.claim(cfg)
+    folder = Path(cfg.output_dir)
+    run_folder.record(cfg)
     root = run_folder.root_of(cfg)
     saved(root, 3, 3)
     assert sorted(commit.committed_steps(root)) == [3]

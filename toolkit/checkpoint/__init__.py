@@ -12,5 +12,6 @@ summary    `toolkit inspect`
 
 from toolkit.checkpoint.resuming import find, newest, restore, resume
 from toolkit.checkpoint.run_folder import RunFolder, local_copy
-from toolkit.checkpoint.saving import save, wait
+from toolkit.checkpoint.saving import save
 from toolkit.checkpoint.state import TrainState
+from toolkit.training.background import wait

@@ -42,7 +42,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +123,9 @@ def is_committed(checkpoint: Folder) -> bool:
     return _committed(checkpoint)[1] is None
 
 
-def find_checkpoint(path: str | Folder) -> Any:
+def find_checkpoint(path: str | Folder, *also: Callable[[Path], bool]) -> Any:
     """Return the checkpoint that `path` means: itself, or the newest committed one of a run; else
-    CheckpointError says which paths would do.
+    CheckpointError says which paths around it would do, or are of a kind that is asked for `also`.
     """
     path = where(path)
     if is_committed(path) and not (isinstance(path, Place) and BAD in path.files()):
@@ -141,16 +141,19 @@ def find_checkpoint(path: str | Folder) -> Any:
             what = "is a URL; copy its checkpoint first, with checkpoint.local_copy"
     elif (path / MANIFEST).exists() or _ON_DISK.match(path.name):
         what = f"is not committed ({COMMIT} missing or not that of its manifest)"
-    raise CheckpointError(f"{path} {what}{_near(path)}")
+    raise CheckpointError(f"{path} {what}{did_you_mean(path, _may_be_checkpoint, *also)}")
 
 
-def _near(path: Path) -> str:
-    """Return the end of an error: which paths around `path` hold a checkpoint of some kind."""
+def _may_be_checkpoint(path: Path) -> bool:
+    return any(any(path.glob(mark)) for mark in _MARKS)
+
+
+def did_you_mean(path: Path, *kinds: Callable[[Path], bool]) -> str:
+    """Return the end of an error: which folders around `path` are of one of the `kinds`."""
     here = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
     for group in (list(path.parents)[:3], *below):
-        found = [p for p in group if p.is_dir() and any(any(p.glob(mark)) for mark in _MARKS)]
-        if found:
+        if found := [p for p in group if p.is_dir() and any(kind(p) for kind in kinds)]:
             return f"; did you mean {' or '.join(map(str, found[:3]))}?"
     return ""
 
@@ -180,15 +183,29 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
 
 
 def damaged_files(
-    checkpoint: Folder, only: Iterable[str] | None = None, *, hashed: bool = True
+    folder: Folder,
+    only: Iterable[str] | None = None,
+    *,
+    hashed: Collection[str] | None = None,
+    files: dict[str, dict[str, Any]] | None = None,
 ) -> list[tuple[str, str]]:
     """Return (file, what is wrong) for every file that is not what the manifest says.
 
-    Reads and hashes the files named in `only`, or all, and those that the manifest does not know;
-    with `hashed` false it compares sizes.
+    Looks at the files named in `only`, else at all, also those that the manifest does not know, and
+    reads those in `hashed`, else all. `files` are the manifest's where they are known already.
     """
-    files = read_manifest(checkpoint)["files"]
-    return _faults(checkpoint, files, only, files if hashed else ())
+    files = read_manifest(folder)["files"] if files is None else files
+    sizes = files_below(folder)
+    names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else list(only)
+
+    def fault(name: str) -> str | None:
+        if name not in files:
+            return "is not in the manifest"
+        is_read = hashed is None or name in hashed
+        return damage(folder / name, sizes.get(name, -1), files[name], hashed=is_read)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
 
 
 def verifies(checkpoint: Folder, budget: int) -> tuple[bool, int]:
@@ -204,26 +221,7 @@ def verifies(checkpoint: Folder, budget: int) -> tuple[bool, int]:
         if read + files[name]["size"] <= budget:
             read += files[name]["size"]
             hashed.add(name)
-    return not _faults(checkpoint, files, files, hashed), read
-
-
-def _faults(
-    folder: Folder,
-    files: dict[str, dict[str, Any]],
-    only: Iterable[str] | None,
-    hashed: Collection[str],
-) -> list[tuple[str, str]]:
-    """Return what is wrong with the files `only`, or all there are, of which `hashed` are read."""
-    sizes = files_below(folder)
-    names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else list(only)
-
-    def fault(name: str) -> str | None:
-        if name not in files:
-            return "is not in the manifest"
-        return damage(folder / name, sizes.get(name, -1), files[name], hashed=name in hashed)
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
+    return not damaged_files(checkpoint, files, hashed=hashed, files=files), read
 
 
 def damage(file: Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
@@ -352,7 +350,7 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
 
 def _check_whole(folder: Folder, manifest: dict[str, Any]) -> None:
     """Refuse to commit a folder that holds other files, or of other sizes, than its manifest."""
-    for name, fault in _faults(folder, manifest["files"], None, ()):
+    for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
         raise CheckpointError(f"{folder / name} {fault}: not committed")
 
 
@@ -432,36 +430,30 @@ def delete(folders: Iterable[Any]) -> None:
 def attempts_of(run: str | Folder) -> list[Attempt]:
     """Return all that bears a name of the protocol, by step, what counts last."""
     root = where(run) / CHECKPOINTS
-    if isinstance(root, Place):
-        names: dict[str, set[str]] = {}
-        for path in root.files():
-            folder, _, name = path.partition("/")
-            names.setdefault(folder, set()).add(name)
-        found = [_on_store(root / folder, files) for folder, files in names.items()]
-    else:
-        found = [_on_disk(path) for path in (root.iterdir() if root.is_dir() else ())]
+    found = _on_store(root) if isinstance(root, Place) else _on_disk(root)
     # step-000000007 would be a second step 7
-    attempts = [a for a in found if a and step_name(a.step) == a.folder.name.partition(".")[0]]
+    attempts = [a for a in found if step_name(a.step) == a.folder.name.partition(".")[0]]
     return sorted(attempts, key=lambda a: (a.step, a.order, a.folder.name))
 
 
-def _on_disk(path: Path) -> Attempt | None:
-    match = _ON_DISK.fullmatch(path.name)
-    if match is None:
-        return None
-    kind = match[2] or ("tmp" if _unfinished(path) else "saved")
-    return Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
+def _on_disk(root: Path) -> Iterator[Attempt]:
+    for path in root.iterdir() if root.is_dir() else ():
+        if match := _ON_DISK.fullmatch(path.name):
+            kind = match[2] or ("tmp" if _unfinished(path) else "saved")
+            yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
 
 
-def _on_store(place: Place, files: set[str]) -> Attempt | None:
-    match = _ON_STORE.fullmatch(place.name)
-    if match is None or files == {""}:
-        return None
-    number = int(match[2] or 0)
-    kind = "bad" if BAD in files else "saved" if COMMIT in files else "tmp"
-    if kind == "tmp" and number == 0:
-        return None  # somebody may still be copying it
-    return Attempt(place, int(match[1]), kind, number)
+def _on_store(root: Place) -> Iterator[Attempt]:
+    names: dict[str, set[str]] = {}
+    for path in root.files():
+        folder, _, name = path.partition("/")
+        names.setdefault(folder, set()).add(name)
+    for folder, files in names.items():
+        if (match := _ON_STORE.fullmatch(folder)) and files != {""}:
+            number = int(match[2] or 0)
+            kind = "bad" if BAD in files else "saved" if COMMIT in files else "tmp"
+            if kind != "tmp" or number > 0:  # else somebody may still be copying it
+                yield Attempt(root / folder, int(match[1]), kind, number)
 
 
 def counting(attempts: list[Attempt]) -> dict[int, Attempt]:

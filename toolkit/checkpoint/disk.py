@@ -1,7 +1,6 @@
 """Whether the disk holds what a run will write, predicted from shapes and dtypes alone."""
 
 import math
-import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS
-from toolkit.checkpoint.store import Place, where
+from toolkit.checkpoint.store import Place, bytes_below, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import DTYPES, assets_of
@@ -43,11 +42,6 @@ class DiskEstimate:
     def total(self) -> int:
         return (0 if self.store else self.checkpoint * self.checkpoints) + self.export
 
-    @property
-    def lacking(self) -> int:
-        """Bytes that must become free before the run can end well; 0 where it fits."""
-        return max(0, self.total - min(self.there, self.total) - self.free)
-
     def __str__(self) -> str:
         there = f", of which {size_text(self.there)} are there" if self.there else ""
         return (
@@ -64,12 +58,10 @@ def need(
     max_steps: int | None,
     world_size: int,
 ) -> DiskEstimate:
-    """Return what the run needs and finds; costs a look at the run's files, reads none.
+    """Return what the run needs and finds, for a model on meta or not; reads no file.
 
-    Args:
-        model: on meta or not, sharded or not.
-        max_steps: of the whole run; None where the data decides, which is not known yet: permanent
-            checkpoints are not counted then.
+    `max_steps` are those of the whole run, None where they are not known yet: permanent checkpoints
+    are not counted then.
     """
     run, root = Path(output_dir), where(output_dir if cfg.root is None else cfg.root)
     exports, there, every = 1, 0, cfg.export_steps  # of no others, the one made after the run
@@ -96,11 +88,12 @@ def need(
 
 def refuse_overflow(need: DiskEstimate, cfg: CheckpointConfig) -> None:
     """Refuse a run that would fill the disk: CheckpointError with what is needed, free, to do."""
-    if need.lacking:
+    lacking = need.total - min(need.there, need.total) - need.free
+    if lacking > 0:
         limit = cfg.save_total_limit
         rule = "all are kept" if limit is None else f"checkpoint.save_total_limit is {limit}"
         raise CheckpointError(
-            f"the run does not fit on the disk: {need}. Free {size_text(need.lacking)}, save less "
+            f"the run does not fit on the disk: {need}. Free {size_text(lacking)}, save less "
             f"({rule}, save_steps {cfg.save_steps}, save_permanent_steps "
             f"{cfg.save_permanent_steps}, export_steps {cfg.export_steps}), or give another "
             "output_dir"
@@ -154,10 +147,5 @@ def _existing(folder: Path) -> Path:
 
 def _counted(root: Path, aside: str) -> int:
     """Return the bytes below `root`, without what was set aside: that stays and makes no room."""
-    return sum(
-        os.lstat(os.path.join(below, name)).st_size
-        for folder in (root.iterdir() if root.is_dir() else ())
-        if aside not in folder.name
-        for below, _, names in os.walk(folder)
-        for name in names
-    )
+    folders = root.iterdir() if root.is_dir() else ()
+    return sum(bytes_below(folder) for folder in folders if aside not in folder.name)

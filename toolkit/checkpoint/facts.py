@@ -1,6 +1,5 @@
 """What a run's export and its model card publish of it: no secret, no path of a machine."""
 
-import contextlib
 import importlib.metadata
 import math
 import platform
@@ -29,11 +28,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     """Return what a model card says of a run, as plain JSON values; {} where there is no run.
 
-    Secrets are removed, and of paths only the last part is kept.
-
-    Args:
-        run_dir: the run directory, or `checkpoint.root` of the run.
-        step: of the checkpoint that is exported; what the run logged later is left out.
+    Secrets are removed, and of paths only the last part is kept. `run_dir` may be the run's
+    `checkpoint.root`; what it logged after `step` is left out.
 
     Returns:
         `base_model` {name, hub_id, revision, init, license}, `data` {name: ...},
@@ -52,7 +48,11 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
         "data": _data(config.get("data") or {}, finetuned="lora" in config),
         "hyperparameters": _settings(config),
         "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
-        "versions": _versions(),
+        "versions": {
+            "toolkit": __version__,
+            "python": platform.python_version(),
+            **{package: importlib.metadata.version(package) for package in _PACKAGES},
+        },
         "steps": final.get("step"),
         "tokens": final.get("tokens"),
         **_batch(run, step),
@@ -61,10 +61,6 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
 
 
 def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Return what is published of a base model: `name`, `hub_id`, `revision`, `init`, `license`.
-
-    A relative path may lie beside the `run`; of a path only the last part is kept.
-    """
     given = str(model.get("name_or_path") or "")
     local = is_path(given, run)
     return {
@@ -81,15 +77,6 @@ def is_path(given: str, run: Path = Path()) -> bool:
     if not _HUB_ID.fullmatch(given) or ".." in given:
         return True
     return any((folder / given).exists() for folder in (Path(), *run.absolute().parents))
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the toolkit, of Python and of the libraries that made the export."""
-    found = {"toolkit": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not all are needed
-            found[package] = importlib.metadata.version(package)
-    return found
 
 
 def _home(run: Path, config: dict[str, Any]) -> Path:

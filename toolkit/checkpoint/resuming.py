@@ -1,18 +1,20 @@
 """Resuming: the newest checkpoint that verifies, and the state of a run out of it."""
 
+import itertools
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
 from toolkit.checkpoint import commit, retention, rng_state
-from toolkit.checkpoint.saving import DCP, HF, RNG, wait
-from toolkit.checkpoint.shards import own_bytes, read_tensors, spread
+from toolkit.checkpoint.saving import DCP, HF, RNG
+from toolkit.checkpoint.shards import read_tensors, spread
 from toolkit.checkpoint.state import (
     TrainState,
     check_model,
@@ -26,8 +28,9 @@ from toolkit.checkpoint.state import (
 from toolkit.checkpoint.store import Folder, read_object, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import METADATA_FILE, read_metadata
+from toolkit.formats import METADATA_FILE, local_tensor, read_metadata
 from toolkit.models.peft_model import model_tensors
+from toolkit.training import background, seed_everything
 
 # Keys of config.json that say nothing about what the model computes in training.
 _NOT_ARCHITECTURE = {
@@ -60,11 +63,11 @@ def find(run_dir: str | Folder, model: nn.Module, position: Any = None) -> Folde
             no position.
     """
     saved = newest(run_dir)
-    if saved is None:
-        ranks.on_all(lambda: refuse_lost(run_dir))
-        return None
 
     def check_and_move() -> None:
+        if saved is None:
+            refuse_lost(run_dir)
+            return
         check_same_model(model, saved)
         if position is not None:
             content = piece(read_state(saved), "data", saved)
@@ -82,7 +85,7 @@ def newest(run_dir: str | Folder) -> Folder | None:
     killed deletions have left. Reads and hashes every file, split over the ranks by size; rank 0
     says how long that took.
     """
-    wait()
+    background.wait()
     run = ranks.on_all(lambda: where(run_dir))
 
     def clean() -> list[tuple[str, str]]:
@@ -91,15 +94,13 @@ def newest(run_dir: str | Folder) -> Folder | None:
 
     for name, what in ranks.on_main(clean):
         quarantine(name, what)
-    while True:
-        steps = ranks.on_main(lambda: {n: str(p) for n, p in commit.committed_steps(run).items()})
-        if not steps:
-            return None
-        path = where(steps[max(steps)])
+    while saved := ranks.on_main(lambda: [str(p) for p in commit.committed_steps(run).values()]):
+        path = where(saved[-1])
         damage = _verify(path)
         if not damage:
             return path
         quarantine(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
+    return None
 
 
 def refuse_lost(run_dir: str | Folder) -> None:
@@ -117,12 +118,8 @@ def quarantine(checkpoint: str | Folder, what: str) -> None:
     """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
     checkpoint = where(checkpoint)
     aside = ranks.on_main(lambda: str(commit.quarantine(checkpoint)))
-    if ranks.rank() == 0:
-        print(
-            f"WARNING: checkpoint {checkpoint.name} is damaged and not used ({what}); it is kept: "
-            f"{aside}",
-            flush=True,
-        )
+    name = checkpoint.name
+    ranks.say(f"WARNING: checkpoint {name} is damaged and not used ({what}); it is kept: {aside}")
 
 
 def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
@@ -132,19 +129,16 @@ def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
     def look() -> tuple[dict[str, int], list[tuple[str, str]]]:
         files = commit.read_manifest(checkpoint)["files"]
         sizes = {name: entry["size"] for name, entry in files.items()}
-        return sizes, commit.damaged_files(checkpoint, hashed=False)
+        return sizes, commit.damaged_files(checkpoint, hashed=(), files=files)
 
     sizes, damage = ranks.on_main(look)
     mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
     found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine))
-    damage = list(dict.fromkeys([*damage, *(fault for part in found for fault in part)]))
-    if ranks.rank() == 0:
-        done = "read" if damage else "verified"
-        print(
-            f"{done} {checkpoint.name}: {sum(sizes.values()) / 1e9:.2f} GB hashed by "
-            f"{ranks.world_size()} rank(s) in {time.perf_counter() - begun:.1f} s",
-            flush=True,
-        )
+    damage = list(dict.fromkeys(itertools.chain(damage, *found)))
+    ranks.say(
+        f"{'read' if damage else 'verified'} {checkpoint.name}: {sum(sizes.values()) / 1e9:.2f} GB "
+        f"hashed by {len(found)} rank(s) in {time.perf_counter() - begun:.1f} s"
+    )
     return damage
 
 
@@ -159,11 +153,9 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     """
     check_same_adapters(model, read_state(checkpoint), checkpoint)
     assets, file = getattr(model, "hf_assets", None), checkpoint / HF / "config.json"
-    if assets is None:
+    if assets is None or (before := read_object(file)) is None:
         return
-    before, now = read_object(file), assets.config
-    if before is None:
-        return
+    now = assets.config
     names = [n for n in {**before, **now} if n not in _NOT_ARCHITECTURE]
     changed = [n for n in names if before.get(n) != now.get(n)]
     if changed:
@@ -215,19 +207,17 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     ranks.on_all(settle)
     state.restored = {
-        "own_bytes": own_bytes(tensors),
+        "own_bytes": sum(local_tensor(t).nbytes for t in tensors.values()),
         "bytes_requested": requested,
         "seconds": time.perf_counter() - begun,
     }
     every = ranks.gather(state.restored)
     own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
-    if ranks.rank() == 0:
-        print(
-            f"read {checkpoint.name}: {len(every)} rank(s) asked for {read / 1e9:.2f} GB to fill "
-            f"{own / 1e9:.2f} GB ({read / max(own, 1):.2f} x) in "
-            f"{max(r['seconds'] for r in every):.1f} s",
-            flush=True,
-        )
+    ranks.say(
+        f"read {checkpoint.name}: {len(every)} rank(s) asked for {read / 1e9:.2f} GB to fill "
+        f"{own / 1e9:.2f} GB ({read / max(own, 1):.2f} x) in "
+        f"{max(r['seconds'] for r in every):.1f} s"
+    )
     return state.step
 
 
@@ -248,10 +238,8 @@ def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
     if before == now:
         rng_state.restore(checkpoint / RNG, ranks.rank())
         return
-    if ranks.rank() == 0:
-        print(
-            f"resuming on {now[0]} rank(s) of {now[1]} what {before[0]} of {before[1]} saved: "
-            "weights, optimizer and data continue exactly, random state (dropout) is derived anew",
-            flush=True,
-        )
-    rng_state.derive(ranks.rank(), content["step"])
+    ranks.say(
+        f"resuming on {now[0]} rank(s) of {now[1]} what {before[0]} of {before[1]} saved: weights, "
+        "optimizer and data continue exactly, random state (dropout) is derived anew"
+    )
+    seed_everything(torch.initial_seed(), ranks.rank(), content["step"])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
@@ -16,11 +15,8 @@ _AFFORDABLE_ON_STORE = 16 * 2**20
 
 
 def expendable(verified: Mapping[int, Mapping[str, float]], policy: Retention) -> set[int]:
-    """Return the steps that may be deleted.
-
-    Args:
-        verified: step -> metrics of every committed checkpoint that verifies. Others are no
-            candidates, and do not count as kept either.
+    """Return the steps that may be deleted of those that verify, given with their metrics; others
+    are no candidates, and do not count as kept either.
     """
     if policy.last is None:
         return set()
@@ -37,20 +33,16 @@ def expendable(verified: Mapping[int, Mapping[str, float]], policy: Retention) -
     return set(verified) - kept - set(ranked[: policy.best])
 
 
-def prune(run: str | Folder, keep: int | Retention | None) -> list[Any]:
-    """Delete the checkpoints that the policy does not keep, and leftovers; return what went.
+def prune(run: str | Folder, policy: Retention) -> None:
+    """Delete the checkpoints that the policy does not keep, and leftovers: unfinished, half-deleted
+    and superseded folders. Call it after the newest one is committed.
 
-    A number stands for `Retention(last=number)`, None keeps all. A checkpoint counts as kept only
-    when it verifies: its files have the sizes of the manifest, and the hashes too as far as 128 MB
-    go (16 on a store), newest checkpoint and smallest files first; `resume` hashes everything. One
-    that does not verify is not deleted, nor are links: somebody else put them there. Leftovers are
-    unfinished, half-deleted and superseded folders. Call it after the newest one is committed.
-
-    Raises:
-        CheckpointError: something cannot be deleted.
+    A checkpoint counts as kept only when it verifies: its files have the sizes of the manifest, and
+    the hashes too as far as 128 MB go (16 on a store), newest checkpoint and smallest files first;
+    `resume` hashes everything. One that does not verify is not deleted, nor are links: somebody
+    else put them there. CheckpointError where something cannot be deleted.
     """
     run = where(run)
-    policy = keep if isinstance(keep, Retention) else Retention(last=keep)
     with disk_errors(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = counting(attempts)
@@ -73,7 +65,6 @@ def prune(run: str | Folder, keep: int | Retention | None) -> list[Any]:
                 gone.append(a.folder)
         gone += [newest[step].folder for step in sorted(expendable(verified, policy))]
         commit.delete(gone)
-    return gone
 
 
 def sweep(run: str | Folder) -> None:

@@ -73,12 +73,11 @@ def restore(folder: Folder, rank: int) -> None:
     file = folder / _file_name(rank)
     try:
         saved = load(read_plain(file))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing: the random state of rank {rank}") from error
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read, the random state of rank {rank}: {error}"
-        ) from error
+        fault = (
+            "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        )
+        raise CheckpointError(f"{file} {fault}: the random state of rank {rank}") from error
     wanted = (*PIECES, *([] if device_type() == "cpu" else [device_type()]))
     if lacking := [name for name in wanted if name not in saved]:
         raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")
@@ -93,14 +92,6 @@ def restore(folder: Folder, rank: int) -> None:
             torch.get_device_module(device_type()).set_rng_state(saved[device_type()])
     except (ValueError, TypeError, RuntimeError, IndexError, OverflowError) as error:
         raise CheckpointError(f"{file} holds no random state: {error}") from error
-
-
-def derive(rank: int, step: int) -> None:
-    """Seed everything anew from this process's seed, its rank and the step; the same each time."""
-    key = hashlib.sha256(f"{torch.initial_seed()}/{rank}/{step}".encode()).digest()
-    random.seed(int.from_bytes(key[:8], "little"))
-    numpy.random.seed(int.from_bytes(key[8:12], "little"))
-    torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
 
 
 def _file_name(rank: int) -> str:

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,12 @@ class RunFolder:
     Every method is collective. Raises as `claim` does.
     """
 
-    def __init__(self, cfg: PretrainConfig | FinetuneConfig, say: Callable[..., None]) -> None:
-        self._cfg, self._say = cfg, say
-        self.path = ranks.on_all(lambda: claim(cfg))
-        self.root = root_of(cfg)
+    def __init__(self, cfg: PretrainConfig | FinetuneConfig) -> None:
+        self._cfg, self._before = cfg, ranks.on_all(lambda: claim(cfg))
+        self.path, self.root = Path(cfg.output_dir), root_of(cfg)
         self.tokenizer = self.path / TOKENIZER  # one that the run trains
         self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
-        self._before = ranks.on_main(lambda: _recorded(cfg))
-
-    @property
-    def holds_work(self) -> bool:
-        """Whether an earlier start has left metrics or checkpoints."""
-        return _holds_work(self.path)
+        self.holds_work = self._before is not None  # metrics or checkpoints of an earlier start
 
     def hold(self, model: nn.Module, max_steps: int) -> None:
         """Say what the run will write, refuse a disk that is too small (CheckpointError), and keep
@@ -71,7 +65,7 @@ class RunFolder:
             disk.refuse_overflow(estimate, cfg)
             return str(estimate)
 
-        self._say(f"disk       {ranks.on_main(needed)}")
+        ranks.say(f"disk       {ranks.on_main(needed)}")
         ranks.on_main(lambda: hold(self.path))
 
     def record(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
@@ -79,7 +73,7 @@ class RunFolder:
         have. Where the run is `done`, or has no step left, the settings of what was done stay.
         """
         if state.step:
-            self._say(f"resuming   {self.path} after step {state.step}")
+            ranks.say(f"resuming   {self.path} after step {state.step}")
         if done or state.step >= data.max_steps:
             return
         cfg, changes = self._cfg, {}
@@ -87,16 +81,16 @@ class RunFolder:
             changes = config.differences(self._before, cfg)
         for name, (old, new) in changes.items():
             if not name.startswith(_SILENT):
-                self._say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")
+                ranks.say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")
         asked, used = cfg.train.gradient_accumulation_steps, data.accumulation
         if asked != used:
-            self._say(
+            ranks.say(
                 f"note: {_ACCUMULATION} {asked} has no effect, it is {used}: the global batch of a "
                 f"run stays, here {data.position.global_batch} samples"
             )
             train: Any = dataclasses.replace(cfg.train, gradient_accumulation_steps=used)
             cfg = dataclasses.replace(cfg, train=train)
-        ranks.on_main(lambda: record(self.path, cfg))
+        ranks.on_main(lambda: record(cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
 
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
@@ -134,8 +128,8 @@ def local_copy(path: str | Path) -> Iterator[Path]:
     `checkpoint.root` is elsewhere.
 
     What is on a disk is given as it is. From a store the checkpoint, or the newest committed one of
-    a run, is copied into a temporary folder (TMPDIR), with the run's config and metrics where there
-    are any, and deleted afterwards; a line on stderr says so. Whoever reads the copy judges it.
+    a run, is copied into a temporary folder (TMPDIR), with the run's config and metrics, and
+    deleted afterwards; a line on stderr says so.
 
     Raises:
         CheckpointError: nothing committed is there, the store cannot be read, or the copy does not
@@ -190,8 +184,9 @@ def _copy(checkpoint: Place, folder: Path) -> None:
         list(pool.map(copy, files))
 
 
-def claim(cfg: Any) -> Path:
-    """Return the run directory of `cfg`; it, and `checkpoint.root`, is free or holds this very run.
+def claim(cfg: Any) -> Any:
+    """Refuse a run directory or a `checkpoint.root` that is not free and does not hold this very
+    run; return the settings that an earlier start recorded, None where it left no work.
 
     Raises:
         ConfigError: the directory holds another run, or files that are not a run's.
@@ -208,8 +203,9 @@ def claim(cfg: Any) -> Path:
             f"output_dir {folder} holds files that are not a run's "
             f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
         )
-    before = _recorded(cfg)
-    if before is not None:
+    before = None
+    if CONFIG in present and ((folder / METRICS).is_file() or committed_steps(folder)):
+        before = _read(folder / CONFIG, type(cfg))
         _check_same_run(before, cfg, "output_dir", folder)
         moved, old = before.checkpoint.root != cfg.checkpoint.root, root_of(before)
         if moved and committed_steps(old) and not committed_steps(root):
@@ -230,12 +226,12 @@ def claim(cfg: Any) -> Path:
             _check_writable(root, "checkpoint.root")
         if committed_steps(root):
             _check_same_run(_read(root / CONFIG, type(cfg)), cfg, "checkpoint.root", root)
-    return folder
+    return before
 
 
-def record(folder: Path, cfg: Any) -> None:
+def record(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
-    text, root = config.dump(cfg), root_of(cfg)
+    folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
     replace_synced(folder / CONFIG, text)
     if isinstance(root, Place):
         (root / CONFIG).write_bytes(text.encode())
@@ -260,19 +256,6 @@ def hold(folder: Path) -> None:
         ) from error
     except OSError as error:  # a network file system without locks
         print(f"note: {folder} cannot be locked ({error.strerror}); start one run only on it")
-
-
-def _recorded(cfg: Any) -> Any:
-    """Return the settings that an earlier start of this run recorded, None where there is none."""
-    folder = Path(cfg.output_dir)
-    return _read(folder / CONFIG, type(cfg)) if _holds_work(folder) else None
-
-
-def _holds_work(folder: Path) -> bool:
-    """Whether a run has left something behind that must not be mixed with another one."""
-    return (folder / CONFIG).is_file() and (
-        (folder / METRICS).is_file() or bool(committed_steps(folder))
-    )
 
 
 def _read(file: Folder, cls: type) -> Any:
@@ -304,9 +287,7 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
 
 
 def _check_writable(folder: Path, setting: str) -> None:
-    above = folder.absolute()
-    while not os.path.lexists(above):
-        above = above.parent
+    above = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         what = "cannot be written to" if above.is_dir() else "is not a folder"
         raise ConfigError(

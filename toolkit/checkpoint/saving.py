@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
@@ -60,7 +59,7 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
         CheckpointError: on every rank, when any rank could not write; with `cfg.async_save` by the
             next `save`, `wait` or the end of the run.
     """
-    wait()
+    background.wait()
     begun = time.perf_counter()
     ranks.object_group(_CHANNEL)  # every rank is here now, and not when it is needed
     run = ranks.on_all(lambda: where(run_dir))
@@ -72,26 +71,13 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
     def write_behind() -> None:
         with ranks.exchanges_over(_CHANNEL):
             path = snapshot.write()
-        if ranks.rank() == 0:
-            print(
-                f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the loop "
-                f"waited {blocked:.3f} s",
-                flush=True,
-            )
+        ranks.say(
+            f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the loop waited "
+            f"{blocked:.3f} s"
+        )
 
     background.start(f"the checkpoint of step {state.step}", write_behind)
     return str(snapshot.store or snapshot.folder.parent / commit.step_name(state.step))
-
-
-def wait() -> None:
-    """Return when what `save` began is committed; raise on every rank what failed on any."""
-    background.wait()
-
-
-def tensor_digests(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return name -> {"shape", "dtype", "digest"} of every model tensor. Collective."""
-    tensors = model_tensors(model)
-    return _described(tensors, ranks.gather(part_digests(tensors, whole_rows(tensors))))
 
 
 class _Snapshot:
@@ -164,7 +150,7 @@ class _Snapshot:
             raise named from error
         finally:
             self.remove()  # still under its temporary name: it failed
-        ranks.on_main(lambda: [str(gone) for gone in retention.prune(self.run, self.policy)])
+        ranks.on_main(lambda: retention.prune(self.run, self.policy))
         return path
 
     def _write_small(self, shards: Files) -> Files:
@@ -190,7 +176,8 @@ class _Snapshot:
             "version": MANIFEST_VERSION,
             "step": self.step,
             "files": {name: entry for files, _ in parts for name, entry in files.items()},
-            "tensors": _described(self.model, [lanes for _, lanes in parts]),
+            # int64 wraps
+            "tensors": described(self.model, torch.stack([lanes for _, lanes in parts]).sum(0)),
             **({} if self.adapter is None else {"adapter": self.adapter}),
         }
         with disk_errors(self.failed):
@@ -200,10 +187,6 @@ class _Snapshot:
         """Remove what a save leaves on this machine's disk; on a store the next save does."""
         if self.store or ranks.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _described(tensors: dict[str, torch.Tensor], lanes: list[torch.Tensor]) -> dict[str, Any]:
-    return described(tensors, torch.stack(lanes).sum(0))  # int64 wraps
 
 
 # Room for the copies of one save; filling fresh pages, let alone pinning them, takes longer than

@@ -27,7 +27,7 @@ from torch.futures import Future
 from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
-from toolkit.formats import check_blob, coverage_fault, local_tensor
+from toolkit.formats import check_blob, coverage_fault
 
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
@@ -174,11 +174,6 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     """Return the first rank that failed in a call of DCP, and what it failed with."""
     rank, failure = next(iter(error.failures.items()), (0, error))
     return rank, failure[0] if isinstance(failure, tuple) else failure
-
-
-def own_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts."""
-    return sum(local_tensor(t).nbytes for t in tensors.values())
 
 
 def _done(value: Any) -> "Future[Any]":

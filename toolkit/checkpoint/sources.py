@@ -11,8 +11,10 @@ What they say is not trusted: a pickle is read by `formats.read_metadata` only.
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,10 @@ from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
 from toolkit.formats import (
     METADATA_FILE,
-    Box,
     Chunk,
     StoredTensor,
-    TensorEntry,
     boxes_fault,
+    coverage_fault,
     header_metadata,
     local_folder,
     plain_file,
@@ -57,16 +58,7 @@ _CONSOLIDATED_BESIDE = "sharded"  # where torch puts the shards when it consolid
 # Keys of a base's config.json that a save changes.
 _OF_A_SAVE = {"vocab_size", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
 # What compilation and wrappers put into names, and no state dict for export has.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a checkpoint: what it is, and the boxes that it is stored in."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 
 
 @dataclass(frozen=True)
@@ -77,13 +69,14 @@ class Source:
     """Holds the shards."""
     hf: Path
     """Holds config.json and what else belongs to the model."""
-    prefix: str | None
-    """Before each parameter's name; None: to be found."""
     checkpoint: Path | None
     """The toolkit's own checkpoint, with a manifest; None where another tool wrote it."""
-    tensors: dict[str, Stored]
-    locate: Callable[[str], list[Chunk]]
-    """Name -> its non-empty chunks; reads a few hundred bytes a chunk."""
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Name -> dtype and shape."""
+    stored: Callable[[str], StoredTensor]
+    """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
+    fault: Callable[[str], str | None]
+    """Name -> why its chunks do not cover each element once, None where they do."""
 
     def fingerprint(self) -> str:
         """Return a hash that changes with the weights: of the manifest, else of file stats."""
@@ -92,11 +85,6 @@ class Source:
         stats = ((p.name, p.stat()) for p in sorted(self.folder.iterdir()) if p.is_file())
         facts = [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts)).encode()).hexdigest()
-
-    def stored(self, key: str) -> StoredTensor:
-        """Return the tensor `key`, to be read some rows at a time."""
-        entry = self.tensors[key]
-        return StoredTensor(entry.dtype, entry.shape, tuple(self.locate(key)))
 
     def digests(self) -> dict[str, str]:
         """Return key -> digest of live memory at saving; empty where there are none as of today."""
@@ -248,15 +236,13 @@ def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str
     wanted = set(names)
     clean: dict[str, str] = {}
     for key in source.tensors:
-        name = key
-        for part in _WRAPPERS:
-            name = name.replace(part, "")
+        name = _WRAPPERS.sub("", key)
         if name in clean:
             raise ExportError(
                 f"{source.folder} holds {clean[name]} and {key}, which are both {name}"
             )
         clean[name] = key
-    prefix = source.prefix if source.prefix is not None else _find_prefix(clean, wanted, source)
+    prefix = _find_prefix(clean, wanted, source) if source.checkpoint is None else _PREFIX
     found = {n.removeprefix(prefix): key for n, key in clean.items() if n.startswith(prefix)}
     if prefix == "":
         roots = {name.partition(".")[0] for name in wanted}
@@ -267,9 +253,9 @@ def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str
 def check_whole(source: Source, keys: Iterable[str]) -> None:
     """Check that chunks cover each element of each tensor once; ExportError names what is not."""
     for key in keys:
-        entry = source.tensors[key]
-        if fault := boxes_fault(entry.shape, entry.boxes):
-            raise ExportError(f"{key} {entry.shape} is not whole in {source.folder}: {fault}")
+        if fault := source.fault(key):
+            shape = source.tensors[key][1]
+            raise ExportError(f"{key} {shape} is not whole in {source.folder}: {fault}")
 
 
 def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
@@ -280,16 +266,11 @@ def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
     shards = [n for n in files if n.startswith("dcp/")]
     small = [n for n in files if n.startswith("hf/") or n == metadata]
     for name, fault in (
-        *damaged_files(checkpoint, only=shards, hashed=False),
-        *damaged_files(checkpoint, only=small),
+        *damaged_files(checkpoint, shards, hashed=(), files=files),
+        *damaged_files(checkpoint, small, files=files),
     ):
         raise damaged(checkpoint / name, fault)
-    hf = checkpoint / "hf" if hf_assets is None else _given(hf_assets)
-    if not _has_config(hf):
-        raise ExportError(
-            f"{hf} has no config.json; give a folder that has: --hf_assets FOLDER_OR_ID"
-        )
-    return _dcp(checkpoint / "dcp", hf, checkpoint)
+    return _dcp(checkpoint / "dcp", _assets(hf_assets, checkpoint / "hf"), checkpoint)
 
 
 def damaged(file: Path, what: str) -> CheckpointError:
@@ -300,29 +281,22 @@ def damaged(file: Path, what: str) -> CheckpointError:
 def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
     metadata = read_metadata(folder)
     tensors = {
-        key: Stored(
-            entry.properties.dtype,
-            tuple(entry.size),
-            tuple((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks),
-        )
+        key: (entry.properties.dtype, tuple(entry.size))
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
     weights = folder.with_name(folder.name.replace(_OPTIMIZER, ACCELERATE))
     if folder.name.startswith(_OPTIMIZER) and (weights / METADATA_FILE).is_file():
         raise CheckpointError(f"{folder} holds an optimizer's state; the weights are in {weights}")
-    return Source(
-        folder,
-        hf,
-        None if checkpoint is None else _PREFIX,
-        checkpoint,
-        tensors,
-        lambda key: tensor_chunks(folder, metadata, key),
-    )
+
+    def stored(key: str) -> StoredTensor:
+        return StoredTensor(*tensors[key], tuple(tensor_chunks(folder, metadata, key)))
+
+    return Source(folder, hf, checkpoint, tensors, stored, partial(coverage_fault, metadata))
 
 
 def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
-    parts: dict[str, list[tuple[TensorEntry, tuple[int, ...]]]] = {}
+    parts: dict[str, dict[Any, Chunk]] = {}
     for file in files:
         plain_file(folder, file.name, CheckpointError)
         try:
@@ -341,40 +315,37 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
                 counted = all(type(n) is int and 0 <= n < 2**63 for n in (*offsets, *entry.shape))
                 if not counted or len(offsets) != len(entry.shape):
                     raise ValueError(f"{name}: {entry.shape} at {offsets}")
-                parts.setdefault(name, []).append((entry, offsets))
+                chunk = Chunk(file, offsets, entry.shape, entry.dtype, entry.begin)
+                # Of replicas each rank may have written its own.
+                parts.setdefault(name, {})[offsets, entry.shape, entry.dtype] = chunk
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} has a damaged {_SHARDING}: {error!r}") from error
-    tensors, chunks = {}, {}
+    found = {}
     for name, held in parts.items():
-        ends = zip(
-            *([o + n for o, n in zip(at, e.shape, strict=True)] for e, at in held), strict=False
-        )
-        shape = tuple(max(dim) for dim in ends)
-        dtypes = {e.dtype for e, _ in held}
-        if len(dtypes) > 1 or len({len(at) for _, at in held}) > 1:
-            raise CheckpointError(f"{folder} holds {name} in parts that do not fit: {dtypes}")
-        # Of replicas each rank may have written its own: parts that are one and the same place.
-        held = list({(at, e.shape): (e, at) for e, at in held}.values())
-        tensors[name] = Stored(held[0][0].dtype, shape, tuple((at, e.shape) for e, at in held))
-        chunks[name] = [
-            Chunk(e.file, at, e.shape, e.dtype, e.begin) for e, at in held if e.nbytes > 0
-        ]
-    return Source(folder, hf, None, None, tensors, chunks.__getitem__)
+        chunks = tuple(held.values())
+        kinds = {(c.dtype, len(c.sizes)) for c in chunks}
+        if len(kinds) > 1:
+            raise CheckpointError(f"{folder} holds {name} in parts that do not fit: {kinds}")
+        ends = ([o + n for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks)
+        shape = tuple(max(dim) for dim in zip(*ends, strict=True))
+        found[name] = StoredTensor(chunks[0].dtype, shape, chunks)
+
+    def fault(name: str) -> str | None:
+        return boxes_fault(found[name].shape, [(c.offsets, c.sizes) for c in found[name].chunks])
+
+    tensors = {name: (stored.dtype, stored.shape) for name, stored in found.items()}
+    return Source(folder, hf, None, tensors, found.__getitem__, fault)
 
 
-def _assets(hf_assets: str | Path | None, path: Path) -> Path:
-    """Return the folder with the config for a checkpoint of another tool."""
-    if hf_assets is not None:
-        return _given(hf_assets)
-    if not _has_config(path):
-        raise ExportError(
-            f"{path} is a checkpoint without the model's config; give the folder or the Hub id "
-            "that has it: --hf_assets FOLDER_OR_ID"
-        )
-    return path
-
-
-def _given(hf_assets: str | Path) -> Path:
+def _assets(hf_assets: str | Path | None, own: Path) -> Path:
+    """Return the folder with the config: the one given, else the checkpoint's own."""
+    if hf_assets is None:
+        if not _has_config(own):
+            raise ExportError(
+                f"{own} is without the model's config (config.json); give the folder or the Hub id "
+                "that has it: --hf_assets FOLDER_OR_ID"
+            )
+        return own
     path = Path(hf_assets).expanduser()
     if path.is_file():
         raise ExportError(f"--hf_assets {path} is a file; give its folder: {path.parent}")

@@ -60,7 +60,7 @@ def optimizer_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Return `optimizer.<parameter>.<name>` -> tensor; numbers go to state.json."""
     return {
         f"optimizer.{name}.{key}": value
-        for name, values in _optimizer_state(state)
+        for name, values in _optimizer_state(state).items()
         for key, value in values.items()
         if isinstance(value, torch.Tensor) and value.ndim > 0
     }
@@ -87,11 +87,9 @@ def state_text(state: TrainState) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def _optimizer_state(state: TrainState) -> Iterator[tuple[str, dict[str, Any]]]:
+def _optimizer_state(state: TrainState) -> dict[str, dict[str, Any]]:
     held = {} if state.optimizer is None else state.optimizer.state
-    for name, parameter in state.model.named_parameters():
-        if parameter in held:
-            yield name, held[parameter]
+    return {name: held[p] for name, p in state.model.named_parameters() if p in held}
 
 
 def _optimizer_content(state: TrainState) -> dict[str, Any] | None:
@@ -99,7 +97,7 @@ def _optimizer_content(state: TrainState) -> dict[str, Any] | None:
         return None
     tensors: dict[str, set[str]] = {}  # by the number of dimensions, a text in JSON
     scalars: dict[str, dict[str, float]] = {}
-    with_state, parameters = dict(_optimizer_state(state)), dict(state.model.named_parameters())
+    with_state, parameters = _optimizer_state(state), dict(state.model.named_parameters())
     for name, held in with_state.items():
         for key, value in held.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0:
@@ -120,10 +118,8 @@ def read_state(checkpoint: Folder) -> dict[str, Any]:
     saved = read_object(file)
     if saved is None:
         raise CheckpointError(f"{file} is missing: step, tokens, schedule, position")
-    if lacking := [n for n in _KINDS if n not in saved]:
-        raise CheckpointError(f"{file} lacks {', '.join(lacking)}")
-    if odd := [n for n, k in _KINDS.items() if not isinstance(saved[n], k | None)]:
-        raise CheckpointError(f"{file} does not hold the state of a run: {', '.join(odd)}")
+    if odd := [n for n, k in _KINDS.items() if not isinstance(saved.get(n, ...), k | None)]:
+        raise CheckpointError(f"{file} lacks {', '.join(odd)}, or has it in another form")
     return saved
 
 
@@ -217,18 +213,20 @@ def fill_optimizer(
     optimizer = state.optimizer
     if optimizer is None:
         return
+    scalars = saved["optimizer"]["scalars"].items()
+    numbers = {
+        name: {
+            k: torch.tensor(held[name], dtype=torch.float32) for k, held in scalars if name in held
+        }
+        for name in moments
+    }
     names = {id(p): n for n, p in state.model.named_parameters()}
     groups = optimizer.state_dict()["param_groups"]
     entries: dict[int, dict[str, Any]] = {}
     for group, packed in zip(optimizer.param_groups, groups, strict=True):
         for parameter, index in zip(group["params"], packed["params"], strict=True):
             name = names[id(parameter)]
-            numbers = {
-                key: torch.tensor(held[name], dtype=torch.float32)
-                for key, held in saved["optimizer"]["scalars"].items()
-                if name in held
-            }
-            if values := {**moments.get(name, {}), **numbers}:
+            if values := {**moments[name], **numbers[name]}:
                 entries[index] = values
     # The optimizer's own function knows where each state belongs; the groups stay this run's.
     optimizer.load_state_dict({"state": entries, "param_groups": groups})

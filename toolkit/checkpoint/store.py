@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.errors import CheckpointError, ToolkitError, one_line
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 BLOCK = 16 * 2**20  # bytes of one request: long against a round trip
@@ -127,7 +127,7 @@ def where(path: str | Folder) -> Folder:
     except Exception as error:  # drivers have no common class
         raise CheckpointError(
             f"{url} cannot be opened, each machine of the run needs the driver of the store: "
-            f"{_cause(error)}"
+            f"{one_line(error)}"
         ) from error
     return Place(url, str(stripped).rstrip("/"), fs)
 
@@ -142,6 +142,11 @@ def files_below(folder: Folder) -> dict[str, int]:
         for name, entry in entries.items()
         if not stat.S_ISDIR(entry.st_mode)
     }
+
+
+def bytes_below(folder: Folder) -> int:
+    """Return the bytes of all files below `folder`, without what links lead to."""
+    return sum(size for size in files_below(folder).values() if size > 0)
 
 
 def read_plain(file: Folder) -> bytes:
@@ -193,11 +198,7 @@ def _driver_errors(what: str, passed: type[Exception] = ToolkitError) -> Iterato
     except (ToolkitError, passed):
         raise
     except Exception as error:  # drivers have no common class
-        raise CheckpointError(f"{what}: {_cause(error)}") from error
-
-
-def _cause(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{what}: {one_line(error)}") from error
 
 
 def sync(path: Path) -> None:

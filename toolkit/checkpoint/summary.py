@@ -1,7 +1,6 @@
 """What a run or a checkpoint holds, for `toolkit inspect`, from metadata alone."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,12 +8,10 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.commit import CHECKPOINTS, STATE, find_checkpoint, is_committed
-from toolkit.checkpoint.store import read_object
+from toolkit.checkpoint.commit import STATE, attempts_of, counting, find_checkpoint
+from toolkit.checkpoint.store import bytes_below, read_object
 from toolkit.formats import METADATA_FILE, read_metadata
 from toolkit.tables import fold, size_text, table, without_numbers
-
-_STEP = re.compile(r"step-(\d+)(\..*)?")
 
 
 def summarise(path: str | Path) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def summarise(path: str | Path) -> dict[str, Any]:
         "parameters": sum(
             n for dtype, n in dtypes["model"].items() if getattr(torch, dtype).is_floating_point
         ),
-        "bytes": {**sections, "files": _folder_bytes(checkpoint)},
+        "bytes": {**sections, "files": bytes_below(checkpoint)},
         "dtypes": {section: dict(found) for section, found in dtypes.items() if found},
         "tensors": tensors,
     }
@@ -117,14 +114,17 @@ def render(summary: dict[str, Any]) -> str:
 
 
 def _checkpoints(run: Path) -> list[dict[str, Any]]:
-    found = []
-    for folder in sorted((run / CHECKPOINTS).iterdir()):
-        match = _STEP.fullmatch(folder.name)
-        if match and folder.is_dir():
-            committed = match[2] is None and is_committed(folder)
-            entry = {"folder": folder.name, "step": int(match[1]), "committed": committed}
-            found.append(entry | {"bytes": _folder_bytes(folder)})
-    return found
+    attempts = attempts_of(run)
+    counted = counting(attempts).values()
+    return [
+        {
+            "folder": a.folder.name,
+            "step": a.step,
+            "committed": a in counted,
+            "bytes": bytes_below(a.folder),
+        }
+        for a in sorted(attempts, key=lambda a: a.folder.name)
+    ]
 
 
 def _tensor(name: str, entry: Any) -> dict[str, Any]:
@@ -170,10 +170,6 @@ def _sharding(tensor: dict[str, Any]) -> str:
     if len(sizes) <= 4:
         return f"{len(sizes)}: {'+'.join(map(str, sizes))} {what}"
     return f"{len(sizes)}: {min(sizes)} to {max(sizes)} {what}"
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:

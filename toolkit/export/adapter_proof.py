@@ -18,7 +18,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
-from toolkit.checkpoint import local_copy, saving
+from toolkit.checkpoint import local_copy, wait
 from toolkit.checkpoint.resuming import quarantine
 from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError
@@ -56,7 +56,7 @@ def prove_adapter(model: nn.Module, checkpoint: str) -> str:
 def prove(model: nn.Module, checkpoint: str | Path) -> str:
     """Compare the adapter in `model` with what PEFT loads; see `prove_adapter`."""
     begun = time.perf_counter()
-    saving.wait()
+    wait()
     reshard(model)
     trained = trained_tensors(model)
     loaded = ranks.on_all(lambda: _load(checkpoint, trained) if ranks.rank() == 0 else {})

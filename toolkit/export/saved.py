@@ -34,8 +34,7 @@ class SavedTensors:
 
     def shapes(self) -> TensorShapes:
         """Return parameter name -> dtype and shape."""
-        stored = {name: self.source.tensors[key] for name, key in self.keys.items()}
-        return {name: (entry.dtype, entry.shape) for name, entry in stored.items()}
+        return {name: self.source.tensors[key] for name, key in self.keys.items()}
 
     def check(self) -> None:
         """Check that each tensor is whole, and the files of those that have no digest.
@@ -49,7 +48,7 @@ class SavedTensors:
         if checkpoint is None:
             return  # of another tool: there is nothing to compare with
         without = [key for key in self.keys.values() if key not in self._digests]
-        files = {chunk.file for key in without for chunk in self.source.locate(key)}
+        files = {chunk.file for key in without for chunk in self.source.stored(key).chunks}
         names = sorted(str(file.relative_to(checkpoint)) for file in files)
         for name, fault in damaged_files(checkpoint, only=names):
             raise damaged(checkpoint / name, fault)
@@ -101,7 +100,7 @@ class SavedTensors:
 
     def _compare(self, key: str, total: torch.Tensor) -> None:
         if self._digests.get(key) not in (None, hexadecimal(total)):
-            files = sorted({str(chunk.file) for chunk in self.source.locate(key)})
+            files = sorted({str(chunk.file) for chunk in self.source.stored(key).chunks})
             raise CheckpointError(
                 f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use another "
                 "checkpoint of the run"

@@ -105,10 +105,7 @@ def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
             return [path], "checkpoint", []
         if is_export(path):
             raise CheckpointError(f"{path} is a Hugging Face folder, not a checkpoint")
-        try:
-            return [commit.find_checkpoint(path)], "checkpoint", []
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{_near(path)}") from error
+        return [commit.find_checkpoint(path, is_export)], "checkpoint", []
     checked = [*commit.committed_steps(path).values()]
     checked += [folder for folder, _ in commit.broken_steps(path).values()]
     others = sorted(p.name for p in root.iterdir() if p not in checked)
@@ -128,12 +125,5 @@ def _export_folder(folder: Path) -> Path:
         return folder
     if commit.committed_steps(folder) or commit.is_committed(folder):
         raise ExportError(f"{folder} is a checkpoint, not an export; give the checkpoint first")
-    hint = _near(folder)
+    hint = commit.did_you_mean(folder, is_export)
     raise ExportError(f"{folder} is no Hugging Face folder: it has no weights and no config{hint}")
-
-
-def _near(path: Path) -> str:
-    """Return which exports are in `path`, as the end of an error."""
-    below = sorted(p for p in path.iterdir() if p.is_dir())[:1000] if path.is_dir() else []
-    found = [p for p in below if is_export(p)]
-    return f"; did you mean {' or '.join(map(str, found[:3]))}?" if found else ""
