@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     manifest = json.dumps({"version": 1, "step": 12, "files": files, "tensors": {}}).encode()
     (folder / "manifest.json").write_bytes(manifest)
     (folder / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest() + "\n")
-    (run / "checkpoints/step-00000013.tmp-ab12").mkdir()
+    (run / "checkpoints/step-00000013.tmp-ab12cd34").mkdir()
     return run
 
 
@@ -107,7 +107,7 @@ def test_failures_are_1_and_one_line(
         (["consolidate", str(run), "--output", out + "2", "--max_shard_size", "big"], "500MB"),
         (["consolidate", str(run), "--output", out + "2", "--merge"], "adapter"),
         (["inspect", str(tmp_path)], "holds no committed checkpoint"),
-        (["inspect", str(run / "checkpoints/step-00000013.tmp-ab12")], "not committed"),
+        (["inspect", str(run / "checkpoints/step-00000013.tmp-ab12cd34")], "not committed"),
     ]
     for arguments, message in cases:
         code = main(arguments)
@@ -127,7 +127,7 @@ def test_inspect_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [(c["folder"], c["step"], c["committed"]) for c in summary["checkpoints"]]
     assert folders == [
         ("step-00000012", 12, True),
-        ("step-00000013.tmp-ab12", 13, False),
+        ("step-00000013.tmp-ab12cd34", 13, False),
     ]
     assert summary["checkpoints"][0]["bytes"] == summary["bytes"]["files"] > 0
     assert (summary["step"], summary["world_size"], summary["global_batch_size"]) == (12, 2, 16)

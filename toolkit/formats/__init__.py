@@ -4,7 +4,6 @@
 from toolkit.formats import export_manifest
 from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
 from toolkit.formats.dcp_tensors import (
-    Box,
     Chunk,
     boxes_fault,
     check_blob,
