@@ -153,7 +153,8 @@ def did_you_mean(path: Path, *kinds: Callable[[Path], bool]) -> str:
     here = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
     for group in (list(path.parents)[:3], *below):
-        if found := [p for p in group if p.is_dir() and any(kind(p) for kind in kinds)]:
+        folders = [p for p in group if p.is_dir()]
+        if found := [p for kind in kinds for p in folders if kind(p)]:
             return f"; did you mean {' or '.join(map(str, found[:3]))}?"
     return ""
 
