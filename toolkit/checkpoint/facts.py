@@ -61,6 +61,7 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
 
 
 def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Return what is published of a base model, which may lie beside the `run`."""
     given = str(model.get("name_or_path") or "")
     local = is_path(given, run)
     return {

@@ -213,21 +213,17 @@ def fill_optimizer(
     optimizer = state.optimizer
     if optimizer is None:
         return
-    scalars = saved["optimizer"]["scalars"].items()
-    numbers = {
-        name: {
-            k: torch.tensor(held[name], dtype=torch.float32) for k, held in scalars if name in held
-        }
-        for name in moments
-    }
+    values = {name: dict(parts) for name, parts in moments.items()}
+    for key, held in saved["optimizer"]["scalars"].items():
+        for name in held.keys() & values.keys():
+            values[name][key] = torch.tensor(held[name], dtype=torch.float32)
     names = {id(p): n for n, p in state.model.named_parameters()}
     groups = optimizer.state_dict()["param_groups"]
     entries: dict[int, dict[str, Any]] = {}
     for group, packed in zip(optimizer.param_groups, groups, strict=True):
         for parameter, index in zip(group["params"], packed["params"], strict=True):
-            name = names[id(parameter)]
-            if values := {**moments[name], **numbers[name]}:
-                entries[index] = values
+            if own := values[names[id(parameter)]]:
+                entries[index] = own
     # The optimizer's own function knows where each state belongs; the groups stay this run's.
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
