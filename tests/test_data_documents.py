@@ -38,7 +38,7 @@ def jsonl(path: Path, rows: list) -> str:
 
 def streamed(cfg: DataConfig, tokenizer) -> list:
     """Return the ids of each row, or what is wrong with it."""
-    (source,) = load_sources(cfg, builtin="text", documents=True)
+    (source,) = load_sources(cfg, documents=True)
     encode = partial(Encoder(tokenizer, cfg, 300).row, source)
     found = [encode(stored, number) for number, stored in enumerate(source.rows)]
     for example in found:

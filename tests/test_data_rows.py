@@ -401,10 +401,10 @@ def test_rows_of_another_layout_are_bad():
 
 def test_builtin_instructions(monkeypatch):
     cfg = DataConfig()
-    assert load_sources(cfg) == []
+    assert load_sources(cfg, what="eval") == []
     files = instructions.stdlib_files()[::12]
     monkeypatch.setattr(instructions, "stdlib_files", lambda: files)
-    (source,) = load_sources(cfg, builtin="instructions")
+    (source,) = load_sources(cfg)
     found = read(source)
     assert len(found) > 300
     assert all([m["role"] for m in f.messages] == ["user", "assistant"] for f in found)
@@ -413,7 +413,7 @@ def test_builtin_instructions(monkeypatch):
     assert [[m["content"] for m in f.messages] for f in found] == [
         list(pair) for pair in dict.fromkeys(again)
     ]
-    (streamed,) = load_sources(DataConfig(streaming=True), builtin="instructions")
+    (streamed,) = load_sources(DataConfig(streaming=True))
     assert read(streamed) == found
 
 

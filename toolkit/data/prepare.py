@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -109,8 +109,7 @@ def read_sources(
             check_supervised(made, data.sequence_length)
         return made
 
-    builtin: Literal["instructions", "text"] = "instructions" if finetune else "text"
-    sources = load_sources(data, builtin=builtin, documents=not finetune)
+    sources = load_sources(data, documents=not finetune)
     # Read before the training data is encoded, which may take an hour.
     others = load_sources(data, what="eval", documents=not finetune)
     rows = train.per_device_train_batch_size * train.gradient_accumulation_steps

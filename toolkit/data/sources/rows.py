@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 
@@ -67,34 +67,30 @@ class DataSource:
 
 
 def load_sources(
-    cfg: DataConfig,
-    *,
-    what: What = "train",
-    builtin: Literal["instructions", "text"] | None = None,
-    documents: bool = False,
+    cfg: DataConfig, *, what: What = "train", documents: bool = False
 ) -> list[DataSource]:
     """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
+
+    With `documents` rows are text or token ids, whatever else they have, learned whole:
+    pretraining. Where nothing is named to train on, documents are the files of Python's standard
+    library, other rows the instructions made of them.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
     document); a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
     the rows to train on are streams, others are read once and cached.
-
-    Args:
-        builtin: what of Python's standard library to train on where nothing is named, if anything.
-        documents: rows are text or token ids, whatever else they have, learned whole: pretraining.
 
     A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
     row, or the first rows have no known format.
     """
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
-    if not configs and what == "train" and builtin == "instructions":
+    if not configs and what == "train" and documents:
+        source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
+        configs = [("the built-in text", source)]
+    elif not configs and what == "train":
         where, rows = "the built-in instructions (Python's standard library)", instructions.pairs()
         stream = rows.to_iterable_dataset() if streaming else rows
         return [DataSource("stdlib-instructions", where, stream, Layout("messages", ("messages",)))]
-    if not configs and what == "train" and builtin == "text":
-        source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
-        configs = [("the built-in text", source)]
     return [_source(source, setting, cfg, streaming, documents) for setting, source in configs]
 
 
