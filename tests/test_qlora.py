@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ from toolkit.models.packed_linear import (
     packed_linear,
     packed_weights,
 )
-from toolkit.models.peft_model import base_of
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.sharding.unit_table import dtype_ledger, unit_rows
@@ -163,7 +163,8 @@ def every_way(rank: int, world: int, folder: str, run_dir: str) -> dict[str, Any
         ]
         held = [model.get_parameter(n) for n in packed_weights(model)]
         seen["held"] = sum(p.to_local().numel() * p.itemsize for p in held)
-        seen["report"] = quantise.report_of(model)
+        layers = list(packed_weights(model).values())
+        seen["sizes"] = len(layers), sum(x.elements for x in layers), sum(x.nbytes for x in layers)
         seen["rows"] = unit_rows(model, WAYS[way][1])
         seen["ledger"] = dtype_ledger(model, WAYS[way][1])
         found[way] = seen
@@ -373,21 +374,19 @@ def test_one_process_without_shards_gives_the_same_logits(folder, found):
 def test_each_rank_holds_its_share_of_values_and_scales(found):
     for way in ("nf4", "double", "bf16"):
         (first, second) = (rank[way] for rank in found)
-        report = first["report"]
-        total = report.packed_bytes + report.scale_bytes
-        assert report.packed_bytes == report.elements // 2
-        exact = report.elements // 64 * (1 if way != "nf4" else 4)
-        assert exact <= report.scale_bytes <= exact * 1.3 + 32 * len(report.layers)
+        layers, elements, total = first["sizes"]
+        exact = elements // 64 * (1 if way != "nf4" else 4)
+        assert exact <= total - elements // 2 <= exact * 1.3 + 32 * layers
         assert first["held"] + second["held"] == total
-        assert abs(first["held"] - total / 2) < 16 * len(report.layers)
+        assert abs(first["held"] - total / 2) < 16 * layers
         rows = [row for row in first["rows"] if "layers" in row.name]
         assert all(row.stored.startswith(("bfloat16/float32/nf4", "float32/nf4")) for row in rows)
-        plain = sum(row.parameters for row in rows) - report.elements
-        assert 0 < plain < report.elements  # counted as values, not as bytes
+        plain = sum(row.parameters for row in rows) - elements
+        assert 0 < plain < elements  # counted as values, not as bytes
         assert "nf4" in first["ledger"]["storage"]
         assert first["ledger"]["optimizer"] == "float32"
     replicas = found[0]["replicas"]
-    assert replicas["held"] == replicas["report"].packed_bytes + replicas["report"].scale_bytes
+    assert replicas["held"] == replicas["sizes"][-1]
 
 
 def test_description_says_what_is_in_4_bits(folder):
@@ -400,11 +399,11 @@ def test_description_says_what_is_in_4_bits(folder):
     assert text is not None
     assert "nf4, scales quantised too: 18 linear layers" in text
     assert "model.layers.*.self_attn.k_proj (lora.bnb_4bit_skip_modules)" in text
-    report = quantise.report_of(model)
+    layers = packed_weights(model).values()
     assert count_values(model) == count_values(build_on_meta(ModelConfig(folder)))
     assert count_values(model) > sum(p.numel() for p in model.parameters())
-    total = report.packed_bytes + report.scale_bytes
-    assert f"{total / 2 / 1e6:,.2f} MB a rank, not {report.plain_bytes / 2 / 1e6:,.2f}" in text
+    total, plain = sum(x.nbytes for x in layers), sum(4 * x.elements for x in layers)
+    assert f"{total / 2 / 1e6:,.2f} MB a rank, not {plain / 2 / 1e6:,.2f}" in text
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
@@ -492,10 +491,8 @@ def test_layers_whose_rows_a_block_would_span_stay_as_they_are(tmp_path):
     folder = save_tiny_model(tmp_path / "m", "llama", hidden_size=64, intermediate_size=96)
     model = build_on_meta(ModelConfig(str(folder)))
     quantise_on_meta(model, LORA, "float32")
-    report = quantise.report_of(model)
-    (reason, names) = next(iter(report.left.items()))
-    assert "no multiple of 64" in reason
-    assert {n.rpartition(".")[2] for n in names} == {"down_proj"}
+    text = str(quantise.describe(model, 1))
+    assert "; not: model.layers.*.mlp.down_proj (in_features is no multiple of 64)\n" in text
     load_pretrained(model, folder, "cpu")  # both kinds
     assert model.model.layers[0].mlp.down_proj.weight.shape == (64, 96)
 
@@ -506,10 +503,10 @@ def test_experts_and_routers_stay_as_they_are(tmp_path):
     folder = tiny_models.save(tiny_models.tiny_model(kind, **sizes), tmp_path / kind, kind)
     model: Any = build_on_meta(ModelConfig(str(folder)))
     quantise_on_meta(model, LORA, "float32")
-    left = quantise.report_of(model).left
-    assert any("mlp.experts.gate_up_proj" in n for names in left.values() for n in names)
-    assert any(n.endswith("mlp.shared_expert_gate") for n in left["router"])
-    assert any(n.endswith("shared_expert.gate_proj") for n in quantise.report_of(model).layers)
+    _, left = str(quantise.describe(model, 1)).split("; not: ")
+    assert "mlp.experts.gate_up_proj" in left
+    assert re.search(r"mlp.shared_expert_gate[^()]* \(router\)", left)
+    assert any(n.endswith("shared_expert.gate_proj.weight") for n in packed_weights(model))
     check_fits(model, ModelConfig(str(folder)))
     load_pretrained(model, folder, "cpu")
     rows = tiny_models.rows(2)
@@ -523,7 +520,7 @@ def test_linear_layers_of_a_models_own_count_where_they_answer_as_linear(tmp_pat
     model: Any = build_on_meta(ModelConfig(str(folder)))
     assert type(model.transformer.h[0].mlp.dense_h_to_4h) is not nn.Linear
     quantise_on_meta(model, LORA, "float32")
-    assert len(quantise.report_of(model).layers) == 4 * len(model.transformer.h)
+    assert len(packed_weights(model)) == 4 * len(model.transformer.h)
 
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -642,8 +639,11 @@ def test_a_checkpoint_that_is_quantised_already(kind, folder, tmp_path):
 
 
 def test_base_is_reached_through_the_adapters(folder):
-    model = add_adapters(quantised(folder), LORA)
-    assert quantise.report_of(model) is quantise.report_of(base_of(model))
+    base = quantised(folder)
+    before = quantise.quantisation_settings(base), quantise.describe(base, 1)
+    model = add_adapters(base, LORA)
+    assert None not in before
+    assert (quantise.quantisation_settings(model), quantise.describe(model, 1)) == before
     kinds = {type(m).__module__ for m in model.modules() if "lora_A" in m._modules}
     assert kinds == {"peft.tuners.lora.bnb"}  # PEFT's own layer for 4 bits
 

@@ -3,11 +3,3 @@
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.coverage import coverage_lines, idle_adapter_lines
 from toolkit.adapters.lora import add_adapters, prepare_adapters
-
-__all__ = [
-    "add_adapters",
-    "base_digest",
-    "coverage_lines",
-    "idle_adapter_lines",
-    "prepare_adapters",
-]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import LoadingError
 from toolkit.formats import laid_out_as, local_tensor, part_of
-from toolkit.models.peft_model import ADAPTER, base_of, copies, layer_parameters, trained_module
+from toolkit.models.peft_model import ADAPTER, base_of, copies, layer_parameters
 
 _Value = Callable[[torch.Tensor], torch.Tensor]  # from the parameter to this rank's part of it
 
@@ -24,7 +24,8 @@ _Value = Callable[[torch.Tensor], torch.Tensor]  # from the parameter to this ra
 def first_values(
     model: nn.Module, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, this rank's part) of everything that is trained, in the order of the modules.
+    """Yield (name, this rank's part) of everything that is trained, in the order of the modules;
+    parts may share the base's memory.
 
     A is drawn as `nn.Linear` draws (Kaiming, a = sqrt 5), B is zero, an embedding's the other way
     round; values depend on `seed` and the parameter's name alone. DoRA's magnitudes are the row
@@ -54,22 +55,12 @@ def first_values(
         yield name, part
 
 
-def copied_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value) of the buffers of the modules that are trained in full."""
-    for name, module in model.named_modules():
-        copy = trained_module(module)
-        if copy is not module and copy is not None:
-            original = dict(module._modules["original_module"].named_buffers())  # type: ignore[union-attr]
-            for leaf, _ in copy.named_buffers():
-                yield f"{name}.modules_to_save.{ADAPTER}.{leaf}", original[leaf].clone()
-
-
 def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Value]:
     """Return how each trained parameter begins, by its id."""
     kaiming = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
     rules: dict[int, _Value] = {}
     for original, copy in copies(model):
-        rules[id(copy)] = partial(_copied, original)
+        rules[id(copy)] = partial(original_part, original)
     prefix = next(n for n, m in model.named_modules() if m is base_of(model))
     for name, module in model.named_modules():
         if "lora_A" not in module._modules:
@@ -95,10 +86,6 @@ def _drawn(draw: Callable[..., torch.Tensor], key: str, parameter: torch.Tensor)
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(local_tensor(parameter), device="cpu")
-
-
-def _copied(original: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    return original_part(original, copy).clone()
 
 
 def original_part(original: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

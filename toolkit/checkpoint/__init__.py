@@ -8,7 +8,6 @@ run_folder the output_dir of a run              disk       whether what is writt
 sources    weights in anybody's checkpoint      facts      what export and card tell of a run
 summary    `toolkit inspect`
 """
-# ruff: noqa: F401  (what other packages import)
 
 from toolkit.checkpoint.resuming import find, newest, restore, resume
 from toolkit.checkpoint.run_folder import RunFolder, local_copy

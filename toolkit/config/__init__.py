@@ -15,22 +15,3 @@ from toolkit.config.settings import (
     TrainConfig,
     model_settings,
 )
-
-__all__ = [
-    "MAX_SHARD_SIZE",
-    "CheckpointConfig",
-    "DataConfig",
-    "FinetuneConfig",
-    "HubConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PretrainConfig",
-    "ShardingConfig",
-    "TrainConfig",
-    "differences",
-    "dump",
-    "load",
-    "model_settings",
-    "parse",
-]

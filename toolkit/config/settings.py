@@ -301,22 +301,6 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class PretrainOptimConfig(OptimConfig):
-    """Optimizer and learning-rate schedule."""
-
-    learning_rate: NonNegative = 3e-4
-    """Peak learning rate of AdamW."""
-    weight_decay: NonNegative = 0.1
-    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
-    adam_beta2: Fraction = 0.95
-    """Decay of the second moment."""
-    lr_scheduler_type: Schedule = "cosine_with_min_lr"
-    """Schedule after the warm-up, as transformers names it."""
-    warmup_steps: NotNegative | Fraction = 0.01
-    """Steps in which the learning rate rises from 0; below 1: their share of all steps."""
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """How long, and with which batches."""
 
@@ -518,9 +502,16 @@ class RunConfig:
 class PretrainConfig(RunConfig):
     """A pretraining run."""
 
-    optim: PretrainOptimConfig = field(default_factory=PretrainOptimConfig)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(
+            learning_rate=3e-4,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            lr_scheduler_type="cosine_with_min_lr",
+            warmup_steps=0.01,
+        )
+    )
     output_dir: str = "runs/pretrain"
-    """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
 
 
 @dataclass(frozen=True)
@@ -532,7 +523,6 @@ class FinetuneConfig(RunConfig):
     train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     output_dir: str = "runs/finetune"
-    """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

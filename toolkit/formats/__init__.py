@@ -1,5 +1,4 @@
 """Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests."""
-# ruff: noqa: F401  (what other packages import)
 
 from toolkit.formats import export_manifest
 from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata

@@ -1,5 +1,4 @@
 """Bytes into shards: a checkpoint streamed in, or random weights drawn."""
-# ruff: noqa: F401  (what other packages import)
 
 from toolkit.loading.convert import LoadGroup, load_group, load_groups
 from toolkit.loading.materialisation import init_weights, materialise

@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.adapters.first_values import copied_buffers, first_values
+from toolkit.adapters.first_values import first_values
 from toolkit.errors import LoadingError
 from toolkit.formats import assets_of, laid_out_as, local_tensor, part_of
 from toolkit.loading.initialise import drawn, with_buffers
 from toolkit.models.layers import tied_families
-from toolkit.models.peft_model import has_adapters, unwrapped_base
+from toolkit.models.peft_model import copied_modules, has_adapters, unwrapped_base
 
 
 def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> None:
@@ -85,9 +85,10 @@ def begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
     families, home = tied_families(model), parameter_device(model, device)
     # Not `on_all`: it gathers weights on the way, and what it raises every rank sees alike.
     for name, part in first_values(model, seed, device):
-        place(model, families[name], part.to(home), model.get_parameter(name))
-    for name, value in copied_buffers(model):
-        replace(model, name, value)
+        place(model, families[name], part.to(home, copy=True), model.get_parameter(name))
+    for original, copy in copied_modules(model).values():
+        for leaf, value in original.named_buffers():
+            replace(copy, leaf, value.clone())
     ranks.on_all(lambda: settle(model, device))
 
 

@@ -1,5 +1,4 @@
 """A Hugging Face causal LM without bytes: its shapes, layers, ties and head, on meta."""
-# ruff: noqa: F401  (what other packages import)
 
 from toolkit.models.causal_lm import (
     build_on_meta,

@@ -72,13 +72,20 @@ def trained_module(module: nn.Module | None) -> nn.Module | None:
 def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Return (the base's parameter, its copy) of the modules that are trained in full."""
     found = []
-    for module in model.modules() if has_adapters(model) else ():
-        copy = trained_module(module)
-        if copy is not None and copy is not module:
-            original = cast(nn.Module, module._modules["original_module"])
-            own = dict(original.named_parameters())
-            found += [(own[leaf], parameter) for leaf, parameter in copy.named_parameters()]
+    for original, copy in copied_modules(model).values():
+        own = dict(original.named_parameters())
+        found += [(own[leaf], parameter) for leaf, parameter in copy.named_parameters()]
     return found
+
+
+def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Return name -> (the base's module, its copy), of the modules that are trained in full."""
+    held: Any = {name: module._modules for name, module in model.named_modules()}
+    return {
+        name: (inner["original_module"], inner["modules_to_save"][ADAPTER])
+        for name, inner in held.items()
+        if "modules_to_save" in inner
+    }
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -89,9 +96,8 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the base's name of each module trained in full -> the copy that is trained."""
-    wrapped = _outermost(base_of(model), "")
-    copied = {n: trained_module(m) for n, m in wrapped if "modules_to_save" in m._modules}
-    return {name: copy for name, copy in copied.items() if copy is not None}
+    wrapped: Any = _outermost(base_of(model), "")
+    return {n: m.modules_to_save[ADAPTER] for n, m in wrapped if "modules_to_save" in m._modules}
 
 
 def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:

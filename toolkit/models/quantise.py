@@ -12,7 +12,6 @@ import functools
 import inspect
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,37 +24,19 @@ from toolkit.errors import ConfigError, ModelError
 from toolkit.models.causal_lm import kept_in_fp32, plain_name
 from toolkit.models.layers import decoder_layers, outer_names
 from toolkit.models.modes import forked_rng
-from toolkit.models.packed_linear import BLOCK, PackedLinear, check_device, packed_linear
+from toolkit.models.packed_linear import (
+    BLOCK,
+    PackedLinear,
+    check_device,
+    packed_linear,
+    packed_weights,
+)
 from toolkit.models.patterns import no_match, numbered
+from toolkit.models.peft_model import unwrapped_base
 
 _SKIP = "lora.bnb_4bit_skip_modules"
-_REPORT = "quantised"  # where a model keeps what was quantised, and what not
+_LEFT = "not_in_4_bits"  # where a model keeps why -> names of matrices that are not
 _EXPERTS = re.compile(r"(^|_)(n|num)_(\w+_)?experts$")  # settings that hold a number of experts
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """What `quantise_on_meta` did to a model."""
-
-    quant_type: str
-    double_quant: bool
-    layers: tuple[str, ...]
-    """Names of the linear layers in 4 bits."""
-    elements: int
-    """Values in 4 bits, on all ranks together, as the bytes are."""
-    scale_bytes: int
-    """Bytes of the scales, and of alignment."""
-    plain_bytes: int
-    """Bytes that those values take in the base's dtype."""
-    share: float
-    """Share of the values of the decoder layers that is in 4 bits."""
-    left: dict[str, list[str]] = field(default_factory=dict)
-    """Why -> names of the matrices of decoder layers that are not in 4 bits."""
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the nibbles."""
-        return self.elements // 2
 
 
 @ranks.collective
@@ -122,21 +103,7 @@ def quantise_on_meta(
             # A weight that two layers share stays one parameter.
             layer.weight = weights.setdefault(id(linear.weight), layer.weight)
         model.set_submodule(name, packed[id(linear)])
-    one_each = {id(layer.weight): layer for layer in packed.values()}
-    elements = sum(layer.elements for layer in one_each.values())
-    held = {id(p): p.numel() for m in decoder_layers(model).values() for p in m.parameters()}
-    others = sum(n for key, n in held.items() if key not in one_each)
-    report = Quantised(
-        cfg.bnb_4bit_quant_type,
-        cfg.bnb_4bit_use_double_quant,
-        tuple(chosen),
-        elements,
-        scale_bytes=sum(layer.nbytes for layer in one_each.values()) - elements // 2,
-        plain_bytes=sum(x.elements * x.source_dtype.itemsize for x in one_each.values()),
-        share=elements / (elements + others),
-        left=left,
-    )
-    vars(model)[_REPORT] = report
+    vars(model)[_LEFT] = left
     vars(model)["is_loaded_in_4bit"] = True  # by which PEFT chooses its layers
 
 
@@ -228,37 +195,42 @@ def _why(left: dict[str, list[str]]) -> str:
     return "; ".join(parts)
 
 
-def report_of(model: nn.Module) -> Quantised | None:
-    """Return what `quantise_on_meta` did to `model`, with adapters on it or not; None: nothing."""
-    found = (vars(m).get(_REPORT) for m in model.modules())
-    return next((report for report in found if report is not None), None)
-
-
 def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
     """Return what decides the values of the base, as JSON; None where nothing is in 4 bits."""
-    report = report_of(model)
-    if report is None:
+    with unwrapped_base(model) as base:
+        packed = packed_weights(base)
+    if not packed:
         return None
+    first = next(iter(packed.values()))
+    layers = Counter(numbered(name.removesuffix(".weight")) for name in packed)
     return {
-        "bnb_4bit_quant_type": report.quant_type,
-        "bnb_4bit_use_double_quant": report.double_quant,
+        "bnb_4bit_quant_type": first.quant_type,
+        "bnb_4bit_use_double_quant": first.double_quant,
         "blocksize": BLOCK,
-        "layers": dict(sorted(Counter(numbered(name) for name in report.layers).items())),
+        "layers": dict(sorted(layers.items())),
     }
 
 
 def describe(model: nn.Module, shards: int) -> str | None:
     """Return in two lines what is in 4 bits and what not, on each of `shards` ranks; or None."""
-    report = report_of(model)
-    if report is None:
+    with unwrapped_base(model) as base:
+        packed = packed_weights(base)
+        layers = decoder_layers(base).values()
+        held = {id(p): p.numel() for layer in layers for p in layer.parameters()}
+    if not packed:
         return None
-    nbytes = report.packed_bytes + report.scale_bytes
-    left = _why(report.left)
+    one_each = {id(layer.weight): layer for layer in packed.values()}
+    first, *_ = different = list(one_each.values())
+    elements = sum(layer.elements for layer in different)
+    others = sum(n for key, n in held.items() if key not in one_each)
+    nbytes = sum(layer.nbytes for layer in different)
+    plain = sum(layer.elements * layer.source_dtype.itemsize for layer in different)
+    left = _why(vars(base)[_LEFT])
     return (
-        f"{report.quant_type}{', scales quantised too' if report.double_quant else ''}: "
-        f"{len(report.layers)} linear layers, {report.share:.1%} of the decoder layers"
+        f"{first.quant_type}{', scales quantised too' if first.double_quant else ''}: "
+        f"{len(packed)} linear layers, {elements / (elements + others):.1%} of the decoder layers"
         + (f"; not: {left}" if left else "")
-        + f"\n{report.packed_bytes / 1e6:,.2f} MB of 4-bit values and "
-        f"{report.scale_bytes / 1e6:,.2f} MB of scales, both sharded: "
-        f"{nbytes / shards / 1e6:,.2f} MB a rank, not {report.plain_bytes / shards / 1e6:,.2f}"
+        + f"\n{elements / 2 / 1e6:,.2f} MB of 4-bit values and "
+        f"{(nbytes - elements // 2) / 1e6:,.2f} MB of scales, both sharded: "
+        f"{nbytes / shards / 1e6:,.2f} MB a rank, not {plain / shards / 1e6:,.2f}"
     )

@@ -2,12 +2,3 @@
 
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, unshard_early
 from toolkit.sharding.unit_table import ledger_line, unit_table
-
-__all__ = [
-    "apply_fsdp",
-    "init_mesh",
-    "ledger_line",
-    "mesh_shape",
-    "unit_table",
-    "unshard_early",
-]
