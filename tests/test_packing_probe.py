@@ -70,14 +70,13 @@ def test_what_does_not_run_is_a_no_with_its_reason():
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "flex_attention"])
 def test_the_attention_of_the_run_is_tried(kernel, monkeypatch):
     seen = set()
-    build = packing_probe._build
+    compare = packing_probe._compare
 
-    def watched(*args):
-        model = build(*args)
+    def watched(model, rows):
         seen.add(model.config._attn_implementation)
-        return model
+        return compare(model, rows)
 
-    monkeypatch.setattr(packing_probe, "_build", watched)
+    monkeypatch.setattr(packing_probe, "_compare", watched)
     config = CONFIG_MAPPING["llama"](attn_implementation=kernel)
     assert keeps_apart(config).ok
     assert seen == {kernel}
@@ -149,14 +148,13 @@ def test_a_tiny_copy_has_every_kind_of_layer_and_little_else():
 @pytest.mark.parametrize(("length", "window"), [(1024, 1024), (1025, 4), (None, 4)])
 def test_windows_as_long_as_a_row_are_not_cut(length, window, monkeypatch):
     seen = []
-    build = packing_probe._build
+    compare = packing_probe._compare
 
-    def watched(*args):
-        model = build(*args)
+    def watched(model, rows):
         seen.append(model.config.sliding_window)
-        return model
+        return compare(model, rows)
 
-    monkeypatch.setattr(packing_probe, "_build", watched)
+    monkeypatch.setattr(packing_probe, "_compare", watched)
     assert keeps_apart(CONFIG_MAPPING["mistral"](sliding_window=1024), sequence_length=length).ok
     assert seen == [window]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, one_line
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_JSON_VALUES = 1_000_000
@@ -47,7 +47,7 @@ def parse_json(
     except RecursionError:
         too_deep = True
     except ValueError as problem:  # not UTF-8, not JSON, or an integer of thousands of digits
-        raise error(f"{source} is not readable JSON: {_one_line(problem)}") from None
+        raise error(f"{source} is not readable JSON: {one_line(str(problem))}") from None
     if too_deep:
         raise error(f"{source} is nested too deeply to be read")
     return value
@@ -59,9 +59,7 @@ def _refuse_more(n: int, most: int, what: str, source: object, error: type[Toolk
 
 
 def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
-    """Return the value that a YAML file holds: plain values only, no dates, no other tags. Raises
-    as `read_json` does.
-    """
+    """Return the value that a YAML file holds: no dates, no tags. Raises as `read_json` does."""
     return parse_yaml(read_bounded(file, MAX_YAML_BYTES, error), file, error)
 
 
@@ -81,7 +79,7 @@ def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) 
                 raise error(f"{source} has a value with a tag ({tag}): write it without one")
         return yaml.load(content, Loader=_PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise error(f"{source} is not readable YAML: {_one_line(problem)}") from None
+        raise error(f"{source} is not readable YAML: {one_line(str(problem))}") from None
 
 
 def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
@@ -117,10 +115,6 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-def _one_line(problem: BaseException) -> str:
-    return " ".join(str(problem).split())[:300] or type(problem).__name__
 
 
 class _PlainLoader(yaml.CSafeLoader):

@@ -27,10 +27,8 @@ def base_digest(folder: Path, name_or_path: str | None = None, revision: str | N
     """Return what identifies the weights of a checkpoint folder: 64 hexadecimal digits.
 
     The same however its tensors are spread over files. Reads 16 kB a tensor. `name_or_path` and
-    `revision` say from where missing weights may be downloaded. See [Note: digest of a base].
-
-    Raises:
-        LoadingError: the folder holds no weights, or damaged ones.
+    `revision` say from where missing weights may be downloaded; LoadingError without them, or where
+    they are damaged. See [Note: digest of a base].
     """
     whole = hashlib.sha256()
     for name, entry in sorted(read_weights(weight_files(folder, name_or_path, revision)).items()):
@@ -57,18 +55,11 @@ def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
     """Note in the assets of adapted `model` which base was loaded: `path`, found in `folder`."""
     assets = assets_of(model)
     assets.digest = digest
-    if assets.folder is None or not _is_same_folder(folder, assets.folder):
+    if assets.folder is None or folder.resolve() != assets.folder.resolve():
         named = os.path.abspath(folder) if os.path.isdir(os.path.expanduser(path)) else path
         assets.name_or_path, assets.revision, assets.folder = named, None, folder
         settled: Any = model.peft_config[ADAPTER]  # type: ignore[index, union-attr]
         settled.base_model_name_or_path, settled.revision = named, None
-
-
-def _is_same_folder(one: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:  # one of them is gone
-        return False
 
 
 def adapter_entry(model: nn.Module) -> dict[str, Any]:
@@ -76,10 +67,7 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
 
     `digest` of a random start is `random, seed N`; `dtype` is that of the stored base, `quantised`
     how it is held in 4 bits (None: it is not), `rows` those of a resized embedding, else None.
-    Reads no file.
-
-    Raises:
-        CheckpointError: neither `load_pretrained` nor `init_weights` filled the base.
+    Reads no file; CheckpointError where the base was not filled.
     """
     entry = _entry(model)
     if entry["digest"] is None:
@@ -112,11 +100,7 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
     """Refuse to go on with another base or other adapters than a checkpoint's.
 
     `saved` is the content of the checkpoint's state.json. Of a base that is not loaded yet the
-    files are read, 16 kB a tensor.
-
-    Raises:
-        CheckpointError: names what changed.
-        LoadingError: the base is not loaded, and its files are damaged.
+    files are read, 16 kB a tensor. A CheckpointError names what changed.
     """
     before = saved.get("adapter")
     if not isinstance(before, dict | None) or (

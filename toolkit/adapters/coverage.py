@@ -8,6 +8,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.formats import local_tensor
+from toolkit.models.layers import numbers_of_experts
 from toolkit.models.peft_model import (
     adapted_parameters,
     adapter_config,
@@ -18,10 +19,6 @@ from toolkit.models.peft_model import (
 )
 from toolkit.tables import fold, table, without_numbers
 
-_NUMBERS_OF_EXPERTS = (
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    *("num_routed_experts", "n_experts"),
-)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -49,9 +46,7 @@ class CoverageRow:
 
 
 def coverage(model: nn.Module) -> list[CoverageRow]:
-    """Return a row for every matrix (two dimensions or more; tied ones once) of the base of adapted
-    `model`, sharded or not, in the order of definition.
-    """
+    """Return a row for every matrix of the base of adapted `model`, tied ones once."""
     layers = adapted_parameters(model)
     saved = saved_modules(model).items()
     copied = {f"{name}.{leaf}": p for name, m in saved for leaf, p in m.named_parameters()}
@@ -59,7 +54,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     with unwrapped_base(model) as base:
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
-        experts = _numbers_of_experts(base)
+        experts = numbers_of_experts(base)
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
             owner = base.get_submodule(path)
@@ -78,9 +73,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
 
 
 def covered_share(rows: Iterable[CoverageRow]) -> float:
-    """Return the share of the base's matrices, by elements, for which something is trained; without
-    embedding and head.
-    """
+    """Return the share, by elements, of the matrices between embedding and head that learn."""
     counted = [row for row in rows if row.part != "embedding"]
     total = sum(row.elements for row in counted)
     return sum(row.elements for row in counted if row.covered) / total if total else 0.0
@@ -154,17 +147,6 @@ def _short(name: str) -> str:
 def _kind(model: nn.Module) -> str:
     config = adapter_config(model)
     return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"
-
-
-def _numbers_of_experts(base: nn.Module) -> set[int]:
-    """Return how many experts a layer may have, by the settings of the config and its sections."""
-    found: set[int] = set()
-    sections = [base.config.to_dict()]  # type: ignore[operator, union-attr]
-    while sections:
-        section = sections.pop()
-        sections += [value for value in section.values() if isinstance(value, dict)]
-        found |= {n for k, n in section.items() if k in _NUMBERS_OF_EXPERTS and type(n) is int}
-    return found - {0, 1}
 
 
 def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:

@@ -31,10 +31,7 @@ def first_values(
     round; values depend on `seed` and the parameter's name alone. DoRA's magnitudes are the row
     norms of the base weight, modules trained in full begin as the base's, which must be loaded.
     Collective where a norm runs over several ranks, which exchange tensors on `device`. Draws a
-    whole adapter matrix at a time, on the CPU.
-
-    Raises:
-        LoadingError: something is trained that has no first value.
+    whole adapter matrix at a time, on the CPU. LoadingError for what has no first value.
     """
     rules = _rules(model, seed, device)
     for name, parameter in list(model.named_parameters()):  # the caller replaces them on the way

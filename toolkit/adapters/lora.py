@@ -39,7 +39,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
     """
     _refuse(model, cfg)
     targets = targets_of(model, cfg)
-    kept = {id(model.get_parameter(n)) for n in kept_in_fp32(model)}
+    kept = set(map(id, kept_in_fp32(model).values()))
     config = _peft_config(targets)
     with warnings.catch_warnings():
         # PEFT settles the orientation of each module itself, and says so for each.
@@ -95,6 +95,7 @@ def _peft_config(targets: Targets) -> PeftConfig:
         target_modules=named if isinstance(named, str) else list(named),
         target_parameters=sorted(cfg.target_parameters) or None,
         exclude_modules=sorted(cfg.exclude_modules) or None,
+        # Whole names: of an end such as `norm` PEFT would take `input_layernorm` too.
         modules_to_save=sorted(targets.saved) or None,
         use_rslora=cfg.use_rslora,
         use_dora=cfg.use_dora,

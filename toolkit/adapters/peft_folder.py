@@ -4,6 +4,7 @@ Key names are asked of PEFT; nothing here spells one by hand.
 """
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,13 +24,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ENTRY = "adapter"
 """Of a checkpoint's manifest: which base was adapted."""
-_ROLES = {
-    "lora_A": "A",
-    "lora_B": "B",
-    "lora_magnitude_vector": "magnitude",
-    "lora_embedding_A": "A",
-    "lora_embedding_B": "B",
-}
+_ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
 
 @dataclass(frozen=True)
@@ -82,11 +77,8 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json, which may come from anybody.
-
-    Raises:
-        ExportError: there is none, it is not that of a LoRA adapter, or it has a setting that the
-            export does not support (names it).
+    """Return the content of adapter_config.json, which may come from anybody; ExportError where it
+    is none of a LoRA adapter, or has a setting that the export does not support.
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -113,16 +105,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
-    """Return `base` with the adapters of `config` put in, as a PeftModel; on meta it stays there.
-    An ExportError where PEFT cannot.
-    """
+    """Return `base` with the adapters of `config` in it, as a PeftModel; on meta it stays there."""
     from peft import LoraConfig, get_peft_model
 
     meta = all(p.is_meta for p in base.parameters())
     where = torch.device("meta") if meta else contextlib.nullcontext()
     try:
         # PEFT draws first values for every adapter.
-        with _quiet(), forked_rng(), where:
+        with warnings.catch_warnings(action="ignore"), forked_rng(), where:
             peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**config))
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
@@ -131,10 +121,8 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
 
 
 def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
-    """Return the adapted model of `base`, on meta, with PEFT's names.
-
-    Raises:
-        ExportError: PEFT cannot put the adapter in, or something is trained that no part covers.
+    """Return the adapted model of `base`, on meta, with PEFT's names; ExportError where PEFT cannot
+    put the adapter in, or something is trained that no part covers.
     """
     names = _first_names(base)
     model = attach_adapters(base, config)
@@ -155,7 +143,7 @@ def _keys(model: Any) -> dict[str, str]:
     first = _first_names(model)
     # PEFT passes the values on untouched: here they say which parameter they stand for.
     state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         # No embedding layers: PEFT would add the frozen matrix of an embedding that is adapted.
         return get_peft_model_state_dict(
             model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False
@@ -178,7 +166,8 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
             kinds = {ParamWrapper: "experts", Embedding: "embedding"}
             kind = next((k for c, k in kinds.items() if isinstance(module, c)), "linear")
             parameter = getattr(module.get_base_layer(), _leaf(module))
-            own = {_ROLES[n]: first[id(p)] for n, p in layer_parameters(module).items()}
+            found = layer_parameters(module).items()
+            own = {_ROLE.match(n)[1]: first[id(p)] for n, p in found}  # type: ignore[index]
             yield AdapterLayer(names[id(parameter)], kind, path, own, module.r[ADAPTER])
         elif isinstance(module, LoraLayer):
             raise ExportError(
@@ -225,18 +214,14 @@ def read_as_peft(
     PEFT's warnings of keys that it did not find.
 
     With `empty`, of a base `without_storage`, PEFT begins with adapters on meta, where it can; what
-    was not in the folder is still there.
-
-    Raises:
-        ExportError: PEFT cannot load it, or `read_config` refuses it.
+    was not in the folder is still there. ExportError where PEFT or `read_config` refuses it.
     """
     from peft import PeftModel
 
     # Copies of whole modules would lose their ties on meta.
     lean = empty and not read_config(folder).get("modules_to_save")
     try:
-        with warnings.catch_warnings(record=True) as caught, forked_rng():
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught, forked_rng():
             model = PeftModel.from_pretrained(
                 base, str(folder), ADAPTER, torch_device="cpu", low_cpu_mem_usage=lean
             )
@@ -290,17 +275,10 @@ def _holding(
     for owner, leaf, value in held:
         owner._parameters[leaf] = nn.Parameter(value, False)
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             yield module
     finally:
         for owner, leaf, value in before:
             owner._parameters[leaf] = value
         module.merged_adapters.clear()
         getattr(module, "_caches", {}).clear()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

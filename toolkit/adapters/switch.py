@@ -18,9 +18,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
     PEFT's own `disable_adapter` also turns the adapters' gradients off and on, which sharded
     parameters do not follow: only the switch itself is moved here.
-
-    Raises:
-        ExportError: PEFT has no such switch any more.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -71,15 +68,13 @@ def has_moved(model: nn.Module) -> bool:
 
 
 def _moving(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield (local part, its start; None: zero) of what decides whether the adapter does anything:
-    of each pair of factors the one that begins at zero, and the modules trained as a whole.
-    """
+    """Yield (local part, its start; None: zero) of what an adapter does anything by."""
     seen: set[int] = set()
     for original, copy in copies(model):
         if id(copy) not in seen:
             seen.add(id(copy))
             yield local_tensor(copy.detach()), original_part(original, copy).to(copy.dtype)
     for module in model.modules():
-        own = layer_parameters(module)
+        own = layer_parameters(module)  # of each pair of factors the one that begins at zero
         for name in own.keys() & {"lora_B", "lora_embedding_A"}:
             yield local_tensor(own[name].detach()), None

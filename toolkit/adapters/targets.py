@@ -48,10 +48,8 @@ class Targets:
 def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     """Return what `cfg` names in `model`, which has no adapters yet.
 
-    Raises:
-        ConfigError: `target_modules` is no regular expression.
-        ModelError: a name matches nothing, names a tied matrix that would come apart, or a module
-            that PEFT has no adapter for, or the export no way to write it.
+    ModelError for a name that matches nothing, a tied matrix that would come apart, or a module
+    that PEFT has no adapter for, or the export no way to write it.
     """
     named = {name: module for name, module in model.named_modules() if name}
     saved = _modules_to_save(named, cfg)
@@ -107,9 +105,7 @@ def _inside(names: Iterable[str], outer: set[str]) -> set[str]:
 
 
 def _modules_to_save(named: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
-    """Return the whole names of the modules that are trained in full: of an end such as `norm`
-    PEFT would take `input_layernorm` too.
-    """
+    """Return the whole names of the modules that are trained in full."""
     setting = "lora.modules_to_save"
     found = _named(setting, cfg.modules_to_save, named)
     for name in sorted(found):

@@ -53,11 +53,8 @@ def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
     """Return the dotted settings that the environment of a launched process asks for, and notes on
     what it cannot get.
 
-    Empty where Accelerate was not asked to shard or to compile. A setting here is a default: the
-    run's own config and flags go before it.
-
-    Raises:
-        LaunchError: FSDP1, training in float16, or a value that Accelerate does not know either.
+    A setting here is a default: the run's own config and flags go before it. LaunchError for FSDP1,
+    training in float16, or a value that Accelerate does not know either.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []

@@ -34,11 +34,10 @@ def parse(
     """Read a `cls` from `--config FILE` and `--section.field value` flags, later ones winning.
 
     Args:
-        cls: a config dataclass such as `PretrainConfig`.
-        args: the command line without the program's name; `sys.argv[1:]` where None.
+        args: `sys.argv[1:]` where None.
         default_file: the config used when `args` name no `--config`.
-        defaults: dotted setting -> value, asked for by the launch configuration, that stands where
-            neither a file nor a flag says otherwise.
+        defaults: dotted setting -> value of the launch configuration, which files and flags win
+            over.
 
     Raises:
         ConfigError: an unknown key (the known ones are listed), a wrong type, a file that cannot be

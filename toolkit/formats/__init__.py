@@ -26,6 +26,7 @@ from toolkit.formats.hf_folder import (
     assets_of,
     check_config,
     local_folder,
+    nested_items,
     read_config,
     read_weights,
     source_dtypes,

@@ -35,10 +35,7 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
 
     Accepted are the names that torch 2.11 to 2.15 write. Without `blobs` the files are not looked
     at, to read what a damaged folder should hold. Costs 0.4 s a MB of `.metadata`, one stat a file.
-
-    Raises:
-        CheckpointError: no metadata, a global that has no place there (named), a file name outside
-            the folder, a blob beyond the end of its file, or without room for its chunk.
+    A CheckpointError names what is missing, has no place there or lies outside of folder and files.
     """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():

@@ -25,12 +25,8 @@ _ROWS = 2**16  # hashed before they are added up: the list of their hashes stays
 def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:
     """Return the wrapping sum of the hashes of some rows of the tensor `name`: int64 [LANES].
 
-    The wrapping sum over all parts is the digest. About 1 microsecond a row, and 8 GB/s.
-
-    Args:
-        name: the tensor's key, `model.<fqn>`.
-        rows: [n, ...]; of a tensor of less than two dimensions `tensor.reshape(1, -1)`.
-        first: index of the first one in the whole tensor.
+    `rows` are [n, ...] from index `first` of the tensor; a vector is one row. The wrapping sum over
+    all parts is the digest. About 1 microsecond a row, and 8 GB/s.
     """
     flat = rows.detach().cpu().contiguous().reshape(rows.shape[0], -1).view(torch.uint8).numpy()
     count, width = flat.shape

@@ -29,10 +29,8 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
     "begin", "sha256"}}} of a Hugging Face folder, or of the files `only`.
 
     A tensor's sha256 is over its bytes as they are stored, `begin` is where they begin in the file;
-    its dtype has safetensors' name. Hashes on four threads.
-
-    Raises:
-        ExportError: what is no plain file, a damaged weight file, or a tensor that is in two.
+    its dtype has safetensors' name. Hashes on four threads. ExportError for what is no plain file,
+    a damaged weight file, or a tensor that is in two.
     """
     names = listed(folder) if only is None else list(only)
     ranges: list[tuple[Path, int, int]] = []
@@ -89,11 +87,8 @@ def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> No
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an export.
-
-    Raises:
-        ExportError: there is none, it is not to the byte what `write` wrote, it is of a newer
-            version, or it names something that is not a file of its folder.
+    """Return the manifest of an export; ExportError where there is none, it is not to the byte what
+    `write` wrote, it is of a newer version, or names something that is no file of its folder.
     """
     file = folder / FILE
     if not file.is_file():

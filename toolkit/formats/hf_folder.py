@@ -78,11 +78,7 @@ class HFAssets:
 
     @classmethod
     def load(cls, folder: Path) -> "HFAssets":
-        """Read the assets of a checkpoint's `hf/` folder, or of any Hugging Face folder.
-
-        Raises:
-            ModelError: there is no readable config.json, or source.json is damaged.
-        """
+        """Read the assets of a checkpoint's `hf/` folder, or of any Hugging Face folder."""
         file, config, files = folder / SOURCE_FILE, read_config(folder), asset_files(folder)
         if not file.is_file():
             return cls(config, files, source_dtypes(folder))
@@ -131,11 +127,8 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json.
-
-    Raises:
-        ModelError: there is none, it is no JSON object, or it asks for more layers, experts or
-            labels than any model has.
+    """Return the content of config.json; ModelError where there is none, it is no JSON object, or
+    it asks for more layers, experts or labels than any model has.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -146,7 +139,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = parse_json(read_bounded(file, _CONFIG_BYTES, ModelError), file, ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{file} must hold a JSON object, got {type(config).__name__}; {_AGAIN}")
-    for key, value in _items(config):
+    for key, value in nested_items(config):
         count = len(value) if isinstance(value, list | str) else value
         for pattern, most in _COUNTS:
             if isinstance(count, int | float) and count > most and pattern.search(key):
@@ -154,22 +147,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
+def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of nested objects."""
     if isinstance(value, dict):
         yield from value.items()
     for inner in value.values() if isinstance(value, dict) else value:
         if isinstance(inner, dict | list):
-            yield from _items(inner)
+            yield from nested_items(inner)
 
 
 def check_config(folder: Path, *, required: bool = True) -> None:
     """Refuse a folder whose JSON files transformers could not parse in bounds, before it reads any.
 
     `required`: there must be a config.json; a tokenizer's folder may have none.
-
-    Raises:
-        ModelError: a file is too large, too deep, or no JSON.
     """
     if required or (folder / "config.json").is_file():
         read_config(folder)
@@ -183,10 +173,7 @@ def check_config(folder: Path, *, required: bool = True) -> None:
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
-    """Return what belongs beside the weights: generation config, tokenizer, template, custom code.
-
-    ModelError for a link that leads out of the folder.
-    """
+    """Return the files beside the weights: generation config, tokenizer, template, custom code."""
     names = [n for n in _ASSET_FILES if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
     return {n: plain_file(folder, n, ModelError).read_bytes() for n in names}
@@ -197,13 +184,8 @@ def weight_files(
 ) -> list[Path]:
     """Return the safetensors files of a checkpoint, as its index or its single file name them.
 
-    Args:
-        folder: what `local_folder` returned.
-        name_or_path: the Hub id, where missing files may be downloaded.
-
-    Raises:
-        LoadingError: no weights, another format, or an index that names a file which is missing or
-            outside the folder.
+    From the Hub id `name_or_path` missing files may be downloaded. LoadingError for no weights,
+    another format, or an index that names a file which is missing or outside the folder.
     """
     remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
     if _obtain(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
@@ -227,11 +209,8 @@ def weight_files(
 
 
 def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
-    """Return every tensor of the given files. Reads headers only.
-
-    Raises:
-        LoadingError: a damaged file, a tensor that two files hold, or one that is not where the
-            index says.
+    """Return every tensor of the given files; reads headers only. LoadingError for a damaged file,
+    a tensor that two files hold, or one that is not where the index says.
     """
     entries: dict[str, TensorEntry] = {}
     files = list(files)
@@ -252,13 +231,10 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
 
 
 def source_dtypes(folder: Path) -> dict[str, str] | None:
-    """Return key -> safetensors dtype of the weights in `folder`; None where there are none.
-
-    None also where they are damaged: that is said when the weights are asked for.
-    """
+    """Return key -> safetensors dtype of the weights in `folder`; None where there are none."""
     try:
         entries = read_weights(weight_files(folder))
-    except LoadingError:
+    except LoadingError:  # damage is said when the weights are asked for
         return None
     return {name: DTYPE_NAMES[entry.dtype] for name, entry in entries.items()}
 

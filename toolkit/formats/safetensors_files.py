@@ -52,9 +52,7 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
     """Return the tensors of one safetensors file; their bytes follow each other without a gap.
 
     Without `whole` the file may be shorter or longer than its header says, to see what is lost.
-
-    Raises:
-        LoadingError: the header is damaged, beyond its bounds, or not that of so long a file.
+    LoadingError for a header that is damaged, beyond its bounds, or not that of so long a file.
     """
     header, begin, size = _read(file)
     header.pop("__metadata__", None)

@@ -27,11 +27,8 @@ class ExportGroup:
 
 
 def conversion_mapping(model: PreTrainedModel, **options: bool) -> list[Any]:
-    """Return transformers' mapping from source keys to the parameters of `model`, not yet sharded.
-
-    A sharded class counts as custom code there, and has none.
-    """
-    name = "get_model_conversion_mapping"
+    """Return transformers' mapping from source keys to parameters of `model`, not yet sharded."""
+    name = "get_model_conversion_mapping"  # a sharded class counts as custom code, and has none
     return transformers_private("conversion_mapping", name)(model, **options)
 
 
@@ -63,12 +60,8 @@ def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
 def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGroup]:
     """Return how the parameters `names` of `model` become exported tensors. Shapes only, on meta.
 
-    Args:
-        model: on meta, after `use_source_names`.
-        names: parameter and buffer names, tied aliases left out.
-
-    Raises:
-        ExportError: two parameters would leave under one name.
+    After `use_source_names`; `names` of parameters and buffers, without tied aliases. ExportError
+    where two would leave under one name.
     """
     state, mapping = model.state_dict(), getattr(model, "_weight_conversions", None)
     if not isinstance(mapping, list):  # what `revert_weight_conversion` takes then

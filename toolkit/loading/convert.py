@@ -83,10 +83,8 @@ def load_group(
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that transformers makes of one group's tensors: on the CPU, not cast.
 
-    `model` is on meta, not sharded, and so again afterwards.
-
-    Raises:
-        LoadingError: transformers cannot convert them.
+    `model` is on meta, not sharded, and so again afterwards. LoadingError where they cannot be
+    converted.
     """
     if group.operations is None:
         return {group.parameter: whole(in_file(entries[group.keys[0]]))}

@@ -48,10 +48,8 @@ def drawn(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, first value) of the parameters `names`: whole, in fp32, on the CPU.
 
-    Needs the memory of one module's own parameters. `built`: of `model` by `with_buffers`.
-
-    Raises:
-        LoadingError: names a parameter that gets no value, or cannot be drawn alone.
+    Needs the memory of one module's own parameters. `built`: of `model` by `with_buffers`. A
+    LoadingError names a parameter that gets no value, or cannot be drawn alone.
     """
     modules: dict[str, dict[str, str]] = {}  # module -> leaf -> the name that was asked for
     for name in names:

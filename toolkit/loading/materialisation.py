@@ -34,11 +34,7 @@ def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> Non
 
 
 def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Allocate `model`'s shards on `device` without values; buffers are computed. Collective.
-
-    Raises:
-        LoadingError: a tensor stayed on meta, or the model has adapters.
-    """
+    """Allocate `model`'s shards on `device` without values; buffers are computed. Collective."""
     if has_adapters(model):
         raise LoadingError(
             "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
@@ -93,10 +89,8 @@ def begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
 
 
 def settle(model: nn.Module, device: torch.device) -> None:
-    """Move to `device` what offload does not keep in host memory: buffers, unsharded parameters.
-
-    Raises:
-        LoadingError: names what is still on meta, or a tie that came apart.
+    """Move to `device` what offload does not keep in host memory: buffers, unsharded parameters. A
+    LoadingError names what is still on meta, or a tie that came apart.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     tensors = [*by_name.items(), *model.named_buffers()]

@@ -78,9 +78,6 @@ def fill(
         empty: a checkpoint of the run is restored next, which holds all values but those of a base
             under adapters.
         say: prints a line, on one rank.
-
-    Raises:
-        LoadingError: as `load_pretrained`, `init_weights` and `materialise`.
     """
     target = torch.device(device)
     what = "base       " if has_adapters(model) else "weights    "
@@ -137,10 +134,8 @@ def load_pretrained(
 def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     """Refuse weights that are not those of `model`, before their bytes are read. Collective.
 
-    Plays the load through on a copy of `model`, which is not yet sharded, from the headers.
-
-    Raises:
-        LoadingError: names the tensors that are missing, unknown or of another shape.
+    Plays the load through on a copy of `model`, which is not yet sharded, from the headers. A
+    LoadingError names the tensors that are missing, unknown or of another shape.
     """
     if cfg.init == "random":
         return

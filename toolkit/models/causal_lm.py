@@ -34,6 +34,7 @@ from toolkit.formats import (
     check_config,
     conversion_mapping,
     local_folder,
+    nested_items,
     read_config,
     read_weights,
     source_dtypes,
@@ -82,8 +83,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # of no use in training; the export keeps the pristine config
     if dtype != torch.float32:
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for tensor in _in_fp32(model, tensors).values():
+        for tensor in kept_in_fp32(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
     pristine, files, tokenizer_folder = read_config(folder), asset_files(folder), folder
     if cfg.tokenizer_name_or_path is not None:
@@ -119,10 +119,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
 
 @ranks.collective
 def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
-    """Refuse what is no causal LM, has too few positions, or lacks its weights. Collective.
-
-    Raises:
-        ModelError, LoadingError: says which, from the config and the headers of the weights.
+    """Refuse what is no causal LM, has too few positions, or lacks its weights, by the config and
+    the headers of the weights. Collective. Raises ModelError or LoadingError.
     """
     if cfg.trust_remote_code and ranks.rank() == 0:
         print(
@@ -146,11 +144,8 @@ def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
 
 @ranks.collective
 def prepare(cfg: ModelConfig) -> PreTrainedModel:
-    """Return the model of `cfg` on meta, after `check_usable`. Collective.
-
-    Raises:
-        ModelError: as `build_on_meta`; or the model sees future tokens (BERT and its kin without
-            `is_decoder`), or drops layers at random.
+    """Return the model of `cfg` on meta, after `check_usable`. Collective. ModelError also where it
+    sees future tokens (BERT and its kin without `is_decoder`), or drops layers at random.
     """
     model = build_on_meta(cfg)
     marks = [(getattr(m, "is_decoder", 1), getattr(m, "is_causal", 1)) for m in model.modules()]
@@ -173,8 +168,7 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     """Return transformers' config of the model; refuses unknown model types, quantised weights."""
     file, content = folder / "config.json", read_config(folder)
     check_config(folder)
-    sections = [content, *(v for v in content.values() if isinstance(v, dict))]
-    if found := next((s[_QUANTISED] for s in sections if s.get(_QUANTISED)), None):
+    if found := next((v for k, v in nested_items(content) if k == _QUANTISED and v), None):
         kind = found.get("quant_method", found) if isinstance(found, dict) else found
         raise ModelError(
             f"{file} has a {_QUANTISED}: its weights are quantised already ({kind}), which cannot "
@@ -248,17 +242,16 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
     return dtype
 
 
-def kept_in_fp32(model: nn.Module) -> list[str]:
-    """Return the parameters that transformers keeps in fp32 where the model runs in bfloat16."""
+def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.Tensor]:
+    """Return the parameters (with `buffers` those too) that transformers keeps in fp32 where the
+    model runs in bfloat16.
+    """
     if not isinstance(model, PreTrainedModel):
-        return []
-    return list(_in_fp32(model, dict(model.named_parameters())))
-
-
-def _in_fp32(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return those of `tensors` that transformers keeps in fp32."""
+        return {}
     dtype_plan = transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")
     plan = dtype_plan(model, torch.bfloat16)
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors |= model.named_buffers() if buffers else ()
     kept = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
     return {n: t for n, t in tensors.items() if t.is_floating_point() and kept.search(n)}
 

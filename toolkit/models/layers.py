@@ -1,10 +1,15 @@
 """Where a model keeps its decoder layers, found from modules and classes; which names are tied."""
 
+import re
+
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.formats import nested_items
 from toolkit.models.patterns import plain_class_name
 from toolkit.models.peft_model import base_of
+
+_EXPERTS = re.compile(r"(^|_)(n|num)_((?!shared)\w+_)?experts$")
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -70,6 +75,12 @@ def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str])
         if others and not all(inside):
             apart.add(id(model.get_parameter(first)))
     return apart
+
+
+def numbers_of_experts(model: PreTrainedModel) -> set[int]:
+    """Return how many routed experts a layer may have, by the settings of the config."""
+    settings = nested_items(model.config.to_dict())
+    return {n for name, n in settings if _EXPERTS.search(name) and type(n) is int and n > 1}
 
 
 def tied_families(model: nn.Module) -> dict[str, list[str]]:

@@ -12,7 +12,6 @@ forward takes the gathered column apart without a copy.
 """
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -20,10 +19,6 @@ from torch import nn
 
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, one_line
-
-# bitsandbytes, which PEFT imports where it is installed, misses one of its CPU kernels aloud; that
-# is for the layout of an evaluation, which is not used here.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 BLOCK = 64
 """Values that share a scale."""
@@ -136,13 +131,6 @@ class PackedLinear(nn.Module):
         product = self._product(x.to(self.compute_dtype), nibbles, quant_state=state, bias=bias)
         return product.to(x.dtype)
 
-    def extra_repr(self) -> str:
-        """Return what `print` shows."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.quant_type}, double_quant={self.double_quant}"
-        )
-
     # Not bitsandbytes' way, which adds a quantisation state that is in the column here.
     _save_to_state_dict = nn.Module._save_to_state_dict
 
@@ -188,11 +176,7 @@ def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
 
 
 def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Refuse a `device` on which a small matrix in 4 bits does not come back from products.
-
-    Raises:
-        ConfigError: bitsandbytes is missing, does not run there, or computes something else.
-    """
+    """Refuse a `device` on which a small matrix in 4 bits does not come back from products."""
     library = f"lora.load_in_4bit: bitsandbytes {bitsandbytes().__version__}"
     try:
         off = _worst_error(device, lora, dtype)
@@ -209,10 +193,7 @@ def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
 
 
 def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
-    """Return how far products give a matrix back, in shares of a block's largest value.
-
-    Training, its backward, and one row at a time: each has kernels of its own.
-    """
+    """Return how far products give a matrix back, in shares of a block's largest value."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
     like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
@@ -220,6 +201,7 @@ def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     layer.source_dtype = dtype
     layer.weight = nn.Parameter(layer.pack(weight), requires_grad=False)
     eye = torch.eye(weight.shape[1], dtype=dtype, device=device, requires_grad=True)
+    # Training, its backward, and one row at a time: each has kernels of its own.
     trained = layer.train()(eye)
     into = torch.eye(weight.shape[1], weight.shape[0], dtype=dtype, device=device)
     (gradient,) = torch.autograd.grad(trained, eye, into)

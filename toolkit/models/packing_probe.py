@@ -85,35 +85,25 @@ def _try(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, rows: int, device: torch.device
 ) -> Verdict:
     """Return what a copy of `config` shows."""
+    # Flash attention runs in half precision only.
+    is_flash = "flash" in str(config._attn_implementation)
+    dtype = torch.bfloat16 if is_flash else torch.float32
     # Flex attention is not worth a compilation.
     with forked_rng(device), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
-        model = _build(model_class, config, device)
-        verdict = _compare(model, rows)
-        if not (0 < verdict.by < _SURE and _dtype(config) == torch.float32):
+        model = model_class._from_config(copy.deepcopy(config), dtype=dtype).eval()
+        with torch.no_grad():  # noise on all it has: zeros and ones of a start would hide a leak
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.add_(torch.randn(parameter.shape) * 0.05)
+        verdict = _compare(model.to(device), rows)
+        if is_flash or not 0 < verdict.by < _SURE:
             return verdict
         try:  # again in fp64, where rounding is gone
             model.set_experts_implementation("eager")  # the grouped product has no fp64
             return _compare(model.double(), rows)
         except (RuntimeError, TypeError, ValueError):  # casts of its own, or a kernel without fp64
             return verdict
-
-
-def _build(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, device: torch.device
-) -> PreTrainedModel:
-    """Return the model with noise on all it has: zeros and ones of a start would hide a leak."""
-    model = model_class._from_config(copy.deepcopy(config), dtype=_dtype(config)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape) * 0.05)
-    return model.to(device)
-
-
-def _dtype(config: PreTrainedConfig) -> torch.dtype:
-    # Flash attention runs in half precision only.
-    return torch.bfloat16 if "flash" in str(config._attn_implementation) else torch.float32
 
 
 @torch.no_grad()

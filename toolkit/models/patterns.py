@@ -16,10 +16,8 @@ def matching_modules(
     """Return the modules that any of `patterns` names, in the order of definition.
 
     A pattern is a class name, a module's whole name, or the end of one at a dot; `*` matches any
-    text, dots included. With `called`, containers, which have no forward, are left out.
-
-    Raises:
-        ModelError: a pattern of `setting` matches none; names the nearest.
+    text, dots included. With `called`, containers, which have no forward, are left out. ModelError
+    for a pattern of `setting` that matches none; names the nearest.
     """
     named = dict(model.named_modules())
     classes = {name: plain_class_name(module) for name, module in named.items() if name}
@@ -40,9 +38,7 @@ def matching_modules(
 
 def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str) -> list[str]:
     """Return the names of the parameters that any of `patterns` names; tied ones under each name.
-
-    Raises:
-        ModelError: a pattern of `setting` matches none; names the nearest.
+    ModelError as in `matching_modules`.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = [_matched(p, dict.fromkeys(names), setting, "parameter") for p in patterns]

@@ -22,7 +22,7 @@ from toolkit import ranks
 from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.models.causal_lm import kept_in_fp32, plain_name
-from toolkit.models.layers import decoder_layers, outer_names
+from toolkit.models.layers import decoder_layers, numbers_of_experts, outer_names
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import (
     BLOCK,
@@ -36,19 +36,13 @@ from toolkit.models.peft_model import unwrapped_base
 
 _SKIP = "lora.bnb_4bit_skip_modules"
 _LEFT = "not_in_4_bits"  # where a model keeps why -> names of matrices that are not
-_EXPERTS = re.compile(r"(^|_)(n|num)_(\w+_)?experts$")  # settings that hold a number of experts
 
 
 @ranks.collective
 def check_quantisation(
     lora: LoraConfig, sharding: ShardingConfig, model: ModelConfig, device: torch.device | str
 ) -> None:
-    """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Collective.
-
-    Raises:
-        ConfigError: settings contradict each other, bitsandbytes is missing, or it does not compute
-            in 4 bits on this device.
-    """
+    """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Collective."""
     if not lora.load_in_4bit:
         return
     if model.init == "random":
@@ -73,12 +67,8 @@ def quantise_on_meta(
     Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers and what is
     no `nn.Linear` (fused experts, convolutions) keep their dtype; `describe` says which. The method
     is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights]. `param_dtype`: in
-    which the units compute.
-
-    Raises:
-        ModelError: no layer can be quantised, `lora.target_parameters` names one that is, or
-            `lora.bnb_4bit_skip_modules` names nothing.
-        ConfigError: bitsandbytes is missing.
+    which the units compute. ModelError where no layer can be quantised, `lora.target_parameters`
+    names one that is, or `lora.bnb_4bit_skip_modules` nothing.
     """
     dtype = getattr(torch, param_dtype) if isinstance(param_dtype, str) else param_dtype
     make = packed_linear()
@@ -115,8 +105,7 @@ def _choose(
     for skipped in cfg.bnb_4bit_skip_modules:
         if not any(_ends(name, skipped) for name in named):
             raise ModelError(no_match(_SKIP, skipped, "module", set(map(numbered, named)) - {""}))
-    settings = model.config.get_text_config().to_dict().items()
-    experts = {v for k, v in settings if _EXPERTS.search(k) and isinstance(v, int)}
+    experts = numbers_of_experts(model)
 
     def left_alone(name: str, linear: nn.Linear) -> str:
         """Return why a linear layer keeps its dtype; empty where it does not."""

@@ -120,11 +120,8 @@ def _plain(value: Any) -> Any:
 def cuts(
     config: PreTrainedConfig, kinds: list[str], length: int | None
 ) -> Iterator[PreTrainedConfig]:
-    """Yield configs of tiny copies, the smallest first.
-
-    Args:
-        kinds: of the full model, one a layer.
-        length: windows and chunks that are as long as that are not cut; None: all are.
+    """Yield configs of tiny copies, the smallest first, for the `kinds` of the full model's layers.
+    Windows and chunks of `length` or more are not cut.
     """
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
     for count, narrow in dict.fromkeys([(depth, True), (depth, False), (len(kinds), True)]):

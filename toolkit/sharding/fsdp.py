@@ -9,7 +9,6 @@ Either way fp32 meets bf16 in the next product. Hooks of our own cast there; whe
 already, they change nothing.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -44,7 +43,6 @@ _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
 @ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
     """Return the mesh of the run: (dp_shard,), or (dp_replicate, dp_shard) for replicas (HSDP).
-
     Collective. Raises as `mesh_shape` does.
     """
     replicas, shards = mesh_shape(world_size, cfg)
@@ -54,11 +52,8 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceM
 
 
 def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
-    """Return (replicas, ranks that share a copy) of `world_size` processes.
-
-    Raises:
-        ShardingError: dp_replicate x dp_shard is not the number of processes, or
-            `reshard_after_forward` does not divide the ranks that share a copy.
+    """Return (replicas, ranks that share a copy) of `world_size` processes; ShardingError where the
+    product is another, or `reshard_after_forward` does not divide the ranks that share a copy.
     """
     replicas, shards = cfg.dp_replicate, cfg.dp_shard
     if shards == -1:
@@ -268,34 +263,25 @@ def _reshard(unit: Unit, shards: int) -> bool | int | None:
 
 def _cast_each(modules: list[nn.Module], unit: Unit, cast_inputs: bool) -> None:
     """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
+    try:
+        from torch.distributed.utils import _apply_to_tensors  # by which FSDP2 casts
+    except ImportError as error:
+        raise ShardingError(f"torch {torch.__version__}: {error}; use 2.11 to 2.15") from error
+
+    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+        return _apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
     # Not compiled, as FSDP2's own hooks are not: a compiled layer stays one graph.
     @torch.compiler.disable
     def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast(args, unit.param_dtype), _cast(kwargs, unit.param_dtype)
+        return cast(args, unit.param_dtype), cast(kwargs, unit.param_dtype)
 
     @torch.compiler.disable
     def output(_: nn.Module, args: Any, out: Any) -> Any:
-        return _cast(out, unit.output_dtype)
+        return cast(out, unit.output_dtype)
 
     for module in modules:
         if cast_inputs:
             module.register_forward_pre_hook(inputs, with_kwargs=True)
         if unit.output_dtype is not None:
             module.register_forward_hook(output)
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return `value` with the floating-point tensors in it as `dtype`, where FSDP2 looks too."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # answers of transformers
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{n: _cast(getattr(value, n), dtype) for n in names})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(_cast(part, dtype) for part in value))
-    if type(value) in (tuple, list):
-        return type(value)(_cast(part, dtype) for part in value)
-    if type(value) is dict:
-        return {key: _cast(part, dtype) for key, part in value.items()}
-    return value

@@ -17,13 +17,9 @@ class Prefetch:
 
     Args:
         units: name -> modules of the other units.
-        forward: units to gather ahead in the forward; 0 leaves PyTorch's own behaviour.
-        backward: the same in the backward.
-        expected: the order that the user gave, wired at once and compared; empty: none.
-
-    Raises:
-        ShardingError: `expected` names something that is no unit, now; or another order than the
-            one recorded, at the end of the first forward, with the right one.
+        forward, backward: units to gather ahead; 0 leaves PyTorch's own behaviour.
+        expected: the order that the user gave, wired at once; a ShardingError at the end of the
+            first forward where the one recorded is another. Empty: none.
     """
 
     def __init__(

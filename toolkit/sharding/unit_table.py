@@ -41,9 +41,7 @@ class UnitRow:
 
 
 def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
-    """Return a row for each unit of a sharded model, the root first, then in order of definition;
-    replicated parameters last.
-    """
+    """Return a row for each unit of a sharded model, the root first; replicated parameters last."""
     plan = plan_of(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     parameters, packed = dict(model.named_parameters()), packed_weights(model)
@@ -123,9 +121,7 @@ def ledger_line(model: nn.Module, cfg: ShardingConfig) -> str:
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be `rank` of `world_size` processes that do not exist: torch's fake backend, whose
-    collectives return at once and move nothing. A ShardingError where there is a process group.
-    """
+    """Be `rank` of `world_size` processes that do not exist; collectives move nothing."""
     if dist.is_initialized():
         raise ShardingError("a process group exists already; plan in a process of its own")
     try:
@@ -183,15 +179,11 @@ def plan_summary(
 def render_plan(plan: dict[str, Any]) -> str:
     """Return a `plan_summary` as text."""
     mesh = plan["mesh"]
-    return "\n".join(
-        [
-            f"model   {plan['model']}, {plan['parameters']:,} parameters",
-            f"mesh    {plan['world_size']} ranks: dp_replicate {mesh['dp_replicate']} x dp_shard "
-            f"{mesh['dp_shard']}; {plan['bytes_sharded'] / 1e6:,.1f} MB of parameters a rank",
-            f"dtypes  {plan['ledger']}",
-            "",
-            plan["table"],
-        ]
+    return (
+        f"model   {plan['model']}, {plan['parameters']:,} parameters\n"
+        f"mesh    {plan['world_size']} ranks: dp_replicate {mesh['dp_replicate']} x dp_shard "
+        f"{mesh['dp_shard']}; {plan['bytes_sharded'] / 1e6:,.1f} MB of parameters a rank\n"
+        f"dtypes  {plan['ledger']}\n\n{plan['table']}"
     )
 
 

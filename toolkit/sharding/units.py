@@ -18,6 +18,7 @@ fp32, and their gradient is averaged once a step. So do scalars, which FSDP2 can
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -75,9 +76,7 @@ class UnitPlan:
 def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     """Return the units that `cfg` asks of `model`: with adapters or not, on meta or not, tied.
 
-    Raises:
-        ShardingError: there is nothing to shard but the root, or the settings cannot hold together.
-        ModelError: a pattern matches nothing.
+    ShardingError where there is nothing to shard but the root, or settings cannot hold together.
     """
     named = dict(model.named_modules())
     replicated = _replicated(model, cfg)
@@ -91,7 +90,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     if root_only is None:
         members += _every(layers, cfg.layers_per_unit)
         if cfg.sublayer_units:
-            members += [(n,) for layer in layers for n in _sublayers(named, layer)]
+            members += [(n,) for layer in layers for n in _sublayers(model, layer)]
     if cfg.embedding_units:
         members += [(n,) for n in (embedding, head) if n is not None]
     if cfg.base_model_unit:
@@ -136,26 +135,15 @@ def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | Non
 
 def _every(layers: list[str], count: int) -> list[Member]:
     """Return the layers in runs of `count`, each within one stack."""
-    stacks: dict[str, list[str]] = {}
-    for name in layers:
-        stacks.setdefault(name.rpartition(".")[0], []).append(name)
-    return [
-        tuple(stack[i : i + count])
-        for stack in stacks.values()
-        for i in range(0, len(stack), count)
-    ]
+    stacks = [list(stack) for _, stack in groupby(layers, lambda name: name.rpartition(".")[0])]
+    return [tuple(stack[i : i + count]) for stack in stacks for i in range(0, len(stack), count)]
 
 
-def _sublayers(named: dict[str, nn.Module], name: str) -> list[str]:
+def _sublayers(model: nn.Module, layer: str) -> list[str]:
     """Return the parts of a layer that hold matrices: attention, MLP, mixer."""
-    found = []
-    for part, child in named[name].named_children():
-        path = f"{name}.{part}"
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # never called itself
-            found += _sublayers(named, path)
-        elif any(p.ndim > 1 for p in child.parameters()):
-            found.append(path)
-    return found
+    children = model.get_submodule(layer).named_children()
+    parts = [n for part, child in children for n in _called(f"{layer}.{part}", child)]
+    return [n for n in parts if any(p.ndim > 1 for p in model.get_submodule(n).parameters())]
 
 
 def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | None:
@@ -171,7 +159,7 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     found = {id(model.get_parameter(name)) for name in names}
     if cfg.param_dtype != "float32":
         with unwrapped_base(model) as base:
-            found |= {id(base.get_parameter(name)) for name in kept_in_fp32(base)}
+            found |= set(map(id, kept_in_fp32(base).values()))
     packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
     stored = [p for p in model.parameters() if id(p) not in packed]
     if has_adapters(model):  # theirs is chosen on purpose, and says nothing of the computation
@@ -190,9 +178,7 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
 def _overrides(
     model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
 ) -> dict[Member, torch.dtype]:
-    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit. A
-    unit inside a module that was named computes as that does.
-    """
+    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit."""
     wanted: dict[str, torch.dtype] = {}
     for pattern, dtype_name in cfg.param_dtype_overrides.items():
         setting = "sharding.param_dtype_overrides"
