@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -33,17 +34,18 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("{}", name)
 
 
-def fold(names: list[str]) -> list[tuple[str, list[int]]]:
+def fold(names: list[str], facts: Sequence[Hashable] = ()) -> list[tuple[str, list[int]]]:
     """Return lines for names that are alike but for their numbers: (shown, indices of its names).
 
     `model.layers.0.mlp` to `model.layers.31.mlp` are `model.layers.{0..31}.mlp`; every second one
-    is `{0..30:2}`. Where the numbers make no full grid each name keeps a line.
+    is `{0..30:2}`. Where the numbers make no full grid each name keeps a line. Names with other
+    `facts`, one a name, are not alike.
     """
-    groups: dict[str, list[int]] = defaultdict(list)
+    groups: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for index, name in enumerate(names):
-        groups[without_numbers(name)].append(index)
+        groups[without_numbers(name), facts[index] if facts else None].append(index)
     lines = []
-    for pattern, members in groups.items():
+    for (pattern, _), members in groups.items():
         numbers = [tuple(map(int, _NUMBER.findall(names[i]))) for i in members]
         places = [sorted(set(place)) for place in zip(*numbers, strict=True)]
         if math.prod(map(len, places)) == len(members):

@@ -162,14 +162,10 @@ def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]
 
 
 def _table(rows: list[CoverageRow]) -> list[str]:
-    groups: dict[tuple, list[CoverageRow]] = {}
-    for row in rows:
-        groups.setdefault((without_numbers(row.name), row.shape, row.how), []).append(row)
     lines = [["  matrix", "count", "shape", "trained as", "trained"]]
-    for alike in groups.values():
-        for name, indices in fold([row.name for row in alike]):
-            first, count = alike[0], len(indices)
-            shape = " x ".join(map(str, first.shape))
-            trained = f"{first.trained * count:,}" if first.covered else ""
-            lines.append([f"  {name}", str(count), shape, first.how, trained])
+    for name, indices in fold([row.name for row in rows], [(row.shape, row.how) for row in rows]):
+        first, count = rows[indices[0]], len(indices)
+        shape = " x ".join(map(str, first.shape))
+        trained = f"{first.trained * count:,}" if first.covered else ""
+        lines.append([f"  {name}", str(count), shape, first.how, trained])
     return table(lines, right={1, 4})

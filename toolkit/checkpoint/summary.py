@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from toolkit.checkpoint.commit import STATE, attempts_of, counting, find_checkpoint
 from toolkit.checkpoint.store import bytes_below, read_object
 from toolkit.formats import METADATA_FILE, read_metadata
-from toolkit.tables import fold, size_text, table, without_numbers
+from toolkit.tables import fold, size_text, table
 
 
 def summarise(path: str | Path) -> dict[str, Any]:
@@ -144,16 +143,13 @@ def _tensor(name: str, entry: Any) -> dict[str, Any]:
     }
 
 
-def _grouped(tensors: Iterable[dict[str, Any]]) -> list[list[str]]:
-    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    for t in tensors:
-        like = (without_numbers(t["name"]), str(t["shape"]), t["dtype"], _sharding(t))
-        groups[like].append(t)
+def _grouped(tensors: list[dict[str, Any]]) -> list[list[str]]:
+    facts = [(str(t["shape"]), t["dtype"], _sharding(t)) for t in tensors]
     rows = []
-    for (_, shape, dtype, sharding), members in groups.items():
-        for name, indices in fold([t["name"] for t in members]):
-            size = size_text(sum(members[i]["bytes"] for i in indices))
-            rows.append([name, str(len(indices)), shape, dtype, size, sharding])
+    for name, indices in fold([t["name"] for t in tensors], facts):
+        shape, dtype, sharding = facts[indices[0]]
+        size = size_text(sum(tensors[i]["bytes"] for i in indices))
+        rows.append([name, str(len(indices)), shape, dtype, size, sharding])
     return rows
 
 

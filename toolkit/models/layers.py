@@ -80,7 +80,7 @@ def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str])
 def numbers_of_experts(model: PreTrainedModel) -> set[int]:
     """Return how many routed experts a layer may have, by the settings of the config."""
     settings = nested_items(model.config.to_dict())
-    return {n for name, n in settings if _EXPERTS.search(name) and type(n) is int and n > 1}
+    return {n for name, n in settings if type(n) is int and n > 1 and _EXPERTS.search(str(name))}
 
 
 def tied_families(model: nn.Module) -> dict[str, list[str]]:

@@ -59,9 +59,7 @@ def check_quantisation(
 
 
 @ranks.collective
-def quantise_on_meta(
-    model: PreTrainedModel, cfg: LoraConfig, param_dtype: torch.dtype | str
-) -> None:
+def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) -> None:
     """Replace the linear layers of the decoder layers by packed 4-bit ones, in place, on meta.
 
     Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers and what is
@@ -70,8 +68,7 @@ def quantise_on_meta(
     which the units compute. ModelError where no layer can be quantised, `lora.target_parameters`
     names one that is, or `lora.bnb_4bit_skip_modules` nothing.
     """
-    dtype = getattr(torch, param_dtype) if isinstance(param_dtype, str) else param_dtype
-    make = packed_linear()
+    make, dtype = packed_linear(), getattr(torch, param_dtype)
     chosen, left = _choose(model, cfg)
     if not chosen:
         raise ModelError(
@@ -204,22 +201,22 @@ def describe(model: nn.Module, shards: int) -> str | None:
     """Return in two lines what is in 4 bits and what not, on each of `shards` ranks; or None."""
     with unwrapped_base(model) as base:
         packed = packed_weights(base)
-        layers = decoder_layers(base).values()
-        held = {id(p): p.numel() for layer in layers for p in layer.parameters()}
+        decoders = decoder_layers(base).values()
+        held = {id(p): p.numel() for decoder in decoders for p in decoder.parameters()}
     if not packed:
         return None
     one_each = {id(layer.weight): layer for layer in packed.values()}
-    first, *_ = different = list(one_each.values())
-    elements = sum(layer.elements for layer in different)
     others = sum(n for key, n in held.items() if key not in one_each)
-    nbytes = sum(layer.nbytes for layer in different)
-    plain = sum(layer.elements * layer.source_dtype.itemsize for layer in different)
+    layers = list(one_each.values())
+    elements = sum(layer.elements for layer in layers)
+    nbytes = sum(layer.nbytes for layer in layers)
+    plain = sum(layer.elements * layer.source_dtype.itemsize for layer in layers)
     left = _why(vars(base)[_LEFT])
     return (
-        f"{first.quant_type}{', scales quantised too' if first.double_quant else ''}: "
+        f"{layers[0].quant_type}{', scales quantised too' if layers[0].double_quant else ''}: "
         f"{len(packed)} linear layers, {elements / (elements + others):.1%} of the decoder layers"
         + (f"; not: {left}" if left else "")
         + f"\n{elements / 2 / 1e6:,.2f} MB of 4-bit values and "
-        f"{(nbytes - elements // 2) / 1e6:,.2f} MB of scales, both sharded: "
+        f"{(nbytes - elements / 2) / 1e6:,.2f} MB of scales, both sharded: "
         f"{nbytes / shards / 1e6:,.2f} MB a rank, not {plain / shards / 1e6:,.2f}"
     )

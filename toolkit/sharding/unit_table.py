@@ -17,7 +17,7 @@ from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of
-from toolkit.tables import fold, table, without_numbers
+from toolkit.tables import fold, table
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,15 @@ def unit_table(model: nn.Module, cfg: ShardingConfig) -> str:
     """Return the units as a table; neighbours that differ in their numbers only share a line."""
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
-    groups: dict[UnitRow, list[UnitRow]] = {}
-    for row in unit_rows(model, cfg):
-        groups.setdefault(replace(row, name=without_numbers(row.name)), []).append(row)
+    rows = unit_rows(model, cfg)
     lines = [[*head.split(","), "prefetches"]]
-    for alike, rows in groups.items():
+    for name, indices in fold([row.name for row in rows], [replace(r, name="") for r in rows]):
+        alike = rows[indices[0]]
+        counts = [str(len(indices)), str(alike.modules), f"{alike.parameters:,}"]
         megabytes = [f"{n / 1e6:,.2f}" for n in (alike.bytes_sharded, alike.bytes_unsharded)]
         dtypes = [alike.stored, alike.computed, alike.reduced]
-        for name, indices in fold([row.name for row in rows]):
-            counts = [str(len(indices)), str(alike.modules), f"{alike.parameters:,}"]
-            prefetches = "- / -" if name == "(replicated)" else ahead
-            lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, prefetches])
+        prefetches = "- / -" if name == "(replicated)" else ahead
+        lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, prefetches])
     text = "\n".join(table(lines, right={1, 2, 3, 4, 5}))
     reason = plan_of(model).root_only
     return text if reason is None else f"{text}\nonly the root is a unit: {reason}"
