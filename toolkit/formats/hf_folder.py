@@ -156,12 +156,11 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
             yield from nested_items(inner)
 
 
-def check_config(folder: Path, *, required: bool = True) -> None:
+def check_config(folder: Path) -> None:
     """Refuse a folder whose JSON files transformers could not parse in bounds, before it reads any.
-
-    `required`: there must be a config.json; a tokenizer's folder may have none.
+    A tokenizer's folder may have no config.json.
     """
-    if required or (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
         read_config(folder)
     for file in [folder / name for name in _ASSET_FILES if name.endswith(".json")]:
         if file.is_file() and file.name not in _BY_RUST:

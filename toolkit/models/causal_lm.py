@@ -88,7 +88,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     pristine, files, tokenizer_folder = read_config(folder), asset_files(folder), folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
-        check_config(tokenizer_folder, required=False)
+        check_config(tokenizer_folder)
     if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
         kept = {n: content for n, content in files.items() if n == _GENERATION}
         files = {n: c for n, c in asset_files(tokenizer_folder).items() if n != _GENERATION} | kept

@@ -1,5 +1,4 @@
 """The run while it trains: launch, the step, loss, optimizer, metrics, generation."""
-# ruff: noqa: F401  (what other packages import)
 
 from toolkit.training.early_stopping import early_stopping
 from toolkit.training.generation import answer_prompts, check_prompts

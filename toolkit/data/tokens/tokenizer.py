@@ -128,7 +128,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
                 f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
                 "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
             )
-        check_config(path, required=False)
+        check_config(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path) if path.exists() else name,
