@@ -45,10 +45,8 @@ def hexadecimal(lanes: torch.Tensor) -> str:
 
 
 def whole_rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return those of `tensors` of which no rank holds whole rows, gathered. Collective.
-
-    Vectors, and what is sharded over another dimension than the first.
-    """
+    """Return those of `tensors` of which no rank holds whole rows, gathered. Collective."""
+    # Vectors, and what is sharded over another dimension than the first.
     sharded = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
     gathered = _whole_vectors({n: t for n, t in sharded.items() if t.ndim < 2})
     for name, tensor in sharded.items():
@@ -59,10 +57,7 @@ def whole_rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _whole_vectors(vectors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
-    """Return vectors whole. Collective: one exchange a device, since a model has hundreds of them.
-
-    Each rank puts the bytes of its elements where they belong among zeros; the sum is the whole.
-    """
+    """Return vectors whole. Collective: one exchange a device, for a model has hundreds of them."""
     found: dict[str, torch.Tensor] = {}
     for device in dict.fromkeys(t.to_local().device for t in vectors.values()):
         here = {n: t for n, t in vectors.items() if t.to_local().device == device}
@@ -72,7 +67,7 @@ def _whole_vectors(vectors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
             if _counts(tensor):
                 whole[local_slices(tensor)] = tensor.to_local().detach()
             parts.append(whole.reshape(-1).view(torch.uint8))
-        total = torch.cat(parts)
+        total = torch.cat(parts)  # each rank's bytes among zeros: the sum is the whole
         dist.all_reduce(total)
         split = total.split([len(part) for part in parts])
         for (name, tensor), part in zip(here.items(), split, strict=True):

@@ -1,7 +1,4 @@
-"""The rows of stored tensors, from a checkpoint's chunks or a file, and what is computed of them.
-
-Memory: blocks of 1 MB, or one row where that is larger.
-"""
+"""The rows of stored tensors, from a checkpoint or a file, and what is computed of them."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +11,7 @@ from toolkit.formats.dcp_tensors import Chunk, read_chunk
 from toolkit.formats.digests import LANES, hexadecimal, rows_digest
 from toolkit.formats.safetensors_files import TensorEntry
 
-_BLOCK = 2**20
+_BLOCK = 2**20  # bytes read at a time, or one row where that is larger
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -166,9 +166,8 @@ def listed(found: dict[str, list[str]]) -> str:
 
 
 def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
-    """Return what cannot be sliced before it is converted; see [Note: slicing before conversion].
-
-    Nor can what is stored in 4 bits: it is quantised as a whole.
+    """Return what cannot be sliced before it is converted (see [Note: slicing before conversion]),
+    or is quantised as a whole.
     """
     state, packed = model.state_dict(), packed_weights(model)
     is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
@@ -209,10 +208,8 @@ def convert_then_slice(
     device: torch.device,
     info: Any,
 ) -> None:
-    """Convert whole groups of tensors on an unsharded copy, then keep this rank's slices.
-
-    One group is in memory at a time; 4-bit weights are quantised on `device`. What happens to the
-    keys is added to `info`.
+    """Convert whole groups of tensors on an unsharded copy, one at a time, then keep this rank's
+    slices. 4-bit weights are quantised on `device`; what happens to the keys is added to `info`.
     """
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed, home = packed_weights(model), parameter_device(model, device)

@@ -32,7 +32,7 @@ def with_buffers(
     """Return `model` built anew, unsharded, in fp32: buffers in host memory, parameters on meta.
 
     Except those in `kept`, as (class of a module, name in it), which get values. `from_pretrained`
-    computes buffers in fp32, too, and rounds once. LoadingError where the constructor fails.
+    computes buffers in fp32, too, and rounds once.
     """
     with forked_rng(), _parameters_on_meta(set(kept)):
         torch.default_generator.manual_seed(seed)

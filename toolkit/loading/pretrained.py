@@ -147,9 +147,8 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
 
 
 def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
-    """Return what would keep transformers from loading `entries` into `model`: kind -> tensors.
-
-    `model` is on meta and not sharded, and stays so.
+    """Return what would keep transformers from loading `entries` into `model`, which is on meta and
+    not sharded, and stays so: kind -> tensors.
     """
     meta = torch.device("meta")
     sources = {}

@@ -122,12 +122,9 @@ def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
     """Refuse what is no causal LM, has too few positions, or lacks its weights, by the config and
     the headers of the weights. Collective. Raises ModelError or LoadingError.
     """
-    if cfg.trust_remote_code and ranks.rank() == 0:
-        print(
-            "WARNING: model.trust_remote_code is on: Python code that comes with "
-            f"{cfg.name_or_path} runs with your rights",
-            flush=True,
-        )
+    if cfg.trust_remote_code:
+        what = f"Python code that comes with {cfg.name_or_path} runs with your rights"
+        ranks.say(f"WARNING: model.trust_remote_code is on: {what}")
     folder = local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     _causal_lm_class(config, cfg, folder)

@@ -52,11 +52,10 @@ def keeps_apart(
     Whatever fails on the way is a no with its reason.
 
     Args:
-        config: of the model that will be trained, with its attention implementation.
-        model_class: its class before sharding; None: what transformers maps the config to.
+        model_class: before sharding; None: what transformers maps the config to.
         sequence_length: of a packed row; windows and chunks that are as long are not cut.
         rows: of a micro-batch: flash attention keeps apart the samples of one row only.
-        device: where the run computes, for an attention implementation that the CPU has not.
+        device: of the run, for an attention implementation that the CPU has not.
     """
     try:
         model_class = model_class or mapped_class(config)
