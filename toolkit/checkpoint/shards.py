@@ -133,7 +133,6 @@ class HashingStream:
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
-        """Append."""
         if self.files.stopped:
             raise CheckpointError("the checkpoint was given up while it was written")
         view, size = memoryview(content), len(content)
@@ -145,7 +144,6 @@ class HashingStream:
         return size
 
     def tell(self) -> int:
-        """Return how much was written."""
         return self.size
 
 

@@ -38,12 +38,10 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The last part."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "Place":
-        """What it lies in."""
         return Place(self.url.rpartition("/")[0], self.path.rpartition("/")[0], self.fs)
 
     def files(self) -> dict[str, int]:

@@ -171,7 +171,7 @@ class Metrics:
         print(
             f"step {line['step']:>{len(str(self._last))}}/{self._last}  {text}  "
             f"grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}{mfu}  eta "
-            f"{_duration(left)}",
+            f"{tqdm.format_interval(left)}",
             flush=True,
         )
 
@@ -244,9 +244,3 @@ def memory_peak(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
