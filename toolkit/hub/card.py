@@ -6,7 +6,6 @@ Its text is in `card.md.jinja`.
 import hashlib
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,8 @@ def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
         base=base,
         adapter=adapter,
         unmerged=unmerged,
-        opening=_opening(base, manifest["tensors"].values(), bool(adapter), unmerged),
+        parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
+        dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),
         data_line=_data_line(data) if settings or data else "",
         main_settings={n: known.pop(n) for n in _MAIN_SETTINGS if n in known},
         settings=known,
@@ -104,26 +104,6 @@ def _front(
         eval_results=results or None,
         **front,
     )
-
-
-def _opening(
-    base: dict[str, Any], tensors: Iterable[dict[str, Any]], with_adapter: bool, unmerged: bool
-) -> str:
-    parameters = sum(math.prod(t["shape"]) for t in tensors)
-    dtypes = ", ".join(sorted({t["dtype"] for t in tensors}))
-    size = f"{parameters / 1e6:,.1f} M parameters ({dtypes})"
-    what = f"{'An adapter for a' if unmerged else 'A'} causal language model, {size}"
-    if not base.get("name"):
-        return f"{what}, exported from a sharded checkpoint."
-    hub_id = base.get("hub_id")
-    source = f"[{base['name']}](https://huggingface.co/{hub_id})" if hub_id else base["name"]
-    if base.get("revision"):
-        source += f" (revision {base['revision']})"
-    if base.get("init") == "random":
-        source = f"random weights in the shape of {source}"
-    if with_adapter and not unmerged:
-        return f"{what}, {source} with an adapter merged in."
-    return f"{what}, trained {'on' if unmerged else 'from'} {source}."
 
 
 def _data_line(data: dict[str, Any]) -> str:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.utils.sha import git_hash
-
 from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.checkpoint.facts import is_path
@@ -31,29 +29,26 @@ class LocalExport:
     own_card: bool
     """Whether the card is the folder's own README.md."""
 
-    def blob(self, name: str) -> str | None:
-        """Return git's id of a file's content; None where the Hub keeps none in git itself."""
-        content = self.contents[name]
-        return None if isinstance(content, Path) else git_hash(content)
-
 
 def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
-    """Verify an export and return its files. Costs one read of it.
-
-    Raises:
-        ExportError: it is no export, has a finding, holds a token or a link, or names its base by
-            a path.
+    """Verify an export and return its files; ExportError for what is none, has a finding, holds a
+    token or a link, or names its base by a path. Costs one read of it.
     """
     folder = folder.expanduser()
-    _check_kind(folder)
+    if any((folder / name).exists() for name in (CHECKPOINTS, COMMIT, "dcp")):
+        raise ExportError(
+            f"{folder} is a run or a checkpoint, not an export; make one first: toolkit "
+            f"consolidate {folder} --output {folder}-hf"
+        )
+    for file in folder.glob("*"):  # what links lead to may not be meant for it
+        if file.is_symlink():
+            raise ExportError(f"{file} is a link, which is not published; copy the file here")
     report = verify_export(None, folder)
     if not report.ok:
-        file, tensor, what = report.findings[0]
         more = f" (and {len(report.findings) - 1} more)" if len(report.findings) > 1 else ""
-        name = f"{file}, tensor {tensor}" if tensor else file
         raise ExportError(
-            f"{folder} is not published, it does not verify: {name}: {what}{more}; see `toolkit "
-            f"verify {folder}`, or consolidate again"
+            f"{folder} is not published, it does not verify: {report.lines()[0]}{more}; see "
+            f"`toolkit verify {folder}`, or consolidate again"
         )
     config = folder / CONFIG_FILE
     base = read_json(config, ExportError)["base_model_name_or_path"] if config.is_file() else None
@@ -89,21 +84,3 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
 
 def _entry(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _check_kind(folder: Path) -> None:
-    """Refuse what is not an export, and links: what they lead to may not be meant for it."""
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise ExportError(f"{folder} {what}; give the folder that `toolkit consolidate` wrote")
-    if any((folder / name).exists() for name in (CHECKPOINTS, COMMIT, "dcp")):
-        raise ExportError(
-            f"{folder} is a run or a checkpoint, not an export; make one first: toolkit "
-            f"consolidate {folder} --output {folder}-hf"
-        )
-    for file in folder.iterdir():
-        if file.is_symlink():
-            raise ExportError(f"{file} is a link, which is not published; copy the file here")
-    if not (folder / export_manifest.FILE).is_file():
-        what = f"has no {export_manifest.FILE}: nothing proves its content"
-        raise ExportError(f"{folder} {what}; give a folder that `toolkit consolidate` wrote")

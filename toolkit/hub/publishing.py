@@ -21,10 +21,8 @@ def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> No
     """Refuse before training what publishing would be refused for at its end. Collective.
 
     Creates the repository when there is none: nothing else proves that it may be created.
-    `adapted` is the base of the adapters that the run trains, None where it trains none.
-
-    Raises:
-        HubError: as `push`, or the base of the adapters is a path.
+    `adapted` is the base of the adapters that the run trains, None where it trains none. HubError
+    as of `push`, or where that base is a path.
     """
     if not cfg.push_to_hub:
         return
@@ -42,9 +40,8 @@ def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> No
 def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
     """Export the run's newest checkpoint and push it; return the commit's URL. Collective.
 
-    None where `cfg` does not ask for it. The export is the one that the run wrote at this step,
-    where it has, and holds the checkpoint's weights; else `RUN-hf`, or `RUN-hf-step-N` where
-    another one is in the way. What fails leaves the run and the export.
+    None where `cfg` does not ask for it. The export is the run's own of this step, where it holds
+    the checkpoint's weights; else `RUN-hf`, or `RUN-hf-step-N` where another one is in the way.
 
     Raises:
         HubError: the push failed; names the command that does it again.

@@ -1,7 +1,6 @@
 """What is tried again after a failure of the Hub, how often, and what users read of the others."""
 
 import contextlib
-import itertools
 import json
 import random
 import re
@@ -59,7 +58,9 @@ def retried(what: str, fn: Callable[[], T], say: Say) -> T:
     Raises:
         HubError: the last try failed, or the Hub asks to wait too long.
     """
-    for tries in itertools.count(1):
+    tries = 0
+    while True:
+        tries += 1
         try:
             return fn()
         except TryAgainError as error:
@@ -74,7 +75,6 @@ def retried(what: str, fn: Callable[[], T], say: Say) -> T:
             delay = max(error.wait, doubled * _jitter.uniform(0.5, 1.0))
             say(f"{what}: {error}; trying again in {delay:.0f} s")
             time.sleep(delay)
-    raise AssertionError("unreachable")
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers, validate_repo_id
+from huggingface_hub.utils.sha import git_hash
 
 from toolkit.errors import ExportError, HubError, scrub
 from toolkit.formats.export_manifest import FILE as MANIFEST
@@ -47,7 +48,7 @@ _NO_TOKEN = "no Hugging Face token was found; run `hf auth login`, or set HF_TOK
 _WEIGHTS = re.compile(
     r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json"
 )
-_ANSWER = 60.0  # seconds without a byte of an answer that the Hub gives at once
+_ANSWER = 30.0  # seconds without a byte of an answer that the Hub gives at once
 # huggingface_hub leaves out what the repository's .gitignore names, unless it is given another.
 _IGNORE_NOTHING = "# every file of an export is published\n"
 
@@ -57,13 +58,10 @@ class Preview:
     """What a push would do; file -> bytes."""
 
     send: dict[str, int]
-    same: dict[str, int]
-    """What the repository has already."""
-    delete: list[str]
-    """Files of an older export, deleted in the same commit."""
+    same: dict[str, int]  # what the repository has already
+    delete: list[str]  # files of an older export, deleted in the same commit
     card: str
-    notes: list[str]
-    """What could not be found out, and what would be created."""
+    notes: list[str]  # what could not be found out, and what would be created
 
 
 def push(
@@ -74,18 +72,17 @@ def push(
     private: bool = True,
     say: Say = print,
 ) -> str:
-    """Publish an export as one commit; return the commit's URL.
+    """Publish an export as one commit; return the commit's URL. See [Note: never half].
 
     The export is verified first, which reads it once, and the Hub's list of files is compared with
     it afterwards. Nothing is deleted but weight files that the export does not have. Pushing the
-    same again makes no commit. See [Note: never half].
+    same again makes no commit.
 
     Args:
         folder: as `toolkit consolidate` wrote it; without a README.md a model card is made.
         repo_id: ORG/NAME; created when there is none.
         revision: a branch, created when there is none; None: main.
         private: of a repository that is created. One that is public already is refused.
-        say: takes a line of text now and then.
 
     Raises:
         HubError: no token, no such name, no permission, or the Hub could not be reached. The
@@ -102,7 +99,7 @@ def preview(
 ) -> Preview:
     """Return what `push` would do; raises as it does. Sends nothing, and works offline."""
     token, notes, state = get_token(), [], None
-    with _repository(repo_id, private, revision, token=token or False, answer=10.0) as repo:
+    with _repository(repo_id, private, revision, token=token or False) as repo:
         export = read_export(Path(folder), repo_id, token)
         try:
             if token is None:
@@ -121,10 +118,10 @@ def preview(
         return Preview(sizes, {}, [], card, notes)
     repo.check_visibility(state)
     send, delete = state.difference(export)
-    same = {name: size for name, size in sizes.items() if name not in send}
     if state.keeps_card(export):
         notes.append(f"{CARD} of the repository was edited there and would stay")
-        same.pop(CARD, None)
+        del sizes[CARD]
+    same = {name: size for name, size in sizes.items() if name not in send}
     return Preview({name: sizes[name] for name in send}, same, delete, card, notes)
 
 
@@ -150,16 +147,19 @@ class _State:
 
     def difference(self, export: LocalExport) -> tuple[list[str], list[str]]:
         """Return the names to send and the names to delete."""
-        kept = {name for name in export.entries if self._holds(name, export)}
-        kept |= {CARD} if self.keeps_card(export) else set()
+        send = [name for name in export.entries if not self._holds(name, export)]
         stale = [n for n in self.files if _WEIGHTS.fullmatch(n) and n not in export.entries]
-        return [name for name in export.entries if name not in kept], sorted(stale)
+        return send, sorted(stale)
 
     def _holds(self, name: str, export: LocalExport) -> bool:
-        remote = self.files.get(name)
-        if remote is None or not remote.lfs:
-            return remote is not None and remote.blob_id == export.blob(name)
-        return remote.lfs.sha256 == export.entries[name]["sha256"]
+        if name == CARD and self.keeps_card(export):
+            return True
+        remote, content = self.files.get(name), export.contents[name]
+        if remote is None:
+            return False
+        if remote.lfs:
+            return remote.lfs.sha256 == export.entries[name]["sha256"]
+        return isinstance(content, bytes) and remote.blob_id == git_hash(content)
 
 
 @dataclass
@@ -171,7 +171,6 @@ class _Repository:
     private: bool
     revision: str | None
     say: Say
-    answer: float
     additions: dict[str, CommitOperationAdd] = field(default_factory=dict)
     """Kept between tries: they remember what was hashed and sent."""
 
@@ -183,14 +182,14 @@ class _Repository:
         revision = None if main else self.revision
         with self.request(f"reading {self.repo_id}"):
             info = self.api.model_info(
-                self.repo_id, revision=revision, files_metadata=True, timeout=self.answer
+                self.repo_id, revision=revision, files_metadata=True, timeout=_ANSWER
             )
             files = {s.rfilename: s for s in info.siblings or []}
             ours = True
             if CARD in files:
                 url = hf_hub_url(self.repo_id, CARD, revision=info.sha, endpoint=self.api.endpoint)
                 headers = build_hf_headers(token=self.api.token)
-                answer = get_session().get(url, headers=headers, timeout=self.answer)
+                answer = get_session().get(url, headers=headers, timeout=_ANSWER)
                 answer.raise_for_status()
                 ours = model_card.is_unedited(answer.text)
             return _State(str(info.sha), bool(info.private), files, ours)
@@ -308,7 +307,6 @@ def _repository(
     say: Say = print,
     *,
     token: str | bool | None = None,
-    answer: float = _ANSWER,
 ) -> Iterator[_Repository]:
     """Yield the repository; keep secrets out of what the client logs meanwhile. Without `token` the
     machine's own is needed.
@@ -335,7 +333,7 @@ def _repository(
     for handler in handlers:
         handler.addFilter(clean)
     try:
-        yield _Repository(api, repo_id, private, revision, say, answer)
+        yield _Repository(api, repo_id, private, revision, say)
     finally:
         for handler in handlers:
             handler.removeFilter(clean)
