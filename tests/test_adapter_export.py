@@ -631,8 +631,7 @@ def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:
 def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
     """The digest looks at every tensor, so the plan itself is asked."""
     from toolkit.checkpoint.sources import find_adapter
-    from toolkit.export.merge import AdapterMerge
-    from toolkit.export.saved import SavedTensors
+    from toolkit.export.sources import AdapterMerge, SavedTensors
 
     found = find_adapter(trained[0] / "llama/run")
     assert found is not None

@@ -33,10 +33,10 @@ from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate, writer
 from toolkit.export import plan as export_plan
-from toolkit.export.plan import parse_size
+from toolkit.export.plan import parse_options
 from toolkit.formats import HFAssets, export_manifest, stored_tensors
 from toolkit.loading.pretrained import materialise
-from toolkit.models import build_on_meta, decoder_layers, tied_names
+from toolkit.models import build_on_meta, decoder_layers, model_on_meta, tied_names
 
 RANKS = 3
 SMALL = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
@@ -182,12 +182,10 @@ def test_experts_come_back_one_by_one(root: Path, tmp_path: Path) -> None:
     keys = weights(consolidate(root / "mixtral/sharded", tmp_path / "out")).keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in keys
     # Each is a part of the fused tensor, written as it lies there: no second copy is held.
-    model, assets = export_plan.model_of_assets(root / "mixtral/source")
+    model = export_plan.model_of_assets(root / "mixtral/source")
     state = trained(root / "mixtral/source").state_dict()
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
-    plan = export_plan.make_plan(
-        root / "mixtral/source", model, assets, shapes, None, 10**9, where="a test"
-    )
+    plan = export_plan.make_plan(model, shapes, None, 10**9, where="a test")
     fused = [group for group in plan.groups if group.converted]
     assert fused
     for group in fused:
@@ -289,13 +287,13 @@ def test_integers_bools_scalars_and_empty_tensors(
     state = stored(trained(root / "llama/source")) | {f"model.{k}": v for k, v in extra.items()}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
 
-    def with_buffers(cfg: ModelConfig) -> transformers.PreTrainedModel:
-        model = build_on_meta(cfg)
+    def with_buffers(folder: Path) -> transformers.PreTrainedModel:
+        model = model_on_meta(folder)
         for name, value in extra.items():
             model.register_buffer(name, value.to("meta"))
         return model
 
-    monkeypatch.setattr(export_plan, "build_on_meta", with_buffers)
+    monkeypatch.setattr(export_plan, "model_on_meta", with_buffers)
     out = consolidate(
         tmp_path / "dcp", tmp_path / "out", dtype="bfloat16", hf_assets=root / "llama/source"
     )
@@ -327,13 +325,13 @@ def test_max_shard_size_splits_and_indexes(root: Path, tmp_path: Path) -> None:
 
 
 def test_sizes() -> None:
-    assert parse_size("5GB") == 5 * 10**9
-    assert parse_size("1.5 gib") == 3 * 2**29
-    assert parse_size("500MB") == 5 * 10**8
-    assert parse_size("800000") == parse_size(800000) == 800000
+    assert parse_options("auto", "5GB") == (None, 5 * 10**9)
+    assert parse_options("float16", "1.5 gib") == (torch.float16, 3 * 2**29)
+    assert parse_options("auto", "500MB")[1] == 5 * 10**8
+    assert parse_options("auto", "800000") == parse_options("auto", 800000) == (None, 800000)
     for bad in ("0", "-5GB", "five", "5XB", "", "GB", 0):
         with pytest.raises(ExportError, match="is not a size"):
-            parse_size(bad)
+            parse_options("auto", bad)
 
 
 def test_every_way_of_moving_bytes(
@@ -572,6 +570,11 @@ def test_an_interrupted_export_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(ExportError, match=r"No space left.*2 finished weight file\(s\) stay"):
+            consolidate(run, out, max_shard_size="1KB")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(ExportError, match=r"0\.00 MB free.*2 finished weight file\(s\) stay"):
             consolidate(run, out, max_shard_size="1KB")
     assert len(killed(99)) == count - 2
 

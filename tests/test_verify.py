@@ -250,6 +250,13 @@ def test_a_tied_weight_is_stored_once(root: Path, copy: Callable[[str], Path]) -
     assert any("they differ" in what for _, _, what in verify_export(None, export).findings)
 
 
+def test_a_parameter_under_two_spellings_is_stored_twice(copy: Callable[[str], Path]) -> None:
+    export = copy("llama/export")
+    change_tensors(export, lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()}))
+    found = verify_export(None, export).findings
+    assert any("is model.norm.weight, which is stored twice" in what for _, _, what in found)
+
+
 @pytest.mark.parametrize(
     ("values", "what"),
     [

@@ -20,25 +20,20 @@ from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
 from toolkit.checkpoint import local_copy, wait
 from toolkit.checkpoint.resuming import quarantine
-from toolkit.config import ModelConfig
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
 from toolkit.formats import local_tensor, part_of, reshard, same_values
-from toolkit.models.causal_lm import build_on_meta
+from toolkit.models import model_on_meta
 from toolkit.models.peft_model import has_adapters, trained_tensors
 
 _ADVICE = "do not go on from it, or publish it: a reader would get another model"
 
 
 def prove_adapter(model: nn.Module, checkpoint: str) -> str:
-    """Prove the adapter of a checkpoint that was just saved; return the line for the log, empty
-    for a model without adapters. One that does not come back is set aside. Collective.
+    """Prove the adapter of a checkpoint that was just saved from `model`; return the line for the
+    log, empty for a model without adapters. One that does not come back is set aside. Collective.
 
     Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
-
-    Args:
-        model: sharded or not, with the values that were saved.
-        checkpoint: what `checkpoint.save` returned: a path or a URL.
 
     Raises:
         CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
@@ -76,8 +71,8 @@ def _load(checkpoint: str | Path, trained: dict[str, torch.Tensor]) -> dict[str,
     """Return the adapter as PEFT loads it: name -> whole tensor, in the dtypes of `trained`."""
     with local_copy(checkpoint) as folder, tempfile.TemporaryDirectory() as scratch:
         exported = Path(consolidate(folder, Path(scratch, "adapter")))
-        base = build_on_meta(ModelConfig(name_or_path=str(Path(folder, "hf")), init="random"))
-        model, problems = read_as_peft(without_storage(base), exported, empty=True)
+        base = without_storage(model_on_meta(Path(folder, "hf")))
+        model, problems = read_as_peft(base, exported, empty=True)
     if problems:
         raise CheckpointError(f"{checkpoint}: {problems[0]}")
     found = model.state_dict()

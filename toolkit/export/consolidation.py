@@ -23,10 +23,14 @@ from toolkit.checkpoint.sources import (
 )
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
-from toolkit.export.adapter import adapter_origin, make_adapter_plan
-from toolkit.export.merge import AdapterMerge
-from toolkit.export.plan import make_plan, model_of_assets, parse_dtype, parse_size
-from toolkit.export.saved import SavedTensors
+from toolkit.export.plan import (
+    adapter_origin,
+    make_adapter_plan,
+    make_plan,
+    model_of_assets,
+    parse_options,
+)
+from toolkit.export.sources import AdapterMerge, SavedTensors
 from toolkit.export.writer import ReadGroup, check_output, write_export
 from toolkit.models import tied_families
 
@@ -42,12 +46,12 @@ def consolidate(
 ) -> str:
     """Write the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
-    The key names are those of the source checkpoint, tied weights are written once, config,
-    generation config and tokenizer come along, and a manifest of all of it. The folder appears
-    under its name only when it is complete and was read back. Interrupted, it goes on with the
-    first weight file that was not finished. Costs one read and one write of the weights, one more
-    read of what was written, and blocks of 1 MB of memory; of tensors that transformers converts
-    (fused experts) the memory of the largest group.
+    Key names are those of the source checkpoint, tied weights are written once; config, generation
+    config, tokenizer and a manifest of all of it come along. The folder appears under its name only
+    when it is complete and was read back; interrupted, it goes on with the first weight file that
+    was not finished. Costs one read and one write of the weights, one more read of what was
+    written, and blocks of 1 MB of memory; of tensors that transformers converts (fused experts) the
+    memory of the largest group.
 
     Args:
         checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or one of
@@ -68,7 +72,7 @@ def consolidate(
         ExportError: the output is in the way, checkpoint and model do not fit together (names the
             tensor), or there is no space. No folder of that name is left behind.
     """
-    override, limit = parse_dtype(dtype), parse_size(max_shard_size)
+    override, limit = parse_options(dtype, max_shard_size)
     adapter = find_adapter(checkpoint)
     source = adapter or find_source(checkpoint, hf_assets)
     hf, where, given = source.hf, str(source.folder), source.checkpoint or source.folder
@@ -77,10 +81,10 @@ def consolidate(
         raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
     origin, read_group = _origin(source, dtype), None
     if adapter is None:
-        model, assets = model_of_assets(hf)
+        model = model_of_assets(hf)
         tensors = SavedTensors(source, model.state_dict())
         shapes, prefix = tensors.shapes(), tensors.prefix
-        plan = make_plan(hf, model, assets, shapes, override, limit, where=where, prefix=prefix)
+        plan = make_plan(model, shapes, override, limit, where=where, prefix=prefix)
     elif merge:
         tensors = SavedTensors(source)
         merged = AdapterMerge(tensors, find_base(source, hf_assets), override, limit)
@@ -100,7 +104,7 @@ def consolidate(
 
 def _origin(source: Source, dtype: str) -> dict[str, Any]:
     """Return what the export's manifest says of where the weights come from."""
-    origin: dict[str, Any] = {"checkpoint": None, "step": None, "dtype": dtype, "run": None}
+    origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:
         step = read_manifest(source.checkpoint).get("step")
         origin |= {"checkpoint": source.fingerprint(), "step": step}

@@ -1,8 +1,5 @@
 """A model that is still training becomes a Hugging Face folder: rank 0 writes, all ranks help.
 
-What the folder consists of is decided by `plan`, as for a checkpoint on the disk: the same weights
-give the same folder.
-
 [Note: who waits where] Rank 0 writes, and says before each gather which tensors come next. The
 others wait for that on the gloo group that waits a day, and enter the device's all-gather only when
 rank 0 enters it too: however slow the disk is, no accelerator collective is left open.
@@ -25,8 +22,14 @@ from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
 from toolkit.config import MAX_SHARD_SIZE
-from toolkit.export.adapter import adapter_origin, make_adapter_plan
-from toolkit.export.plan import ExportPlan, make_plan, model_of_assets, parse_dtype, parse_size
+from toolkit.export.plan import (
+    ExportPlan,
+    adapter_origin,
+    make_adapter_plan,
+    make_plan,
+    model_of_assets,
+    parse_options,
+)
 from toolkit.export.writer import check_output, write_export
 from toolkit.formats import ExportGroup, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
@@ -43,30 +46,27 @@ def export_live(
     origin: dict[str, Any] | None = None,
 ) -> str:
     """Write the weights of a sharded model as a Hugging Face folder; return its path. Collective.
-    Of a model with adapters it is the PEFT folder of those.
 
-    The folder is that of `consolidate` on a checkpoint of the same weights, to the byte, but for
-    what its manifest says of its origin. Tensors are gathered one after the other, those that are
-    converted together (fused experts) a group at a time: each rank holds one of them at most.
-    Costs one all-gather of the model and rank 0's write; the other ranks wait.
+    The folder is that of `consolidate` on a checkpoint of the same weights (of a model with
+    adapters the PEFT folder), to the byte, but for what its manifest says of its origin. Costs one
+    all-gather of the model, in which a rank holds one tensor or converted group at a time, and rank
+    0's write; the other ranks wait.
 
     Args:
         model: of `build_on_meta`, with its weights; sharded or not.
-        output: a folder that does not exist or is empty, on a disk that rank 0 sees.
-        dtype, max_shard_size: as for `consolidate`.
+        output, dtype, max_shard_size: as for `consolidate`; on a disk that rank 0 sees.
         origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
 
     Raises:
         ExportError: on every rank: the output is in the way, there is no space, or a write failed.
     """
-    known = {"checkpoint": None, "step": None, "run": None, **(origin or {})}
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:
         _serve(tensors)
 
     def write() -> str:
         try:
-            override, limit = parse_dtype(dtype), parse_size(max_shard_size)
+            override, limit = parse_options(dtype, max_shard_size)
             target = check_output(output)
             plan, facts = _plan_live(model, tensors, override, limit)
             write_export(
@@ -74,7 +74,7 @@ def export_live(
                 target,
                 weights=os.urandom(16).hex(),  # they go on changing: never taken up again
                 read_group=functools.partial(_gather_group, plan, tensors),
-                origin={**known, **facts, "dtype": dtype},
+                origin={**(origin or {}), **facts, "dtype": dtype},
             )
             return str(Path(output).expanduser())
         finally:
@@ -86,11 +86,8 @@ def export_live(
 def export_step(model: nn.Module, run_dir: str | Path, step: int) -> str:
     """Write the model after `step` to `exports/step-N` of the run; return the path. Collective.
 
-    One that is there, of a run that went on from an earlier step and comes by again, may hold other
-    weights: it is renamed to `step-N.old-*`, which rank 0 says.
-
-    Raises:
-        ExportError: see `export_live`.
+    One that is there, of a run that comes by again, may hold other weights: it is renamed to
+    `step-N.old-*`, which rank 0 says. Raises as `export_live`.
     """
     target = Path(run_dir) / EXPORTS / step_name(step)
 
@@ -116,12 +113,10 @@ def _plan_live(
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     where = "the running model"
     with tempfile.TemporaryDirectory() as folder:
-        # As a checkpoint carries them: what follows is the same for both.
-        hf = Path(folder)
+        hf = Path(folder)  # as in a checkpoint: what follows is the same for both
         assets_of(model).save(hf)
         if not has_adapters(model):
-            plain, assets = model_of_assets(hf)
-            return make_plan(hf, plain, assets, shapes, override, limit, where=where), {}
+            return make_plan(model_of_assets(hf), shapes, override, limit, where=where), {}
         entry = adapter_entry(model)
         (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
         plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from toolkit import __version__
-from toolkit.config import ModelConfig
+from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
+from toolkit.checkpoint.facts import base_model
+from toolkit.checkpoint.sources import travels
 from toolkit.errors import ExportError
 from toolkit.formats import (
     DTYPE_NAMES,
@@ -30,16 +32,23 @@ from toolkit.formats import (
     ExportGroup,
     HFAssets,
     TensorEntry,
+    assets_of,
     convert_back,
     export_groups,
     use_source_names,
 )
-from toolkit.models import build_on_meta, tied_families, tied_names
+from toolkit.formats import read_config as read_base_config
+from toolkit.models import model_on_meta, tied_families, tied_names
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.json must not have
+# What a reader of the export may want to know of adapter_config.json.
+_SETTINGS = (
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("target_modules", "target_parameters", "modules_to_save"),
+)
 
 TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Parameter or buffer name -> dtype and shape of what is stored."""
@@ -54,49 +63,34 @@ class ExportPlan:
     stored: dict[str, str]
     """Parameter name -> stored name: another one of its family where it is tied."""
     groups: list[ExportGroup]
-    """In the order in which their outputs fill the files."""
     names: dict[str, str]
     """Name in a group's outputs -> exported name."""
     tensors: dict[str, TensorEntry]
-    """Exported name -> place; the file is a name in the folder."""
+    """Exported name -> place, in the order of the files; the file is a name in the folder."""
     headers: dict[str, bytes]
     """File name -> its first bytes: the length and the JSON of a safetensors file."""
     assets: dict[str, bytes]
     """Every other file of the folder: name -> content."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the folder."""
-        texts = [*self.headers.values(), *self.assets.values()]
-        return sum(t.nbytes for t in self.tensors.values()) + sum(map(len, texts))
-
     def digest(self) -> str:
         """Return a sha256 over everything that decides the folder's bytes, given the weights."""
-        whole = hashlib.sha256()
-        made_by = f"{__version__} {torch.__version__} {transformers.__version__}"
-        for part in (made_by, repr(self.stored), repr(self.groups)):
-            whole.update(part.encode() + b"\0")
-        for name, content in {**self.headers, **self.assets}.items():
-            whole.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
-        return whole.hexdigest()
+        contents = {**self.headers, **self.assets}.items()
+        hashes = [(name, hashlib.sha256(content).hexdigest()) for name, content in contents]
+        made_by = (__version__, torch.__version__, transformers.__version__)
+        facts = repr((made_by, self.stored, self.groups, hashes))
+        return hashlib.sha256(facts.encode()).hexdigest()
 
     def convert(
         self, group: ExportGroup, parameters: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return output name -> tensor, in the order of `group.outputs`; may be strided views.
-
-        Raises:
-            ExportError: transformers makes other tensors than planned, or writes into its input.
-        """
+        """Return output name -> tensor, in the order of `group.outputs`; may be strided views."""
         if not group.converted:
             return dict(zip(group.outputs, parameters.values(), strict=True))
         with torch.no_grad(), CopiesAreViews():
             converted = convert_back(self.model, parameters)
         found = {name: tuple(tensor.shape) for name, tensor in converted.items()}
         if found != group.outputs:
-            raise ExportError(
-                f"{group.sources} were converted to {found}, expected {group.outputs}"
-            )
+            raise ExportError(f"{group.sources} became {found}, expected {group.outputs}")
         return {name: converted[name] for name in group.outputs}
 
 
@@ -120,46 +114,39 @@ class CopiesAreViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parse_size(size: str | int) -> int:
-    """Return the bytes of a size such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
+def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | None, int]:
+    """Return the dtype of all floating tensors (None: as the source has them) and the bytes of a
+    weight file, of a size such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
 
     Raises:
-        ExportError: it is not a positive size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", str(size).strip().upper())
-    digits, unit, binary = match.groups() if match else ("0", None, None)
-    number = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
-    if number < 1:
-        raise ExportError(
-            f'max_shard_size {size!r} is not a size; write "5GB", "500MB" or a number of bytes'
-        )
-    return int(number)
-
-
-def parse_dtype(dtype: str) -> torch.dtype | None:
-    """Return the dtype that `--dtype` asks for; None: per tensor, as the source has it.
-
-    Raises:
-        ExportError: it is not one of the choices.
+        ExportError: one of them is no such thing.
     """
     if dtype not in DTYPE_CHOICES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
-    return None if dtype == "auto" else getattr(torch, dtype)
+    size = re.fullmatch(
+        r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", str(max_shard_size).strip().upper()
+    )
+    digits, unit, binary = size.groups() if size else ("0", None, None)
+    limit = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
+    if limit < 1:
+        raise ExportError(
+            f'max_shard_size {max_shard_size!r} is not a size; write "5GB", "500MB" or a number of '
+            "bytes"
+        )
+    return (None if dtype == "auto" else getattr(torch, dtype)), int(limit)
 
 
-def model_of_assets(hf: Path) -> tuple[PreTrainedModel, HFAssets]:
+def model_of_assets(hf: Path) -> PreTrainedModel:
     """Return the model of a folder of assets, on meta, exporting under its source's names."""
-    assets = HFAssets.load(hf)
-    # `random` and float32: only shapes and names are used here.
-    model = build_on_meta(ModelConfig(name_or_path=str(hf), init="random"))
+    model = model_on_meta(hf)
+    assets = assets_of(model)
+    assets.source = HFAssets.load(hf).source
     use_source_names(model, assets)
-    return model, assets
+    return model
 
 
 def make_plan(
-    hf: Path,
     model: PreTrainedModel,
-    assets: HFAssets,
     stored: TensorShapes,
     override: torch.dtype | None,
     limit: int,
@@ -167,10 +154,9 @@ def make_plan(
     where: str,
     prefix: str = "",
 ) -> ExportPlan:
-    """Decide names, dtypes and files of an exported model.
+    """Decide names, dtypes and files of an exported `model` (of `model_of_assets`).
 
     Args:
-        hf: the folder that `model` and `assets` are of (`model_of_assets`).
         override: dtype of all floating tensors; None: as the source has them.
         limit: bytes of a weight file.
         where, prefix: what holds the weights, and before their names there; for error messages.
@@ -179,11 +165,11 @@ def make_plan(
         ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
             cannot be exported.
     """
-    origin = _match(model, assets, stored, where, prefix, hf)
+    assets, origin = assets_of(model), _match(model, stored, where, prefix)
     order = {name: i for i, name in enumerate(origin)}
     groups = sorted(export_groups(model, origin), key=lambda g: min(order[n] for n in g.sources))
     default = _config_dtype(assets)
-    names = {name: _spelling(name, model, assets) for group in groups for name in group.outputs}
+    names = {name: _spelling(name, model) for group in groups for name in group.outputs}
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for group in groups:
         dtypes = {stored[origin[n]][0] for n in group.sources}
@@ -201,9 +187,9 @@ def make_plan(
                     "weights cannot be cast to that; pass --dtype bfloat16"
                 )
             shapes[names[name]] = wanted, shape
-    tensors, headers = lay_out(shapes, limit)
+    tensors, headers = _lay_out(shapes, limit)
     written = override or (default if assets.source is None else None)
-    files = {**assets.files, "config.json": _config_file(hf, assets, model, written)}
+    files = {**assets.files, "config.json": _config_file(model, written)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         placed = {name: tensors[name].file.name for name in sorted(tensors)}
@@ -212,30 +198,18 @@ def make_plan(
     return ExportPlan(model, origin, groups, names, tensors, headers, files)
 
 
-def _match(
-    model: PreTrainedModel,
-    assets: HFAssets,
-    stored: TensorShapes,
-    where: str,
-    prefix: str,
-    hf: Path,
-) -> dict[str, str]:
-    """Return parameter name -> stored name for all that is exported, in the model's order.
-
-    Of tied parameters one name is exported: the one that the source has, else the one that
-    transformers keeps.
-    """
+def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str) -> dict[str, str]:
+    """Return parameter name -> stored name for all that is exported, in the model's order."""
     state, families, aliases = model.state_dict(), tied_families(model), tied_names(model)
-    described = f"{type(model).__name__} of {hf / 'config.json'}"
+    described = f"{type(model).__name__} of {assets_of(model).folder}/config.json"
     doubt = "is it the config of this checkpoint?"
-    if unknown := sorted(set(stored) - set(state)):
-        names = f"{prefix}{unknown[0]}{more(unknown)}"
+    if unknown := sorted(stored.keys() - state.keys()):
+        names = f"{prefix}{unknown[0]}{_more(unknown)}"
         raise ExportError(f"{where} holds {names}, which {described} does not have; {doubt}")
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
-    missing = [name for name, family in owned.items() if not stored.keys() & set(family)]
-    if missing:
+    if missing := [name for name, family in owned.items() if not stored.keys() & set(family)]:
         raise ExportError(
-            f"{where} lacks {prefix}{missing[0]}{more(missing)}, which {type(model).__name__} "
+            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} "
             "needs; the checkpoint is incomplete or of another model"
         )
     origin = {}
@@ -246,30 +220,31 @@ def _match(
             raise ExportError(
                 f"{prefix}{held} is {shape} in {where}, {expected} in {described}; {doubt}"
             )
-        origin[_exported_name(model, assets, family)] = held
+        origin[_exported_name(model, family)] = held
     return origin
 
 
-def _exported_name(model: PreTrainedModel, assets: HFAssets, family: list[str]) -> str:
-    """Return under which of its tied names a parameter is exported."""
+def _exported_name(model: PreTrainedModel, family: list[str]) -> str:
+    """Return which name of a parameter is exported: of tied ones the one that the source has, else
+    the one that transformers keeps.
+    """
     if len(family) == 1:
         return family[0]
-    dropped = getattr(model, "all_tied_weights_keys", None) or {}
+    dropped, source = model.all_tied_weights_keys or {}, assets_of(model).source or {}
     ranked = sorted(family, key=lambda name: name in dropped)
     for name in ranked:
         (group,) = export_groups(model, [name])
-        outputs = {_spelling(output, model, assets) for output in group.outputs}
-        if outputs <= (assets.source or {}).keys():
+        if all(_spelling(output, model) in source for output in group.outputs):
             return name
     return ranked[0]
 
 
-def _spelling(name: str, model: PreTrainedModel, assets: HFAssets) -> str:
+def _spelling(name: str, model: PreTrainedModel) -> str:
     """Return `name` as the source spells it: some leave the base model's prefix out (`wte.weight`).
 
     transformers accepts both when it loads and always writes the prefix.
     """
-    prefix, source = f"{model.base_model_prefix}.", assets.source or {}
+    prefix, source = f"{model.base_model_prefix}.", assets_of(model).source or {}
     spellings = (name, name.removeprefix(prefix), prefix + name)
     return next((spelling for spelling in spellings if spelling in source), name)
 
@@ -284,14 +259,71 @@ def _config_dtype(assets: HFAssets) -> torch.dtype:
     return max(CASTABLE, key=kinds.count) if set(kinds) & set(CASTABLE) else torch.bfloat16
 
 
-def lay_out(
+def make_adapter_plan(
+    hf: Path,
+    stored: TensorShapes,
+    override: torch.dtype | None,
+    *,
+    where: str,
+    base: dict[str, Any],
+) -> ExportPlan:
+    """Decide names, dtypes and places of a PEFT folder; otherwise as `make_plan`.
+
+    Args:
+        hf: the assets of the base with adapter_config.json beside them.
+        base: `name_or_path` and `revision` of the base.
+    """
+    config = read_config(hf)
+    layout = peft_layout(model_of_assets(hf), config)
+    shapes = {name: tuple(t.shape) for name, t in layout.model.state_dict().items()}
+    wanted = set(layout.keys.values())
+    for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
+        if names:
+            what = f"{kind} {min(names)}{_more(names)}: the adapter is not the one of its"
+            raise ExportError(f"{where} {what} {CONFIG_FILE}")
+    placed = {}
+    for key, name in layout.keys.items():
+        dtype, shape = stored[name]
+        if shape != shapes[name]:
+            raise ExportError(f"{name} is {shape} in {where}, {CONFIG_FILE} says {shapes[name]}")
+        placed[key] = override if override and dtype.is_floating_point else dtype, shape
+    tensors, headers = _lay_out(placed, math.inf, WEIGHTS_FILE)
+    files = {n: content for n, content in assets_of(layout.base).files.items() if travels(n)}
+    # For inference, and with the base that it is for.
+    named = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
+    content = {**config, "inference_mode": True, **named}
+    files[CONFIG_FILE] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    return ExportPlan(
+        model=layout.base,
+        stored={name: name for name in layout.keys.values()},
+        groups=[ExportGroup((n,), {k: shapes[n]}, False) for k, n in layout.keys.items()],
+        names={key: key for key in layout.keys},
+        tensors=tensors,
+        headers=headers,
+        assets=files,
+    )
+
+
+def adapter_origin(hf: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what an export's manifest says of its adapter and base; of a path the last part."""
+    config = read_config(hf)
+    return {
+        "base": {
+            **base_model(entry, Path()),
+            "digest": entry.get("digest"),
+            **({"rows": entry["rows"]} if entry.get("rows") else {}),  # resized to
+        },
+        "base_config": read_base_config(hf),
+        "settings": {name: config[name] for name in _SETTINGS if config.get(name)},
+    }
+
+
+def _lay_out(
     shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
 ) -> tuple[dict[str, TensorEntry], dict[str, bytes]]:
     """Return exported name -> place and file name -> header; files are filled in the given order.
 
-    Args:
-        limit: bytes of a file; a larger tensor gets a file of its own.
-        single: name of the file where there is one only.
+    `limit`: bytes of a file; a larger tensor gets a file of its own. `single`: the only file.
     """
     shards: list[list[str]] = [[]]
     sizes: dict[str, int] = {}
@@ -326,14 +358,13 @@ def lay_out(
     return tensors, headers
 
 
-def _config_file(
-    hf: Path, assets: HFAssets, model: PreTrainedModel, written: torch.dtype | None
-) -> bytes:
+def _config_file(model: PreTrainedModel, written: torch.dtype | None) -> bytes:
     """Return config.json: the source's bytes, unless those would change the bits that are loaded.
 
     `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
     replaced. Wrappers of training in `architectures` give way to the model's class.
     """
+    assets = assets_of(model)
     config = copy.deepcopy(assets.config)
     if written is not None:
         name = str(written).removeprefix("torch.")
@@ -349,10 +380,10 @@ def _config_file(
     elif own not in plain and (not said or said[0].endswith("Model")):
         config["architectures"] = [own]  # also where a base model gained its head
     if config == assets.config:
-        return (hf / "config.json").read_bytes()
+        return Path(str(assets.folder), "config.json").read_bytes()
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def more(names: Collection[str]) -> str:
+def _more(names: Collection[str]) -> str:
     """Return how many names follow the first one, for an error that names that."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

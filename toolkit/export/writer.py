@@ -10,6 +10,7 @@ the finished files that are still the same to the byte; any other one writes eve
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -34,7 +35,7 @@ from toolkit.export.plan import ExportPlan
 from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name
 from toolkit.parsing import read_json
 
-_MARK = ".toolkit-export"  # tells a folder left by an interrupted export from somebody's files
+_MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
 _BLOCK = 2**20  # bytes that are cast and written at a time
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
@@ -45,10 +46,8 @@ ReadGroup = Callable[[ExportGroup], Mapping[str, TensorValues]]
 
 
 def check_output(output: str | Path, inside: Path | None = None) -> Path:
-    """Return the folder that `output` means; `inside` is where it must not lie.
-
-    Raises:
-        ExportError: it is in the way, or inside the checkpoint.
+    """Return the folder that `output` means; ExportError where something is there already, or it
+    lies inside the checkpoint `inside`.
     """
     target = Path(output).expanduser().resolve()
     if target.is_file():
@@ -65,12 +64,11 @@ def check_output(output: str | Path, inside: Path | None = None) -> Path:
 def write_export(
     plan: ExportPlan, target: Path, *, weights: str, read_group: ReadGroup, origin: dict[str, Any]
 ) -> None:
-    """Write the folder of `plan` as `target`, which appears whole or not at all.
+    """Write the folder of `plan` as `target` (of `check_output`), whole or not at all.
 
     Costs one write of the weights and one more read for the hashes.
 
     Args:
-        target: of `check_output`.
         weights: changes with the weights; an interrupted export of the same ones is taken up.
         read_group: called for each group that is not written yet, in the order of the files.
         origin: what the manifest says of where the weights come from.
@@ -78,9 +76,14 @@ def write_export(
     Raises:
         ExportError: no space, files of others in the way, or what was written does not read back.
     """
-    _check_space(target, plan.total_bytes)
     with _staged(target, {"plan": plan.digest(), "weights": weights}) as staging:
-        _write_weights(plan, staging, read_group)
+        _check_space(plan, staging)
+        todo = [n for n, t in plan.tensors.items() if t.file.name not in staging.finished]
+        values = _values(plan, todo, read_group)
+        with _progress(sum(plan.tensors[name].nbytes for name in todo)) as bar:
+            for file, names in itertools.groupby(todo, lambda name: plan.tensors[name].file):
+                path = staging.folder / file
+                staging.finish(path.name, _write_file(plan, path, names, values, bar.update))
         for name, content in plan.assets.items():
             (staging.folder / name).write_bytes(content)
             sync(staging.folder / name)
@@ -90,20 +93,14 @@ def write_export(
             described["tensors"].update(part["tensors"])
         if sorted(described["files"]) != export_manifest.listed(staging.folder):
             raise ExportError(f"{staging.folder} holds files that are not of this export")
-        export_manifest.write(staging.folder, described, origin)
+        known = {"checkpoint": None, "step": None, "run": None, **origin}
+        export_manifest.write(staging.folder, described, known)
 
 
-def _write_weights(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup) -> None:
-    """Write every weight file that is not finished yet, each from its first byte to its last."""
-    file_of = {name: entry.file.name for name, entry in plan.tensors.items()}
-    todo = [name for name, file in file_of.items() if file not in staging.finished]
-    values = _values(plan, todo, read_group)
+def _progress(total: int) -> tqdm:
     wait = 0.1 if sys.stderr.isatty() else _QUIET
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": wait, "delay": wait}
-    with tqdm(total=sum(plan.tensors[n].nbytes for n in todo), desc="export", **options) as bar:
-        for file, names in itertools.groupby(todo, key=file_of.__getitem__):
-            path = staging.folder / file
-            staging.finish(file, _write_file(plan, path, names, values, bar.update))
+    return tqdm(total=total, desc="export", **options)
 
 
 def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterator[TensorValues]:
@@ -128,12 +125,7 @@ def _write_file(
     values: Iterator[TensorValues],
     advance: Callable[[int], object],
 ) -> dict[str, Any]:
-    """Write one safetensors file, fsynced and read back; return its description.
-
-    Raises:
-        ExportError: a tensor has another number of bytes than planned, or the file reads back
-            with other bytes.
-    """
+    """Write one safetensors file, fsynced and read back; return its description."""
     described: dict[str, Any] = {}
     header = plan.headers[path.name]
     sha256, xxh3, end = hashlib.sha256(header), xxhash.xxh3_128(header), len(header)
@@ -212,33 +204,49 @@ class _Staging:
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Weight file -> what `export_manifest.describe` returned for it alone."""
 
+    def take_over(self) -> None:
+        """Keep the finished files of an interrupted export; remove everything else it left."""
+        mark = self.folder / _MARK
+        if mark.is_file() and mark.stat().st_size:
+            try:
+                note = read_json(mark, ExportError)
+                if note["key"] == self.key:
+                    noted = note["finished"].items()
+                    self.finished = {name: d for name, d in noted if self._holds(name, d)}
+            except (ExportError, KeyError, TypeError, AttributeError):
+                pass  # a note that was cut off: nothing counts as finished
+            kept = f"{len(self.finished)} finished weight file(s) of it are kept"
+            print(f"NOTE: {self.folder} was left by an interrupted export; {kept}", file=sys.stderr)
+        for path in self.folder.iterdir():
+            if path.name not in self.finished and path != mark:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if not self.finished:
+            mark.write_text("")
+            # Before any other file: without the mark they would be somebody else's.
+            sync(self.folder)
+
+    def _holds(self, name: str, described: dict[str, Any]) -> bool:
+        try:
+            is_here = is_plain_name(name)
+            return is_here and export_manifest.describe(self.folder, only=[name]) == described
+        except ExportError:  # no plain file, or its header is damaged: written anew
+            return False
+
     def finish(self, name: str, described: dict[str, Any]) -> None:
         """Note that the weight file `name` is complete and on the disk."""
         self.finished[name] = described
-        replace_synced(self.folder / _MARK, json.dumps({**self.key, "finished": self.finished}))
+        note = {"key": self.key, "finished": self.finished}
+        replace_synced(self.folder / _MARK, json.dumps(note))
 
     def leave(self) -> str:
         """Remove the folder unless there is something in it to go on with; return what is left."""
+        if not self.folder.exists():
+            return "it is complete, but the disk may not keep it: remove it and export again"
         if not self.finished:
             shutil.rmtree(self.folder, ignore_errors=True)
             return "nothing was left"
-        return (
-            f"{len(self.finished)} finished weight file(s) stay in {self.folder}: the same command "
-            "goes on from there"
-        )
-
-
-def _check_space(target: Path, needed: int) -> None:
-    """Refuse a disk without `needed` bytes free; what an interrupted export left there counts."""
-    parent = next(p for p in target.parents if p.is_dir())
-    free, begun = shutil.disk_usage(parent).free, _staging_folder(target)
-    if begun.is_dir():
-        free += sum(p.stat().st_blocks * 512 for p in begun.iterdir() if p.is_file())
-    if needed > free:
-        raise ExportError(
-            f"the export needs {needed / 1e6:.2f} MB, {parent} has {free / 1e6:.2f} MB free; give "
-            "an output on another disk, or a smaller dtype"
-        )
+        stay = f"{len(self.finished)} finished weight file(s) stay in {self.folder}"
+        return f"{stay}: the same command goes on from there"
 
 
 @contextlib.contextmanager
@@ -246,29 +254,33 @@ def _staged(target: Path, key: dict[str, str]) -> Iterator[_Staging]:
     """Yield a folder beside `target` that takes its name on success.
 
     On a failure it is removed, unless a weight file was finished and the cause lies outside (the
-    disk, an interrupt): then it stays, and the same export goes on there.
+    disk, an interrupt).
     """
-    folder = _staging_folder(target)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise ExportError(f"{folder} cannot be created: {error.strerror}") from error
-    try:
+    folder = target.with_name(f"{target.name}.tmp-export")
+    staging = _Staging(folder, key)
+    with contextlib.ExitStack() as stack:
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ExportError(f"another process is writing {target} (it holds {folder})") from error
+        except OSError as error:
+            raise ExportError(f"{folder} cannot be created: {error.strerror}") from error
         if any(folder.iterdir()) and not (folder / _MARK).is_file():
             raise ExportError(
                 f"{folder} is in the way and was not left by an export; move it elsewhere"
             )
-        staging = _Staging(folder, key)
         try:
-            _take_over(staging)
+            staging.take_over()
             yield staging
             os.fsync(lock)
             os.rename(folder, target)
+            sync_above(target.parent)  # which this export may have made
+            # Not before the rename: a folder without the mark is somebody else's.
+            (target / _MARK).unlink()
+            os.fsync(lock)
         except OSError as error:
             cause = f"writing {target} failed: {error.strerror or error}"
             raise ExportError(f"{cause}; {staging.leave()}") from error
@@ -278,47 +290,17 @@ def _staged(target: Path, key: dict[str, str]) -> Iterator[_Staging]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        try:
-            sync_above(target.parent)  # which this export may have made
-            # Not before the rename: a folder without the mark is somebody else's.
-            (target / _MARK).unlink()
-            os.fsync(lock)
-        except OSError as error:
-            raise ExportError(
-                f"{target} is complete, but the disk may not keep it: {error.strerror or error}; "
-                "remove it and export again"
-            ) from error
-    finally:
-        os.close(lock)
 
 
-def _staging_folder(target: Path) -> Path:
-    return target.with_name(f"{target.name}.tmp-export")
-
-
-def _take_over(staging: _Staging) -> None:
-    """Keep the finished files of an interrupted export; remove everything else it left."""
-    folder, mark = staging.folder, staging.folder / _MARK
-    if mark.is_file() and mark.stat().st_size:
-        try:
-            note = read_json(mark, ExportError)
-            if {name: note[name] for name in staging.key} == staging.key:
-                noted = note["finished"].items()
-                staging.finished = {n: d for n, d in noted if _is_as_described(folder, n, d)}
-        except (ExportError, KeyError, TypeError, AttributeError):
-            pass  # a note that was cut off: nothing counts as finished
-        kept = f"{len(staging.finished)} finished weight file(s) of it are kept"
-        print(f"NOTE: {folder} was left by an interrupted export; {kept}", file=sys.stderr)
-    for path in folder.iterdir():
-        if path.name not in staging.finished and path != mark:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    if not staging.finished:
-        mark.write_text("")
-        sync(folder)  # before any other file: without the mark they would be somebody else's
-
-
-def _is_as_described(folder: Path, name: str, described: dict[str, Any]) -> bool:
-    try:
-        return is_plain_name(name) and export_manifest.describe(folder, only=[name]) == described
-    except ExportError:  # no plain file, or its header is damaged: written anew
-        return False
+def _check_space(plan: ExportPlan, staging: _Staging) -> None:
+    """Refuse a disk that has no space for what is not finished."""
+    weights = (t.nbytes for t in plan.tensors.values() if t.file.name not in staging.finished)
+    needed = sum(weights) + sum(map(len, (*plan.headers.values(), *plan.assets.values())))
+    free = shutil.disk_usage(staging.folder).free
+    if needed > free:
+        parent = staging.folder.parent
+        raise OSError(
+            errno.ENOSPC,
+            f"the export needs {needed / 1e6:.2f} MB, {parent} has {free / 1e6:.2f} MB free; give "
+            "an output on another disk, or a smaller dtype",
+        )

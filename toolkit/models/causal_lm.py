@@ -117,6 +117,11 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     return model
 
 
+def model_on_meta(folder: Path) -> PreTrainedModel:
+    """Return the model that the config in a folder describes, on meta, for its names and shapes."""
+    return build_on_meta(ModelConfig(name_or_path=str(folder), init="random"))
+
+
 @ranks.collective
 def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
     """Refuse what is no causal LM, has too few positions, or lacks its weights, by the config and

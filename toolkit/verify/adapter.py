@@ -5,7 +5,6 @@ name: so every key is compared, and everything is loaded through PEFT.
 """
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ from toolkit.adapters.peft_folder import (
 )
 from toolkit.adapters.switch import amplified, has_moved, without_adapters
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
-from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
-from toolkit.formats import export_manifest, in_file, local_folder, read_header, whole
+from toolkit.errors import ExportError, ModelError, ToolkitError
+from toolkit.formats import export_manifest, in_file, local_folder, whole
 from toolkit.loading import LoadGroup
+from toolkit.models import model_on_meta
 from toolkit.verify.export import ExportCheck
-from toolkit.verify.findings import Findings
-from toolkit.verify.logits import load_base, logits_of, model_of, noise, with_adapter
+from toolkit.verify.logits import load_adapted, load_base, logits_of, noise
 from toolkit.verify.proof import Proof
 
 _PREFIX = "base_model.model."
@@ -41,40 +40,21 @@ class AdapterCheck(ExportCheck):
     """One PEFT folder and what is found in it."""
 
     verdict = "holds the adapter of"
-    layout: PeftLayout
-    """There where `model` is."""
-    base: Path
-    """Where the base's weights are, once they are loaded."""
+    single_file = WEIGHTS_FILE
+    layout: PeftLayout  # there where `model` is
+    base: Path  # where the base's weights are, once they are loaded
 
-    def __init__(
-        self, folder: Path, findings: Findings, source: Source | None, base: str | Path | None
-    ) -> None:
-        super().__init__(folder, findings, source)
-        self.given_base = base
-        """Folder or Hub id; None: as the export says itself."""
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.config: dict[str, Any] = {}
-        self.described: dict[str, Any] = {"base": {}}
-        """What the manifest says of adapter and base."""
-
-    def read_tensors(self) -> None:
-        for name in sorted(os.listdir(self.folder)):
-            if name.endswith(".safetensors") and name != WEIGHTS_FILE:
-                self.add(name, None, f"is a weight file; PEFT reads {WEIGHTS_FILE} only")
-        try:
-            self.entries = read_header(self.folder / WEIGHTS_FILE)
-        except FileNotFoundError:
-            self.add(WEIGHTS_FILE, None, "is missing")
-        except (LoadingError, OSError) as error:
-            self.add(WEIGHTS_FILE, None, str(error))
-        self.findings.report.tensors += len(self.entries)
+        self.described: dict[str, Any] = {"base": {}}  # what the manifest says of adapter and base
 
     def read_model(self) -> None:
         described = self.manifest.get("origin", {}).get("adapter")
         if _is_described(described):
             self.described = described
         elif described is not None:
-            what = "does not describe adapter and base as it should"
-            self.add(export_manifest.FILE, None, what)
+            self.add(export_manifest.FILE, None, "does not describe adapter and base as it should")
         try:
             self.config = read_config(self.folder)
             if not self.config.get("base_model_name_or_path"):
@@ -93,23 +73,22 @@ class AdapterCheck(ExportCheck):
         """Return the base without weights, by the config that the manifest keeps, else its own."""
         content = self.described.get("base_config")
         if content is None:
-            return model_of(self._base_folder())
+            return model_on_meta(self._base_folder())
         with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
             Path(folder, "config.json").write_text(json.dumps(content), "utf-8")
-            return model_of(Path(folder))
+            return model_on_meta(Path(folder))
 
     def _base_folder(self) -> Path:
         """Return where the base is; the Hub is asked only for what the user named."""
         if self.given_base is not None:
             return local_folder(str(self.given_base))
-        name = self.config.get("base_model_name_or_path")
-        if not name:
+        if not (name := self.config.get("base_model_name_or_path")):
             raise ExportError(f"{CONFIG_FILE} names no base; give it with --hf_assets")
         try:
             return local_folder(name, self.config.get("revision"), ask=False)
         except ModelError as error:
-            where = "give the base's folder or Hub id with --hf_assets"
-            raise ExportError(f"{error}; {where}") from error
+            advice = "give the base's folder or Hub id with --hf_assets"
+            raise ExportError(f"{error}; {advice}") from error
 
     def check_tensors(self, model: PreTrainedModel) -> None:
         """Compare keys and shapes with what PEFT makes of the config, then let PEFT load it."""
@@ -126,9 +105,10 @@ class AdapterCheck(ExportCheck):
             self.add(WEIGHTS_FILE, key, what)
         self.check_dtypes()
         shapes = {key: entry.shape for key, entry in self.entries.items()}
-        for key in sorted(k for k in wanted.keys() & shapes.keys() if wanted[k] != shapes[k]):
-            what = f"has shape {list(shapes[key])}, {CONFIG_FILE} describes {list(wanted[key])}"
-            self.add(WEIGHTS_FILE, key, what)
+        for key in wanted.keys() & shapes.keys():
+            if wanted[key] != shapes[key]:
+                what = f"has shape {list(shapes[key])}, {CONFIG_FILE} describes {list(wanted[key])}"
+                self.add(WEIGHTS_FILE, key, what)
         if shapes != wanted:
             return
         # Into a base without bytes: every tensor must arrive.
@@ -150,7 +130,6 @@ class AdapterCheck(ExportCheck):
         return model
 
     def compare_assets(self, source: Source) -> None:
-        """Compare config, tokenizer and base with those of the checkpoint."""
         self.compare_files(source, travels)
         expected, digest = base_entry(source).get("digest"), self._base_digest()
         if digest != expected:
@@ -164,31 +143,23 @@ class AdapterCheck(ExportCheck):
                 self.add(CONFIG_FILE, None, f"{name} {what}")
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
-        """Compare every value with the checkpoint; names are those of the checkpoint's config."""
-        layout = peft_layout(model_of(source.hf), read_config(source.hf))
+        # Names are those of the checkpoint's config.
+        layout = peft_layout(model_on_meta(source.hf), read_config(source.hf))
         keys = layout.keys.items()
         groups = [LoadGroup((key,), name, None) for key, name in keys if key in self.entries]
         proof = Proof(layout.model, self.entries, groups, self.findings)
-        proof.expect(source)
-        proof.compare()
-        for key, name in keys:
-            if key not in self.entries:
-                self.add(WEIGHTS_FILE, key, f"is not in the export; the checkpoint has {name}")
-        for name in sorted(proof.expected.keys() - set(layout.keys.values())):
-            self.add("", proof.expected[name][0].key, "is not in the export")
+        proof.run(source, {name: key for key, name in keys})
 
     def compare_logits(self, like: PreTrainedModel) -> None:
-        """Load base and adapter as a reader does, and compute with them."""
         source = self.source
         known = self._base_digest() if source is None else base_entry(source).get("digest")
         if str(known).startswith("random"):
             what = f"the base was drawn ({known}), and is in no folder"
             self.findings.note(f"no logits were computed: {what}")
-            return
-        super().compare_logits(like)
+        else:
+            super().compare_logits(like)
 
     def load(self, like: PreTrainedModel) -> Any:
-        """Return base and adapter as PEFT loads them."""
         given, digest = self.given_base, self._base_digest()
         self.base = find_base(self.source, given) if self.source else self._base_folder()
         named = None if given is None else str(given)
@@ -197,7 +168,6 @@ class AdapterCheck(ExportCheck):
         return self._load(load_base(self.base, like))
 
     def judge(self, loaded: Any, actual: torch.Tensor) -> None:
-        """Compare the logits with those of the checkpoint's tensors; they are not the base's."""
         with without_adapters(loaded):
             plain = logits_of(loaded)
         effect = float((actual - plain).abs().max())
@@ -209,7 +179,7 @@ class AdapterCheck(ExportCheck):
                 self.add("", None, "has no effect: the logits are those of the base")
         if self.source is not None:
             # The checkpoint's tensors, put in without PEFT's loading.
-            reference = with_adapter(load_base(self.base, self.layout.base), self.source)
+            reference = load_adapted(self.base, self.layout.base, self.source)
             expected = logits_of(reference)
             self.compare(actual, expected, noise(reference, expected))
 

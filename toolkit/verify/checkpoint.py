@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from toolkit.checkpoint import commit, rng_state
 from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE
 from toolkit.checkpoint.saving import MANIFEST_VERSION
-from toolkit.checkpoint.store import files_below
+from toolkit.checkpoint.store import files_below, read_object, read_plain
 from toolkit.errors import CheckpointError, LoadingError
 from toolkit.formats import (
     METADATA_FILE,
@@ -26,7 +26,6 @@ from toolkit.formats import (
     read_metadata,
     tensor_chunks,
 )
-from toolkit.parsing import MAX_JSON_BYTES, read_bounded, read_json
 from toolkit.verify.findings import Findings, is_regular
 
 _METADATA = f"dcp/{METADATA_FILE}"
@@ -38,9 +37,8 @@ class CheckpointCheck:
     def __init__(self, folder: Path, inside: str, findings: Findings) -> None:
         self.folder, self.inside, self.findings = folder, inside, findings
         self.files: dict[str, dict[str, Any]] = {}
-        self.damaged: set[str] = set()
-        self.hit: set[str] = set()
-        """Tensors in which damage was found."""
+        self.damaged: dict[str, str] = {}  # file -> what is wrong
+        self.hit: set[str] = set()  # tensors in which damage was found
 
     def add(self, file: str, tensor: str | None, what: str) -> None:
         self.findings.add(self.inside + file, tensor, what)
@@ -55,10 +53,9 @@ class CheckpointCheck:
                 self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):
                 self.add(name, None, "is not in the manifest")
-        faults = self.findings.hash_files(self.folder, self.files)
-        self.damaged = set(faults)
+        self.damaged = self.findings.hash_files(self.folder, self.files)
         metadata = self._metadata()
-        for name, what in faults.items():
+        for name, what in self.damaged.items():
             self._locate(name, what, metadata)
         if metadata is not None:
             self._tensors(metadata, manifest)
@@ -70,12 +67,9 @@ class CheckpointCheck:
         raw: dict[str, bytes] = {}
         for name in (MANIFEST, COMMIT):
             try:
-                if is_regular(self.folder / name):
-                    raw[name] = read_bounded(self.folder / name, MAX_JSON_BYTES, CheckpointError)
-                else:
-                    self.add(name, None, "is missing: not a committed checkpoint")
-            except (CheckpointError, OSError) as error:
-                self.add(name, None, str(error))
+                raw[name] = read_plain(self.folder / name)
+            except OSError as error:
+                self.add(name, None, f"{error.strerror}: not a committed checkpoint")
         if MANIFEST not in raw:
             return None
         self.findings.report.files += 2
@@ -166,14 +160,14 @@ class CheckpointCheck:
                 "has them: only the files were compared"
             )
             return
-        for key in sorted(known.keys() | {k for k in tensors if k.startswith("model.")}):
-            expected = (known[key]["shape"], known[key]["dtype"]) if key in known else None
-            actual = None
-            if tensor := tensors.get(key):
-                actual = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            if actual != expected:
-                where = _METADATA if tensor else MANIFEST
-                self.add(where, key, f"is {actual} in {_METADATA}, {expected} in {MANIFEST}")
+        expected = {key: (entry["shape"], entry["dtype"]) for key, entry in known.items()}
+        stored = {
+            k: (list(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in tensors.items()
+        }
+        for key in known.keys() | {k for k in tensors if k.startswith("model.")}:
+            if (actual := stored.get(key)) != (wanted := expected.get(key)):
+                where = _METADATA if actual else MANIFEST
+                self.add(where, key, f"is {actual} in {_METADATA}, {wanted} in {MANIFEST}")
                 self.hit.add(key)
 
         def check(key: str) -> None:
@@ -191,10 +185,8 @@ class CheckpointCheck:
 
     def _state(self, step: object) -> None:
         try:
-            state = read_json(self.folder / STATE, CheckpointError)
-            if not isinstance(state, dict):
-                self.add(STATE, None, "is no JSON object")
-            elif state.get("step") != step:
-                self.add(STATE, None, f"is of step {state.get('step')}, {MANIFEST} of step {step}")
+            found = (read_object(self.folder / STATE) or {}).get("step")
+            if found != step:
+                self.add(STATE, None, f"is of step {found}, {MANIFEST} of step {step}")
         except CheckpointError as error:
             self.add(STATE, None, str(error))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint.sources import Source
+from toolkit.adapters.switch import without_adapters
+from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.formats import (
     DTYPE_NAMES,
@@ -24,17 +25,18 @@ from toolkit.formats import (
     first_difference,
     in_file,
     is_cached,
+    plain_file,
     read_config,
     read_header,
     read_weights,
     weight_files,
 )
 from toolkit.loading import load_groups, misfits
-from toolkit.models import tied_names
+from toolkit.models import model_on_meta, tied_names
 from toolkit.parsing import read_json
 from toolkit.verify.findings import Findings, is_regular
-from toolkit.verify.logits import load_checkpoint, load_export, logits_of, model_of, noise
-from toolkit.verify.proof import Proof
+from toolkit.verify.logits import load_adapted, load_checkpoint, load_export, logits_of, noise
+from toolkit.verify.proof import MergeProof, Proof
 
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _WRAPPERS = re.compile(r"FSDP|FullyShard|DistributedDataParallel|OptimizedModule|PeftModel|Wrapped")
@@ -44,15 +46,17 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 class ExportCheck:
     """One Hugging Face folder, the checkpoint that it should hold, and what is found in it."""
 
-    verdict = "holds the weights of"
-    """Note on an export in which nothing is wrong; the checkpoint ends it."""
+    verdict = "holds the weights of"  # begins the note on a whole export, the checkpoint ends it
+    single_file = SINGLE_FILE  # of the weights
 
-    def __init__(self, folder: Path, findings: Findings, source: Source | None) -> None:
+    def __init__(
+        self, folder: Path, findings: Findings, source: Source | None, base: str | Path | None
+    ) -> None:
         self.folder, self.findings, self.add, self.source = folder, findings, findings.add, source
+        self.given_base = base  # of adapters: folder or Hub id; None: where the export says
         self.manifest: dict[str, Any] = {}
         self.entries: dict[str, TensorEntry] = {}
-        self.model: PreTrainedModel | None = None
-        """Of the export's config, on meta."""
+        self.model: PreTrainedModel | None = None  # of the export's config, on meta
 
     def run(self, logits: bool) -> None:
         """Check the export by itself, against its checkpoint, and what it computes."""
@@ -89,16 +93,14 @@ class ExportCheck:
 
     def _check_names(self) -> None:
         """Look for names that an export does not have."""
-        known = self.manifest.get("files")
+        known, listed = self.manifest.get("files"), export_manifest.listed(self.folder)
         for name in sorted(os.listdir(self.folder)):
             file = self.folder / name
             weights = name.endswith((*_OTHER_WEIGHTS, ".safetensors", ".index.json"))
             if file.is_symlink() and not is_cached(file):
                 self.add(name, None, f"is a link to {os.readlink(file)}")
-            elif name in (export_manifest.FILE, export_manifest.CARD) or (
-                name.startswith(".") and not weights
-            ):
-                continue
+            elif name not in listed and not weights:
+                continue  # of the user, or hidden
             elif not file.is_file():
                 self.add(name, None, "is no regular file, and an export has nothing else")
             elif known is not None and name not in known:
@@ -140,23 +142,26 @@ class ExportCheck:
 
     def read_tensors(self) -> None:
         """Read headers and index; where they do not agree, no tensor is known."""
-        index = self.folder / INDEX_FILE
-        where = INDEX_FILE if index.is_file() else SINGLE_FILE
+        index, single = self.folder / INDEX_FILE, self.single_file
+        where = INDEX_FILE if index.is_file() and single == SINGLE_FILE else single
         try:
-            files = weight_files(self.folder)
+            if single == SINGLE_FILE:
+                files = weight_files(self.folder)
+            else:
+                files = [plain_file(self.folder, single, LoadingError)]
             used = {file.name for file in files}
             for name in sorted(os.listdir(self.folder)):
                 if name.endswith(".safetensors") and name not in used:
-                    self.add(name, None, f"is a weight file that {INDEX_FILE} does not name")
+                    self.add(name, None, "is a weight file that loaders of this folder do not read")
             for file in files:
                 where = file.name
                 read_header(file)
             where = INDEX_FILE
             entries = read_weights(files)
-            if used != {SINGLE_FILE}:
+            if used != {single}:
                 self._check_index(read_json(index, LoadingError), entries)
             elif index.is_file():
-                self.add(where, None, f"is there beside {SINGLE_FILE}: loaders take either")
+                self.add(where, None, f"is there beside {single}: loaders take either")
         except (LoadingError, OSError) as error:
             self.add(where, None, str(error))
             return
@@ -195,7 +200,7 @@ class ExportCheck:
             for file in _modules(config.get("auto_map")):
                 if not (self.folder / file).is_file():
                     self.add("config.json", None, f"auto_map names {file}, which is not here")
-            self.model = model_of(self.folder)
+            self.model = model_on_meta(self.folder)
         except (ToolkitError, OSError) as error:
             self.add("config.json", None, str(error))
             return
@@ -228,21 +233,22 @@ class ExportCheck:
         for kind, names in misfits(model, self.entries).items():
             for name in names:
                 faults.setdefault(name.partition(" (")[0], f"is {kind}: {name}")
-        files = {entry.file.name for entry in self.entries.values()}
-        where = files.pop() if len(files) == 1 else INDEX_FILE
+        file_of = {name: entry.file.name for name, entry in self.entries.items()}
+        where = min(file_of.values()) if len({*file_of.values()}) == 1 else INDEX_FILE
         for name, what in faults.items():
-            self.add(self.entries[name].file.name if name in self.entries else where, name, what)
-        # Tied parameters that are stored more than once.
-        stored: dict[str, str] = {}
+            self.add(file_of.get(name, where), name, what)
+        stored: dict[str, TensorEntry] = {}
         first_name = tied_names(model)
-        for name in (name for name in state if name in self.entries):
-            first = stored.setdefault(first_name.get(name, name), name)
-            if first != name:
-                left, right = self.entries[first], self.entries[name]
-                same = (left.shape, left.dtype) == (right.shape, right.dtype)
-                differs = not same or first_difference(in_file(left), in_file(right))[0]
-                what = "and they differ" if differs else "which is stored twice"
-                self.add(right.file.name, name, f"is tied to {first}, {what}")
+        self.groups = load_groups(model, self.entries)
+        for group in self.groups:
+            key, entry = group.keys[0], self.entries[group.keys[0]]
+            own = first_name.get(group.parameter, group.parameter)
+            other = stored.setdefault(own, entry)
+            if other is not entry:
+                same = (other.shape, other.dtype) == (entry.shape, entry.dtype)
+                differs = not same or first_difference(in_file(other), in_file(entry))[0]
+                what = ", and they differ" if differs else ""
+                self.add(entry.file.name, key, f"is {own}, which is stored twice{what}")
 
     def compare_assets(self, source: Source) -> None:
         """Compare config, tokenizer and code with those that the checkpoint carries."""
@@ -253,10 +259,10 @@ class ExportCheck:
             self.add("config.json", None, f"cannot be compared: {error}")
             return
         base = [str(a) for a in theirs.get("architectures") or ["Model"]]
-        for key in sorted({**theirs, **ours}.keys() - set(_DTYPE_KEYS)):
+        # A base model that was trained with a head.
+        ignored = {*_DTYPE_KEYS, *(["architectures"] if base[0].endswith("Model") else [])}
+        for key in sorted({**theirs, **ours}.keys() - ignored):
             before, now = _without_dtype(theirs.get(key)), _without_dtype(ours.get(key))
-            if key == "architectures" and base[0].endswith("Model"):
-                continue  # a base model that was trained with a head
             if before != now:
                 what = f"was {before!r}, is {now!r}" if key in theirs else "was not there before"
                 self.add("config.json", None, f"{key} {what}")
@@ -275,10 +281,8 @@ class ExportCheck:
                 self.add(name, None, f"is not that of the checkpoint ({source.hf / name})")
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
-        """Compare every value with the checkpoint; ToolkitError where that is not of one model."""
-        proof = Proof(model, self.entries, load_groups(model, self.entries), self.findings)
-        proof.expect(source)
-        proof.run()
+        """Compare every value with the checkpoint."""
+        Proof(model, self.entries, self.groups, self.findings).run(source)
 
     def compare_logits(self, like: PreTrainedModel) -> None:
         """Load the export as its readers do, and compute with it."""
@@ -321,6 +325,37 @@ class ExportCheck:
             self.add("", None, f"logits differ from the checkpoint's {what}")
         whose = "logits of export and checkpoint"
         self.findings.note(f"{whose}: largest difference {largest:.3g}{also}")
+
+
+class MergedCheck(ExportCheck):
+    """One Hugging Face folder that should be a base with an adapter merged in."""
+
+    def __init__(
+        self, folder: Path, findings: Findings, source: Source, base: str | Path | None
+    ) -> None:
+        super().__init__(folder, findings, source, base)
+        self.adapter, self.base = source, find_base(source, base)
+        self.verdict = f"is {self.base} merged with the adapter of"
+
+    def prove(self, model: PreTrainedModel, source: Source) -> None:
+        proof = MergeProof(model, self.entries, self.groups, self.findings, folder=self.base)
+        proof.run(source)
+        if proof.rounded:
+            what = "merged values lie at the border of two roundings, and are the other one here"
+            self.findings.note(f"{proof.rounded:,} {what}")
+
+    def judge(self, loaded: Any, actual: torch.Tensor) -> None:
+        """Compare the logits with those of base and adapter kept apart.
+
+        A merge rounds each weight to the export's dtype, so that they are near, not equal: the
+        merged model must be nearer to the adapted one than half of the way from the base to it.
+        """
+        model = load_adapted(self.base, loaded, self.adapter)
+        expected = logits_of(model)
+        with without_adapters(model):
+            effect = float((logits_of(model) - expected).abs().max())
+        allowed = max(noise(loaded, expected), 0.5 * effect)
+        self.compare(actual, expected, allowed, f" (the adapter's own: {effect:.3g})")
 
 
 def _modules(auto_map: Any) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,8 +60,7 @@ class Findings:
     """Collects findings and counts, from several threads, and shows progress."""
 
     def __init__(self, path: Path, kind: str) -> None:
-        self.report = Report(str(path), kind)
-        self._lock, self._begun = threading.Lock(), time.perf_counter()
+        self.report, self._begun = Report(str(path), kind), time.perf_counter()
         options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False}
         self._bar = tqdm(total=0, desc="verify", disable=not sys.stderr.isatty(), **options)
 
@@ -89,31 +87,27 @@ class Findings:
         """Return name -> `work` of it; `sizes`: the bytes that it reads for each name."""
         total = sum(sizes.values())
         self._bar.total = (self._bar.total or 0) + total
-
-        def counted(name: str) -> Any:
-            result = work(name)
-            with self._lock:
-                self._bar.update(sizes[name])
-            return result
-
+        results = {}
         with ThreadPoolExecutor(threads if total >= _WORTH_THREADS else 1) as pool:
-            return dict(zip(sizes, pool.map(counted, sizes), strict=True))
+            for name, result in zip(sizes, pool.map(work, sizes), strict=True):
+                results[name] = result
+                self._bar.update(sizes[name])
+        return results
 
     def hash_files(
         self, folder: Path, files: dict[str, dict[str, Any]], *, in_cache: bool = False
     ) -> dict[str, str]:
-        """Return name -> what is wrong, of the files whose `size` or `sha256` is not that of
-        `files`; `in_cache`: accept links as the Hub's cache has them.
+        """Return name -> what is wrong, of `files` whose size or sha256 is another; `in_cache`:
+        links as the Hub's cache has them are right.
         """
         names = sorted(files, key=lambda name: -files[name]["size"])
         sizes = {name: files[name]["size"] for name in names}
         self.report.files += len(names)
         self.report.bytes += sum(sizes.values())
-
-        def fault(name: str) -> str | None:
-            return file_fault(folder / name, files[name], in_cache=in_cache)
-
-        return {name: what for name, what in self.each(fault, sizes).items() if what is not None}
+        found = self.each(
+            lambda name: file_fault(folder / name, files[name], in_cache=in_cache), sizes
+        )
+        return {name: what for name, what in found.items() if what is not None}
 
 
 def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) -> str | None:

@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 
 from toolkit.adapters.peft_folder import attach_adapters, read_config
 from toolkit.checkpoint.sources import Source
-from toolkit.config.settings import ModelConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import whole
 from toolkit.loading import materialise
-from toolkit.models import build_on_meta, tied_names, vocabulary_size
+from toolkit.models import model_on_meta, tied_names, vocabulary_size
 from toolkit.verify.proof import expected_of
 
 # How far logits of equal weights may be apart: kernels may add in another order.
@@ -52,7 +51,7 @@ def load_export(folder: Path, like: PreTrainedModel) -> tuple[PreTrainedModel, d
 
 def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     """Return the model of a checkpoint with its weights, cast to the dtypes of `like`."""
-    model, dtypes = model_of(source.hf), {n: t.dtype for n, t in like.state_dict().items()}
+    model, dtypes = model_on_meta(source.hf), {n: t.dtype for n, t in like.state_dict().items()}
     for name, parameter in model.named_parameters():
         parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
     materialise(model, "cpu")
@@ -77,16 +76,11 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def with_adapter(base: PreTrainedModel, source: Source) -> Any:
-    """Return `base` with the adapter of a checkpoint, put in by name without PEFT's loading."""
-    model = attach_adapters(base, read_config(source.hf))
+def load_adapted(folder: Path, like: PreTrainedModel, source: Source) -> Any:
+    """Return `load_base` with the adapter of a checkpoint, put in by name, without PEFT's way."""
+    model = attach_adapters(load_base(folder, like), read_config(source.hf))
     tensors = dict(model.state_dict())
     with torch.no_grad():
         for name, expected in expected_of(source).items():
             tensors[name].copy_(whole(expected.stored))
     return model
-
-
-def model_of(hf: Path) -> PreTrainedModel:
-    """Return the model that the config in a folder describes, of adapters their base, on meta."""
-    return build_on_meta(ModelConfig(name_or_path=str(hf), init="random"))

@@ -1,34 +1,51 @@
-"""Proof that an exported folder holds the expected values: every parameter, once.
+"""Proof that an exported folder holds the expected values of every parameter.
 
 Names and conversions are taken the way transformers loads them, from the export towards the
 parameters: nothing here knows how an export is written, so that it cannot share a mistake with it.
 Where a tensor kept dtype and shape, the digest that the checkpoint's manifest holds of live memory
 is enough, and the shards are not read.
 
-Memory: blocks of 1 MB (or one row) on each of four threads; of tensors that transformers converts
-one group at a time, and what is expected of it.
+Memory: blocks of 1 MB (or one row) a thread; of tensors that transformers converts one group, and
+what is expected of it; of a merge the largest adapted tensor and a few of its size in fp32.
+
+[Note: equal, and equal to rounding] In a merged model what no adapter touches must be the base's,
+to the bit. A merged value must be the one that PEFT's own layer computes here. Another machine may
+add the products of A and B in another order, and round a sum at a border to the other side: such
+values, and no others, pass, and are counted in a note.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from toolkit.adapters.peft_folder import (
+    AdapterLayer,
+    merge_layer,
+    peft_layout,
+    read_config,
+    weight_delta,
+)
 from toolkit.checkpoint.sources import Source, check_whole, parameter_names
-from toolkit.errors import LoadingError
+from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import (
     StoredTensor,
     TensorEntry,
     digest,
     first_difference,
     in_file,
+    read_weights,
     same_values,
+    weight_files,
     whole,
 )
-from toolkit.loading import LoadGroup, load_group
-from toolkit.models import tied_names
+from toolkit.loading import LoadGroup, load_group, load_groups
+from toolkit.models import model_on_meta, tied_names
 from toolkit.verify.findings import Findings
+
+_EPSILON = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -43,80 +60,62 @@ class Expected:
     digest: str | None = None
 
     def fault(self, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]) -> str | None:
-        """Return in what a parameter of an export differs; None: in nothing.
-
-        `dtypes`: of the tensors that it is made of: each value is a cast to one of them.
+        """Return in what a parameter of an export differs; None: in nothing. `dtypes`: of the
+        tensors that it is made of: each value is a cast to one of them.
         """
         if fault := unlike(self.stored, tuple(actual.shape), dtypes, self.what):
             return fault
         if isinstance(actual, torch.Tensor):
-            if fault := self.damage():
-                return fault
             count = int(different(whole(self.stored), actual, dtypes).sum())
             values = f"{count} of {actual.numel()} values"
-            return f"differs from {self.what} in {values}" if count else None
+            return self.damage() or (f"differs from {self.what} in {values}" if count else None)
         unchanged = self.digest and dtypes == {self.stored.dtype}
         if unchanged and digest(actual, self.key) == self.digest:
             return None
         what, held = first_difference(self.stored, actual, self.key if self.digest else None)
         if held != self.digest:
-            return self._damaged()
+            return self.damage()
         return None if what is None else f"is not {self.what}: {what}"
 
     def damage(self) -> str | None:
         """Return what is wrong with the stored tensor itself."""
         if self.digest and digest(self.stored, self.key) != self.digest:
-            return self._damaged()
+            return f"cannot be compared: {self.what} does not have its own digest"
         return None
 
-    def _damaged(self) -> str:
-        return f"cannot be compared: {self.what} does not have its own digest"
 
-
+@dataclass
 class Proof:
-    """The comparison of an export's tensors with what its parameters must be; `groups` says which
-    tensors make which parameters of `model`, on meta.
-    """
+    """The comparison of an export's tensors with what its parameters must be."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        entries: dict[str, TensorEntry],
-        groups: list[LoadGroup],
-        findings: Findings,
-    ) -> None:
-        self.model, self.entries, self.groups, self.findings = model, entries, groups, findings
-        self._first_name = tied_names(model)
-        self.expected: dict[str, list[Expected]] = {}
-        """Parameter, of tied ones the first -> what it must equal."""
-        self._holders: dict[str, list[str]] = {}
-        """Parameter -> the export's tensors that hold it."""
+    model: PreTrainedModel
+    """On meta."""
+    entries: dict[str, TensorEntry]
+    groups: list[LoadGroup]
+    """Which tensors make which parameters."""
+    findings: Findings
+    expected: dict[str, list[Expected]] = field(default_factory=dict)
+    """Parameter, of tied ones the first -> what it must equal."""
+
+    def __post_init__(self) -> None:
+        self._first_name, self._held = tied_names(self.model), set[str]()
 
     def own(self, parameter: str) -> str:
         """Return the first name of a parameter."""
         return self._first_name.get(parameter, parameter)
 
     def expect(self, source: Source) -> None:
-        """Expect the weights of a checkpoint; ExportError where that is not whole."""
+        """Expect the weights of a checkpoint."""
         for name, expected in expected_of(source, self.model.state_dict()).items():
             self.expected.setdefault(self.own(name), []).append(expected)
 
-    def run(self) -> None:
-        """Compare everything, and that each parameter is there once; differences are findings."""
-        self.compare()
-        files = {entry.file.name for entry in self.entries.values()}
-        for parameter, wanted in self.expected.items():
-            holders = sorted(self._holders.get(parameter, []))
-            if not holders:
-                name = (wanted[0].key if wanted else "") or parameter
-                file = min(files) if len(files) == 1 else ""
-                self.findings.add(file, name, "is not in the export")
-            elif len(holders) > 1:
-                what = f"is stored twice: {' and '.join(holders)} are one parameter, {parameter}"
-                self.findings.add(self.entries[holders[-1]].file.name, holders[-1], what)
+    def run(self, source: Source, names: Mapping[str, str] | None = None) -> None:
+        """Compare every tensor of the export with what it must be, and look for what is missing.
 
-    def compare(self) -> None:
-        """Compare every tensor of the export with what it must be."""
+        `names`: parameter -> its name in the export, where that is another one. ToolkitError where
+        the checkpoint is not whole.
+        """
+        self.expect(source)
         groups = {group.keys[0]: group for group in self.groups}
         sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
         for key, group in groups.items():
@@ -124,6 +123,11 @@ class Proof:
             sizes[is_computed][key] = sum(self.entries[k].nbytes for k in group.keys)
         self.findings.each(lambda key: self._compare(groups[key]), sizes[False])
         self.findings.each(lambda key: self._compare(groups[key]), sizes[True], threads=1)
+        files = {entry.file.name for entry in self.entries.values()}
+        for parameter in self.expected.keys() - self._held:
+            file = min(files) if len(files) == 1 else ""
+            name = (names or {}).get(parameter, parameter)
+            self.findings.add(file, name, "is not in the export")
 
     def is_computed(self, parameter: str) -> bool:
         """Whether what a parameter must be is in no file."""
@@ -148,7 +152,7 @@ class Proof:
         try:
             for name, actual in self.read(group).items():
                 own = self.own(name)
-                self._holders.setdefault(own, []).append(key)
+                self._held.add(own)
                 if own not in self.expected:
                     self.findings.add(file, key, f"is {own}, which is not in the checkpoint")
                 elif fault := self.fault(own, actual, dtypes):
@@ -156,6 +160,106 @@ class Proof:
                     self.findings.add(file, key, becomes + fault)
         except LoadingError as error:
             self.findings.add(file, key, f"is not loaded by transformers: {error}")
+
+
+@dataclass(kw_only=True)
+class MergeProof(Proof):
+    """The comparison of one merged export with a base and a checkpoint of adapters."""
+
+    folder: Path
+    """Of the base."""
+    rounded: int = 0
+    """Values that are right to rounding only."""
+
+    def expect(self, source: Source) -> None:
+        self.layout = peft_layout(model_on_meta(source.hf), read_config(source.hf))
+        self.trained = expected_of(source)
+        if odd := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
+            raise ExportError(f"{odd[0]} is not in both {source.folder} and its adapter's config")
+        for expected in self.trained.values():
+            if fault := expected.damage():
+                raise ExportError(fault)
+        self.base = read_weights(weight_files(self.folder))
+        self.base_groups = {self.own(g.parameter): g for g in load_groups(self.model, self.base)}
+        for name in filter(lambda name: self.own(name) == name, self.model.state_dict()):
+            layer, group = self._layer(name), self.base_groups.get(name)
+            self.expected[name] = []
+            if layer is not None and layer.kind == "saved":
+                self.expected[name] = [self.trained[layer.tensors["saved"]]]
+            elif layer is None and group is not None and not group.converted:
+                entry = self.base[group.keys[0]]
+                self.expected[name] = [Expected(in_file(entry), f"{group.keys[0]} of the base")]
+
+    def _layer(self, parameter: str) -> AdapterLayer | None:
+        layers = self.layout.parts.get(parameter)
+        return layers[0] if layers else None
+
+    def is_computed(self, parameter: str) -> bool:
+        return self.expected.get(parameter) == []
+
+    def read(self, group: LoadGroup) -> Mapping[str, StoredTensor | torch.Tensor]:
+        """Return the parameters of a group of the export; keep those of the base for `fault`."""
+        own = self.own(group.parameter)
+        if group.converted or self.is_computed(own):
+            of_base = self.base_groups.get(own)
+            found = {} if of_base is None else load_group(self.model, of_base, self.base)
+            self._weights = {self.own(name): tensor for name, tensor in found.items()}
+        return super().read(group)
+
+    def fault(
+        self, parameter: str, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]
+    ) -> str | None:
+        if not self.is_computed(parameter):
+            return super().fault(parameter, actual, dtypes)
+        weight, layer = self._weights.pop(parameter, None), self._layer(parameter)
+        if weight is None:
+            return f"is {parameter}, which the base does not hold"
+        if fault := unlike(weight, tuple(actual.shape), dtypes, "in the base"):
+            return fault
+        if isinstance(actual, StoredTensor):
+            actual = whole(actual)
+        wrong = different(weight, actual, dtypes)
+        if layer is not None:
+            wrong = torch.ones(actual.shape, dtype=torch.bool)
+            factors = {r: whole(self.trained[n].stored).float() for r, n in layer.tensors.items()}
+            for dtype in dtypes:
+                wide = weight.to(torch.promote_types(weight.dtype, dtype))
+                value = merge_layer(self.layout, layer, wide.clone(), factors)
+                wrong &= different(value, actual, {dtype})
+                if bool(wrong.any()):
+                    wrong &= ~self._at_border(layer, wide, factors, actual, dtype, wrong)
+        count = int(wrong.sum())
+        whose = "the base has" if layer is None else "base and adapter give"
+        values = f"{count} of {actual.numel()} values"
+        return f"has {values} that are not those that {whose}" if count else None
+
+    def _at_border(
+        self,
+        layer: AdapterLayer,
+        weight: torch.Tensor,
+        factors: dict[str, torch.Tensor],
+        actual: torch.Tensor,
+        dtype: torch.dtype,
+        wrong: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return which wrong values another order of the additions gives; see the note above."""
+        magnitude = {r: t.abs() for r, t in factors.items() if r != "magnitude"}
+        spread = weight_delta(self.layout, layer, magnitude).abs()
+        spread *= 2 * (layer.rank + 2) * _EPSILON
+        if "magnitude" in factors:
+            value = merge_layer(self.layout, layer, weight.float(), factors)
+            spread = 2 * spread + 64 * _EPSILON * value.abs()
+            low, high = value - spread, value + spread
+        else:
+            delta = weight_delta(self.layout, layer, factors)
+            ends = [delta - spread, delta + spread]
+            if layer.kind in ("experts", "embedding"):  # there PEFT rounds what it adds
+                ends = [end.to(weight.dtype) for end in ends]
+            low, high = weight + ends[0], weight + ends[1]
+        low, high = (end.to(dtype).to(actual.dtype) for end in (low, high))
+        border = wrong & (torch.minimum(low, high) <= actual) & (actual <= torch.maximum(low, high))
+        self.rounded += int(border.sum())
+        return border
 
 
 def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
@@ -178,11 +282,10 @@ def unlike(
     """Return why a tensor of `shape` and `dtypes` cannot be `expected`, cast: None where it can."""
     if tuple(expected.shape) != shape:
         return f"has shape {list(shape)}, {what} {list(expected.shape)}"
-    kept = expected.dtype
-    for dtype in dtypes - {kept}:
-        if not (kept.is_floating_point and dtype.is_floating_point):
-            return f"is {dtype}, {what} {kept}"
-    return None
+    others = dtypes - {expected.dtype}
+    if all(dtype.is_floating_point for dtype in (*others, expected.dtype)) or not others:
+        return None
+    return f"is {' and '.join(map(str, others))}, {what} {expected.dtype}"
 
 
 def different(value: torch.Tensor, actual: torch.Tensor, dtypes: set[torch.dtype]) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Proof that a checkpoint is intact, and that an export is what was trained.
-
-Owns which path means what. Changes nothing.
-"""
+"""Which path means what, and the check that belongs to it."""
 
 import os
 import re
@@ -15,9 +12,8 @@ from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import INDEX_FILE, SINGLE_FILE, export_manifest
 from toolkit.verify.adapter import AdapterCheck
 from toolkit.verify.checkpoint import CheckpointCheck
-from toolkit.verify.export import ExportCheck
+from toolkit.verify.export import ExportCheck, MergedCheck
 from toolkit.verify.findings import Findings, Report
-from toolkit.verify.merged import MergedCheck
 
 
 def verify_checkpoint(checkpoint: str | Path) -> Report:
@@ -31,8 +27,8 @@ def verify_checkpoint(checkpoint: str | Path) -> Report:
         CheckpointError: there is no checkpoint at the path; says which path would do.
     """
     path = Path(checkpoint).expanduser()
-    folders, kind, notes = _checkpoints(path)
-    with Findings(path, kind) as findings:
+    folders, notes = _checkpoints(path)
+    with Findings(path, "checkpoint" if folders == [path] else "run") as findings:
         findings.report.notes += notes
         for folder in folders:
             inside = "" if folder == path else f"{folder.relative_to(path)}/"
@@ -50,11 +46,11 @@ def verify_export(
     """Return what is wrong with an exported Hugging Face folder.
 
     By itself: every byte against the export's own manifest; headers, index, config and the model
-    that the config describes must agree. With a checkpoint: every value is that of the checkpoint,
-    cast to the export's dtype, every parameter is there exactly once, config and tokenizer are
-    those of the checkpoint; a PEFT folder is proven in the same way, and a merged model to be its
-    base plus the adapter. Reads the export twice, and of the checkpoint only what has another dtype
-    or is converted. Holds two blocks of 1 MB (or one row) a thread, and two converted groups.
+    that the config describes must agree, each parameter is there once. With a checkpoint: every
+    value is that of the checkpoint, cast to the export's dtype, config and tokenizer are those of
+    the checkpoint; a PEFT folder is proven in the same way, and a merged model to be its base plus
+    the adapter. Reads the export twice, and of the checkpoint only what has another dtype or is
+    converted. Holds two blocks of 1 MB (or one row) a thread, and two converted groups.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
@@ -74,14 +70,9 @@ def verify_export(
         if is_adapter:
             raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
     with Findings(folder, "export") as findings:
-        check: ExportCheck
-        if is_adapter:
-            check = AdapterCheck(folder, findings, source, hf_assets)
-        elif adapter is not None:
-            check = MergedCheck(folder, findings, adapter, hf_assets)
-        else:
-            check = ExportCheck(folder, findings, source)
-        check.run(logits)
+        kind: type[ExportCheck] = ExportCheck if adapter is None else MergedCheck
+        check = AdapterCheck if is_adapter else kind
+        check(folder, findings, source, hf_assets).run(logits)
     return findings.report
 
 
@@ -96,16 +87,16 @@ def is_export(path: str | Path) -> bool:
     )
 
 
-def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
-    """Return the checkpoint folders that `path` means, its kind, and notes on what is beside."""
+def _checkpoints(path: Path) -> tuple[list[Path], list[str]]:
+    """Return the checkpoint folders that `path` means, and notes on what is beside them."""
     root = path / CHECKPOINTS
     if not root.is_dir():
         was_saved = any(os.path.lexists(path / name) for name in (COMMIT, MANIFEST))
         if was_saved or (path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name)):
-            return [path], "checkpoint", []
+            return [path], []
         if is_export(path):
             raise CheckpointError(f"{path} is a Hugging Face folder, not a checkpoint")
-        return [commit.find_checkpoint(path, is_export)], "checkpoint", []
+        return [commit.find_checkpoint(path, is_export)], []
     checked = [*commit.committed_steps(path).values()]
     checked += [folder for folder, _ in commit.broken_steps(path).values()]
     others = sorted(p.name for p in root.iterdir() if p not in checked)
@@ -113,17 +104,19 @@ def _checkpoints(path: Path) -> tuple[list[Path], str, list[str]]:
         beside = f"; beside it: {', '.join(others[:3])}" if others else ""
         raise CheckpointError(f"{root} holds no committed checkpoint (step-*/{COMMIT}){beside}")
     notes = [f"{CHECKPOINTS}/{name} is not a checkpoint and was not looked at" for name in others]
-    return sorted(checked), "run", notes
+    return sorted(checked), notes
 
 
 def _export_folder(folder: Path) -> Path:
     if not folder.exists():
-        raise ExportError(f"export {folder} does not exist (current folder: {Path.cwd()})")
-    if folder.is_file():
-        raise ExportError(f"export {folder} is a file; give its folder: {folder.parent}")
-    if is_export(folder):
+        fault = f"does not exist (current folder: {Path.cwd()})"
+    elif folder.is_file():
+        fault = f"is a file; give its folder: {folder.parent}"
+    elif is_export(folder):
         return folder
-    if commit.committed_steps(folder) or commit.is_committed(folder):
-        raise ExportError(f"{folder} is a checkpoint, not an export; give the checkpoint first")
-    hint = commit.did_you_mean(folder, is_export)
-    raise ExportError(f"{folder} is no Hugging Face folder: it has no weights and no config{hint}")
+    elif commit.committed_steps(folder) or commit.is_committed(folder):
+        fault = "is a checkpoint, not an export; give the checkpoint first"
+    else:
+        hint = commit.did_you_mean(folder, is_export)
+        fault = f"is no Hugging Face folder: it has no weights and no config{hint}"
+    raise ExportError(f"{folder} {fault}")

@@ -1,13 +1,13 @@
-"""A base model and an adapter become one model: tensor by tensor, one source of the writer.
+"""Sources of the writer: the tensors of a checkpoint, and a base with an adapter merged in.
 
 What no adapter touches is copied from the base's files, to the byte. The arithmetic of the rest is
 PEFT's (`adapters.peft_folder.merge_layer`): the result is that of `merge_and_unload`, to the bit.
 
-Memory: the largest adapted tensor of the base, and two of its size in fp32 (DoRA: five); of tensors
-that transformers converts (fused experts) their group.
+Memory of a merge: the largest adapted tensor of the base, and two of its size in fp32 (DoRA: five);
+of tensors that transformers converts (fused experts) their group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,23 +20,108 @@ from toolkit.adapters.peft_folder import (
     peft_layout,
     read_config,
 )
-from toolkit.errors import ExportError
-from toolkit.export.plan import CASTABLE, make_plan, model_of_assets
-from toolkit.export.saved import SavedTensors
+from toolkit.checkpoint.commit import damaged_files
+from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
+from toolkit.errors import CheckpointError, ExportError
+from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
 from toolkit.export.writer import TensorValues
-from toolkit.formats import ExportGroup, blocks, in_file, read_weights, weight_files, whole
+from toolkit.formats import (
+    LANES,
+    ExportGroup,
+    blocks,
+    first_difference,
+    hexadecimal,
+    in_file,
+    read_weights,
+    rows_digest,
+    weight_files,
+    whole,
+)
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
 
-class AdapterMerge:
-    """The way from the base's files and the adapter's shards to the tensors of `plan`.
+class SavedTensors:
+    """The weights of one checkpoint; `names`: of the model's parameters, where the prefix of the
+    keys must be found.
+    """
 
-    Args:
-        tensors: of the adapter's checkpoint.
-        folder: of the base.
-        override: dtype of all floating tensors; None: each as the base has it.
-        limit: bytes of a weight file.
+    def __init__(self, source: Source, names: Iterable[str] = ()):
+        self.source = source
+        self.prefix, self.keys = parameter_names(source, names)
+        self._digests = source.digests()
+
+    def shapes(self) -> TensorShapes:
+        """Return parameter name -> dtype and shape."""
+        return {name: self.source.tensors[key] for name, key in self.keys.items()}
+
+    def check(self) -> None:
+        """Check that each tensor is whole, and the files of those that have no digest."""
+        check_whole(self.source, self.keys.values())
+        checkpoint = self.source.checkpoint
+        if checkpoint is None:
+            return  # of another tool: there is nothing to compare with
+        without = [key for key in self.keys.values() if key not in self._digests]
+        files = {chunk.file for key in without for chunk in self.source.stored(key).chunks}
+        names = sorted(str(file.relative_to(checkpoint)) for file in files)
+        for name, fault in damaged_files(checkpoint, only=names):
+            raise damaged(checkpoint / name, fault)
+
+    def check_same(self, names: list[str]) -> None:
+        """Refuse tensors of which one is exported and that do not hold the same values."""
+        for other in names[1:]:
+            keys = self.keys[names[0]], self.keys[other]
+            left, right = map(self.source.stored, keys)
+            same = (left.dtype, left.shape) == (right.dtype, right.shape)
+            if not same or first_difference(left, right)[0] is not None:
+                raise ExportError(
+                    f"{keys[0]} and {keys[1]} are one parameter of the model, and differ in "
+                    f"{self.source.folder}: the model was trained without its tie; set "
+                    "tie_word_embeddings to false in the config given with --hf_assets"
+                )
+
+    def read_group(self, plan: ExportPlan, group: ExportGroup) -> Mapping[str, TensorValues]:
+        """Return the outputs of a group; compares as `blocks` does."""
+        if group.converted:
+            parameters = {name: self.whole(plan.stored[name]) for name in group.sources}
+            return plan.convert(group, parameters)
+        (name,), (output,) = group.sources, group.outputs
+        return {output: self.blocks(plan.stored[name])}
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the rows of a tensor in order, some at a time; CheckpointError after the last one
+        where they are not what was saved.
+        """
+        key = self.keys[name]
+        total = torch.zeros(LANES, dtype=torch.int64)
+        for first, rows in blocks(self.source.stored(key)):
+            if key in self._digests:
+                total += rows_digest(key, rows, first)
+            yield rows
+        self._compare(key, total)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor in memory; compares as `blocks` does."""
+        key = self.keys[name]
+        stored = self.source.stored(key)
+        tensor, total = whole(stored), torch.zeros(LANES, dtype=torch.int64)
+        if tensor.numel() and key in self._digests:
+            total = rows_digest(key, tensor.reshape(stored.rows, -1), 0)
+        self._compare(key, total)
+        return tensor
+
+    def _compare(self, key: str, total: torch.Tensor) -> None:
+        if self._digests.get(key) not in (None, hexadecimal(total)):
+            files = sorted({str(chunk.file) for chunk in self.source.stored(key).chunks})
+            raise CheckpointError(
+                f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use another "
+                "checkpoint of the run"
+            )
+
+
+class AdapterMerge:
+    """The way from the base's files in `folder` and the adapter's `tensors` to those of `plan`;
+    `override` and `limit` as for `make_plan`.
 
     Raises:
         ExportError: base and adapter do not fit together (names the tensor).
@@ -49,7 +134,7 @@ class AdapterMerge:
         self.tensors, self.entries = tensors, read_weights(weight_files(folder))
         hf = tensors.source.hf
         # Models of their own: PEFT takes the second apart, and reading changes the third.
-        (model, assets), (adapted, _), (self.reader, _) = (model_of_assets(hf) for _ in range(3))
+        model, adapted, self.reader = (model_of_assets(hf) for _ in range(3))
         self.layout = peft_layout(adapted, read_config(hf))
         if odd := sorted(set(self.layout.keys.values()) ^ tensors.keys.keys()):
             raise ExportError(
@@ -59,7 +144,7 @@ class AdapterMerge:
         _check_parts(self.layout, tied_families(model))
         self.aliases, state = tied_names(model), model.state_dict()
         stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
-        self.plan = make_plan(hf, model, assets, stored, override, limit, where=str(folder))
+        self.plan = make_plan(model, stored, override, limit, where=str(folder))
         for group in filter(self.needs_base, self.plan.groups):
             self._check_base(group, folder)
 
