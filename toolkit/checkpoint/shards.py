@@ -33,6 +33,7 @@ _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
 _BLOCK = 2**20
+_WRITE_BEHIND = 16 * 2**20
 
 
 class HashingWriter(FileSystemWriter):
@@ -129,7 +130,7 @@ class HashingStream:
 
     def __init__(self, name: str, file: Any, files: _Files) -> None:
         self.name, self.file, self.files = name, file, files
-        self.sha256, self.size = hashlib.sha256(), 0
+        self.sha256, self.size, self.given = hashlib.sha256(), 0, 0
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
@@ -141,7 +142,18 @@ class HashingStream:
             self.sha256.update(block)
             self.file.write(block)
         self.size += size
+        if self.size - self.given >= _WRITE_BEHIND:
+            self._write_behind()
         return size
+
+    def _write_behind(self) -> None:
+        """Let the kernel begin to write to the disk what it has: fsync then waits for the rest."""
+        if isinstance(self.files.shards, Place) or not hasattr(os, "posix_fadvise"):
+            return
+        self.flush()
+        count = self.size - self.given
+        os.posix_fadvise(self.fileno(), self.given, count, os.POSIX_FADV_DONTNEED)
+        self.given = self.size
 
     def tell(self) -> int:
         return self.size
