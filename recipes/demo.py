@@ -1,5 +1,4 @@
-"""The demos: train a small model on this machine, export it, reload it, let it write; and fine-tune
-it, merge the adapters, and ask it a question before and after.
+"""The demos: train, export, reload and use a small model on this machine; fine-tune it.
 
     make demo            trains, or resumes, or only exports when the training is done
     make demo-finetune   fine-tunes what `make demo` trained, which runs first where it has not yet

@@ -1,5 +1,6 @@
-"""The errors a user can meet: what was expected, what came and what to do next; and what a secret
-looks like, which no message repeats.
+"""The errors a user can meet, on one line each; and secrets, which no message repeats.
+
+A message says what was expected, what came and what to do next.
 """
 
 import re

@@ -1,5 +1,6 @@
-"""Which base a checkpoint of adapters belongs to (the `adapter` entry of state.json and of the
-manifest), and whether a run goes on with the same.
+"""Which base model a checkpoint of adapters belongs to, and whether a run goes on with the same.
+
+It is the `adapter` entry of state.json and of the manifest.
 
 [Note: digest of a base] It covers of every tensor name, dtype, shape and four blocks of its bytes:
 a base that was trained on, merged or quantised otherwise differs in all of them. Every byte would

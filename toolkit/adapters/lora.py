@@ -1,4 +1,4 @@
-"""Adapters (LoRA, rsLoRA, DoRA, modules trained in full) on a model that has no bytes yet.
+"""Adapters (LoRA, rsLoRA, DoRA, modules trained in full) are put on a model on meta.
 
 [Note: order] Adapters go on while the model is on meta and before `apply_fsdp`, so that each layer
 and its adapters are gathered, reduced and freed together. Put on afterwards they are plain

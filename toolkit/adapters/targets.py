@@ -1,5 +1,7 @@
-"""Which modules and parameters adapters are asked for, by their names in the base; the errors for
-names that match nothing, ties that would come apart and modules that cannot be adapted.
+"""Which modules get adapters (linear layers, experts, embeddings), and which are refused.
+
+By their names in the base; refused are names that match nothing, ties that would come apart and
+modules that cannot be adapted.
 """
 
 import re

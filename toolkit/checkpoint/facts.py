@@ -1,4 +1,4 @@
-"""What a run's export and its model card publish of it: no secret, no path of a machine."""
+"""Facts of a run for its export and model card: no secret, no path of a machine."""
 
 import importlib.metadata
 import math

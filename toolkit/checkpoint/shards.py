@@ -1,4 +1,4 @@
-"""The shards of a checkpoint: written by torch's DCP and hashed on the way, read by it in place."""
+"""The shards of a checkpoint: written by torch's DCP under a sha256, read by it in place."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What an exported folder consists of: names, dtypes, files. From shapes alone, no bytes.
+"""What an exported folder consists of: names, dtypes, files up to a size. From shapes alone.
 
 A checkpoint on the disk and a model that is still training give the same plan, so the same folder.
 """

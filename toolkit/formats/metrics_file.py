@@ -1,4 +1,4 @@
-"""The files of JSON lines that a run writes while it trains."""
+"""The files of JSON lines of a run (`metrics.jsonl`, generations): read, and cut at a step."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The rows of stored tensors, from a checkpoint or a file, and what is computed of them."""
+"""Stored tensors, of a checkpoint or a file: their rows, read in blocks, digested, compared."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What is tried again after a failure of the Hub, how often, and what users read of the others."""
+"""Requests of an upload that are tried again after a failure of the Hub, and errors of others."""
 
 import contextlib
 import json

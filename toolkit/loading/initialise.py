@@ -1,5 +1,6 @@
-"""How an architecture begins: buffers as its constructors compute them, parameters as drawn by
-transformers' `_init_weights`, one module at a time in host memory.
+"""Random first values by transformers' `_init_weights`, and buffers as constructors compute them.
+
+One module at a time in host memory.
 
 [Note: drawn by module] A parameter's first value may come from the `_init_weights` of its own
 module or of any module around it (Mamba's mixer writes the bias of its `dt_proj`). So for each

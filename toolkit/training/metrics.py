@@ -1,4 +1,4 @@
-"""What a run shows of itself: its first lines, a progress bar, `metrics.jsonl`, the summary."""
+"""What a run shows of itself: first lines, a progress bar, loss, speed and memory, the summary."""
 
 import json
 import resource

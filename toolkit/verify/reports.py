@@ -1,4 +1,4 @@
-"""Which path means what, and the check that belongs to it."""
+"""The check that a path asks for: of a run, a checkpoint, an export, an adapter or a merge."""
 
 import os
 import re

@@ -1,6 +1,4 @@
-"""Renderings of a conversation and of changed ones, what they have in common, and what a chat
-template puts around an answer, whatever the conversation.
-"""
+"""Renderings of a conversation and of changed ones: what a template puts around answers."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Turns of a conversation in their several spellings, as the messages that chat templates take.
+"""Turns of a conversation (role/content, from/value) as the messages that chat templates take.
 
 See [Note: formats] in `recognise.py`. All functions raise BadRow for the first thing that is wrong.
 """
