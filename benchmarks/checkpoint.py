@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import describe
+from memory import fill_page_cache
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
@@ -160,20 +161,6 @@ def saves(rank: int, world: int, scratch: str, repeats: int, moments: bool, keep
             dist.barrier()
     checkpoint.save(state, Path(scratch, "kept"), CheckpointConfig())
     return {"seconds": seconds, "busy": busy, "bytes": sum(s.nbytes for s in shards)}
-
-
-def fill_page_cache(file: Path) -> None:
-    """Leave no memory free: writes then take pages from the cache, as on a machine that trains.
-
-    Pages that are free go back to the host of a virtual machine, seconds after they were freed, and
-    come again at up to 2.4 s a GB: whoever writes for longer would get more of those.
-    """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with open(file, "a+b") as f:
-        f.truncate(memory)  # a hole: it takes no room on the disk
-        f.seek(0)
-        while f.read(2**24):
-            pass
 
 
 def plain(folder: Path, rank: int, shards: list[torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
-"""The anonymous memory of this process, and its peak."""
+"""The anonymous memory of this process, its peak, and the page cache of the machine."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -12,6 +13,20 @@ def anonymous() -> int:
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
+
+
+def fill_page_cache(file: Path) -> None:
+    """Leave no memory free: writes then take pages from the cache, as on a machine that trains.
+
+    Pages that are free go back to the host of a virtual machine, seconds after they were freed, and
+    come again at up to 2.4 s a GB: whoever writes for longer would get more of those.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open(file, "a+b") as f:
+        f.truncate(memory)  # a hole: it takes no room on the disk
+        f.seek(0)
+        while f.read(2**24):
+            pass
 
 
 class Peak:
