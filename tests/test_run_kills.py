@@ -48,11 +48,10 @@ LORA = ["--lora.r", "4", "--lora.lora_dropout", "0.1", "--train.neftune_noise_al
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        ("pretrain", []),
         ("pretrain", ["--checkpoint.async_save", "true"]),
         ("finetune", LORA),
     ],
-    ids=["saved in the loop", "saved behind the loop", "adapters"],
+    ids=["saved behind the loop", "adapters, saved in the loop"],
 )
 def test_a_killed_run_writes_what_an_undisturbed_one_does(tmp_path, model, text_file, recipe, more):
     """Weights, random state of every rank, position of the data and losses; 3 kills."""

@@ -852,6 +852,7 @@ def _gradient_elements(model: Any, tensors: list[torch.Tensor]) -> int:
     return sum(g.numel() for g in {id(g): g for g in whole}.values())
 
 
+@pytest.mark.slow
 def test_resharding_to_fewer_ranks(folders):
     for found in run_ranks(reshard_to_two, 4, folders["llama"]):
         assert found["layout"] == {"on 2", "gathered"}  # the layers, the root
