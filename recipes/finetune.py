@@ -64,7 +64,6 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
             optimizer,
             micro_batches,
             max_grad_norm=cfg.optim.max_grad_norm,
-            sync_each=cfg.train.sync_each_batch,
             loss=loss,
         )
         learning_rate = float(scheduler.get_last_lr()[0])

@@ -55,7 +55,6 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
             optimizer,
             micro_batches,
             max_grad_norm=cfg.optim.max_grad_norm,
-            sync_each=cfg.train.sync_each_batch,
             loss=training.loss_sum,
         )
         learning_rate = float(scheduler.get_last_lr()[0])

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from toolkit.errors import ModelError, ShardingError
 from toolkit.formats import reshard
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding.accumulation import accumulation_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
 from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
 from toolkit.training.loss import loss_sum
@@ -810,36 +812,113 @@ def test_memory_is_pinned_where_a_device_copies_it():
     assert not isinstance(offload_policy(FP32, "cuda"), type(offload_policy(cfg, "cpu")))
 
 
-def test_accumulation_with_and_without_reduction_between(folders):
+ACCUMULATION = ("auto", "keep_gathered", "reduce_once", "reduce_each")
+
+
+def test_accumulation_gathers_and_reduces_once_a_step_where_memory_allows(folders):
     for found in run_ranks(accumulate, 2, folders["llama"]):
-        units = LAYERS + 1
-        assert found[False]["reduce_scatter"] == units
-        assert found[True]["reduce_scatter"] == 3 * units
-        # Without reduction between, whole gradients are kept; with it, this rank's parts.
-        assert found[False]["kept"] == found["elements"]
-        assert found[True]["kept"] == found["elements"] // 2
-        assert found[True]["loss"] == pytest.approx(found[False]["loss"], rel=1e-6)
+        units, elements = LAYERS + 1, found["elements"]
+        # Forward, and backward but for the root, which stays gathered.
+        assert found["one"]["all_gather"] == 2 * units - 1
+        assert found["reduce_once"]["all_gather"] == 4 * (2 * units - 1)  # what it was
+        for way in ("auto", "keep_gathered"):
+            assert found[way]["all_gather"] == units <= 1.1 * found["one"]["all_gather"], way
+        for way in ACCUMULATION:
+            each = way == "reduce_each"
+            assert found[way]["reduce_scatter"] == units * (4 if each else 1), way
+            # Without reduction between, whole gradients are kept; with it, this rank's parts.
+            assert found[way]["kept"] == (elements // 2 if each else elements), way
+            assert found[way]["losses"] == pytest.approx(found["auto"]["losses"], rel=1e-6), way
+        for way in ("keep_gathered", "reduce_once"):  # to the bit, over steps that learn
+            assert found[way]["losses"] == found["auto"]["losses"]
+        assert found["auto"]["losses"][-1] < found["auto"]["losses"][0] - 0.01
+        assert found["no room"] == found["reduce_once"]["all_gather"]
+        assert found["large"]["reduce_scatter"] == 4 * units
 
 
 def accumulate(rank: int, world: int, folder: str) -> dict:
+    from toolkit.sharding import accumulation
+
     found: dict[Any, Any] = {}
-    for each in (False, True):
-        model = build(folder, world, FP32)
+    micro = [{k: v[rank::world] for k, v in batch(4, seed).items()} for seed in range(4)]
+
+    def steps(way: str, micro: list) -> tuple[Any, dict[str, Any]]:
+        model = build(folder, world, knobs(accumulation=way))
         load_pretrained(model, folder, "cpu")
-        model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        micro = [{k: v[rank::world] for k, v in batch(4, seed).items()} for seed in range(3)]
-        train_step(model, optimizer, micro, sync_each=each)
-        with Collectives() as comms:
-            stats = train_step(model, optimizer, micro, sync_each=each)
-        model.set_requires_gradient_sync(each)
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+        losses = []
+        for _ in range(4):  # `auto` has decided after two
+            with Collectives() as comms:
+                losses.append(float(train_step(model, optimizer, micro).loss))
+        return model, dict(comms.calls) | {"losses": losses}
+
+    found["one"] = steps("auto", micro[:1])[1]
+    for way in ACCUMULATION:
+        model, found[way] = steps(way, micro)
+        accumulation_of(model).begin(micro[0]["labels"], 0, 2, sync_each=False)
         loss_sum(model, micro[0]).backward()
+        reshard(model)
         gradients = [g for g in gc.get_objects() if isinstance(g, torch.Tensor)]
-        kept = _gradient_elements(model, gradients)
-        found[each] = dict(comms.calls) | {"loss": float(stats.loss), "kept": kept}
+        found[way]["kept"] = _gradient_elements(model, gradients)
         found["elements"] = sum(p.numel() for p in model.parameters())
-        del model, optimizer, gradients
+        del model, gradients
         gc.collect()
+    # On a device that is nearly full on one rank only, and on one that is small.
+    with mock.patch.object(accumulation, "_memory", return_value=(10**9 * rank, 10**9, 0)):
+        found["no room"] = steps("auto", micro)[1]["all_gather"]
+    with mock.patch.object(accumulation, "_memory", return_value=(0, 4 * found["elements"], 0)):
+        found["large"] = steps("auto", micro)[1]
+    return found
+
+
+def test_kept_parameters_are_freed_before_the_optimizer_steps(folders):
+    """The control: kept beyond the last micro-batch, the next step would use the old weights."""
+    (found,) = run_ranks(forget_to_free, 1, folders["llama"])
+    assert found[True] == pytest.approx(found[False], abs=1e-6)  # nothing seems to be learnt
+    assert found["right"][-1] < found["right"][0] - 0.01
+
+
+def forget_to_free(rank: int, world: int, folder: str) -> dict:
+    found: dict[Any, Any] = {}
+    for key in ("right", "wrong"):
+        model = build(folder, world, knobs(accumulation="keep_gathered"))
+        load_pretrained(model, folder, "cpu")
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+        if key == "wrong":
+            for unit in (m for m in model.modules() if hasattr(m, "unshard")):
+                unit.set_reshard_after_backward = lambda *_, **__: None
+                unit._get_fsdp_state()._fsdp_param_groups[0].reshard_after_backward = False
+        micro = [batch(4), batch(4)]
+        found[key] = [float(train_step(model, optimizer, micro).loss) for _ in range(3)]
+    found[False], found[True] = found["wrong"][0], found["wrong"][-1]
+    return found
+
+
+@pytest.mark.slow
+def test_replicas_meet_once_a_step(folders):
+    """HSDP: with `reduce_each` gradients are reduced in the node each time, across nodes once."""
+    for found in run_ranks(replicas, 4, folders["llama"]):
+        units = LAYERS + 1
+        assert found["reduce_once"] == (units, units)
+        assert found["reduce_each"] == (3 * units, units)
+        assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
+
+
+def replicas(rank: int, world: int, folder: str) -> dict:
+    found: dict[Any, Any] = {"losses": []}
+    micro = [{k: v[rank::world] for k, v in batch(4, seed).items()} for seed in range(3)]
+    for way in ("reduce_once", "reduce_each"):
+        model = build(folder, world, knobs(accumulation=way, dp_replicate=2))
+        load_pretrained(model, folder, "cpu")
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+        train_step(model, optimizer, micro)
+        with (
+            Collectives() as comms,
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+        ):
+            found["losses"].append(float(train_step(model, optimizer, micro).loss))
+        calls = [c for c in reduced.call_args_list if c.kwargs.get("group") is not None]
+        found[way] = comms.calls["reduce_scatter"], len(calls)
     return found
 
 

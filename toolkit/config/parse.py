@@ -5,6 +5,7 @@ import difflib
 import itertools
 import re
 import sys
+import tempfile
 import typing
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +24,9 @@ from jsonargparse import (
 from toolkit.config.ranges import WORDS
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
+
+# (section, setting) that runs of earlier versions have in their config.yaml.
+_GONE = (("train", "sync_each_batch"),)
 
 
 def parse(
@@ -76,8 +80,19 @@ def parse(
 
 
 def load(cls: type, file: str | Path) -> Any:
-    """Read a `cls` from a YAML file such as a run's `config.yaml`. Raises as `parse` does."""
-    return parse(cls, ["--config", str(file)])
+    """Read a `cls` from a YAML file such as a run's `config.yaml`, also one that an earlier version
+    wrote. Raises as `parse` does.
+    """
+    content = _read(Path(file)) if Path(file).is_file() else {}
+    gone = [s for s, name in _GONE if isinstance(content.get(s), dict) and name in content[s]]
+    if not gone:
+        return parse(cls, ["--config", str(file)])
+    for section, name in _GONE:
+        content.get(section, {}).pop(name, None)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, Path(file).name)
+        copy.write_text(yaml.safe_dump(content), encoding="utf-8")
+        return parse(cls, ["--config", str(copy)])
 
 
 def dump(cfg: Any) -> str:

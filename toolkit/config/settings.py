@@ -129,6 +129,12 @@ class ShardingConfig:
     root."""
     reshard_after_forward_overrides: dict[str, bool | int] = field(default_factory=dict)
     """Pattern -> reshard_after_forward of the units that it names."""
+    accumulation: Literal["auto", "keep_gathered", "reduce_once", "reduce_each"] = "auto"
+    """Between the micro-batches of a step: `keep_gathered` gathers the parameters once a step and
+    reduces the gradients once (fastest; holds the whole model in param_dtype and a whole gradient);
+    `reduce_once` gathers in each micro-batch; `reduce_each` reduces in each too (least memory).
+    `auto`: the fastest that leaves a tenth of the device free, by the peak of the first two steps;
+    gradients of more than a quarter of the device are reduced in each."""
     forward_prefetch: NotNegative = 0
     """Gather so many units ahead in the forward, in the order of the first; 0: PyTorch's own."""
     backward_prefetch: NotNegative = 0
@@ -164,6 +170,12 @@ class ShardingConfig:
         if self.layers_per_unit > 1 and self.sublayer_units:
             what = "makes units coarser than a layer, sublayer_units finer"
             raise ConfigError(f"sharding.layers_per_unit {what}; set one of them")
+        if self.accumulation == "keep_gathered" and self.reshard_after_forward not in (
+            "auto",
+            False,
+        ):
+            what = "keeps what reshard_after_forward frees; set one of them to auto"
+            raise ConfigError(f"sharding.accumulation: keep_gathered {what}")
         if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
             what = "without forward_prefetch or backward_prefetch does nothing; set one of them"
             raise ConfigError(f"sharding.prefetch_order {what}")
@@ -314,9 +326,6 @@ class TrainConfig:
     """Samples of one evaluation forward on one process; empty: as in training."""
     gradient_accumulation_steps: AtLeast1 = 1
     """Micro-batches of one optimizer step on one process."""
-    sync_each_batch: bool = False
-    """Reduce gradients after every micro-batch: no unsharded gradient is kept between them, and
-    gradient_accumulation_steps times the traffic."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None

@@ -30,6 +30,7 @@ from toolkit.errors import ShardingError
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules
 from toolkit.models.peft_model import base_of
+from toolkit.sharding.accumulation import Accumulation
 from toolkit.sharding.prefetch import Prefetch
 from toolkit.sharding.recompute import recompute_in_backward
 from toolkit.sharding.units import Unit, UnitPlan, plan_units
@@ -141,6 +142,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
     # Where the bytes belong, for whoever brings them: host memory under offload.
     for part in {model, base_of(model)}:
         vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
+    vars(model)["accumulation"] = Accumulation(model, cfg)
     if cfg.forward_prefetch or cfg.backward_prefetch:
         vars(model)["prefetch"] = Prefetch(
             model,

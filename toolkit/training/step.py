@@ -9,7 +9,6 @@ tokens contributes zero, not the NaN of an empty mean.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
+from toolkit.sharding.accumulation import accumulation_of
 from toolkit.training.loss import loss_sum, supervised_tokens
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
@@ -47,15 +47,15 @@ def train_step(
 ) -> StepStats:
     """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
 
-    See [Note: token weighting], which costs one small all-reduce; gradients are reduced once.
+    See [Note: token weighting], which costs one small all-reduce. What is gathered and reduced
+    between micro-batches is `sharding.accumulation`'s.
 
     Args:
         model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
         micro_batches: dicts on the device with `input_ids` and unshifted `labels` [B, T]; every
             rank has as many.
         max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
-        sync_each: reduce gradients after every micro-batch: more traffic, no unsharded gradient
-            kept.
+        sync_each: reduce gradients after every micro-batch, whatever `sharding.accumulation` is.
         loss: (model, micro-batch) -> the sum over its supervised tokens of what is minimised, 0-d.
 
     Raises:
@@ -63,18 +63,16 @@ def train_step(
     """
     if not micro_batches:
         raise TrainingError("train_step got no micro-batches; every rank needs at least one")
-    sharded: Any = model if hasattr(model, "set_requires_gradient_sync") else None
-    world = dist.get_world_size() if sharded is not None and dist.is_initialized() else 1
+    accumulation, count = accumulation_of(model), len(micro_batches)
+    world = dist.get_world_size() if accumulation is not None and dist.is_initialized() else 1
     tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
     if world > 1:
         dist.all_reduce(tokens)
     scale = world / tokens.clamp(min=1).float()
     total = torch.zeros((), device=tokens.device)
     for i, batch in enumerate(micro_batches):
-        last = i == len(micro_batches) - 1
-        if sharded is not None:
-            sharded.set_requires_gradient_sync(last or sync_each)
-            sharded.set_is_last_backward(last)
+        if accumulation is not None:
+            accumulation.begin(batch["labels"], i, count, sync_each)
         contribution = loss(model, batch) * scale
         contribution.backward()
         total += contribution.detach()
@@ -83,6 +81,8 @@ def train_step(
     grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
     optimizer.step()
     _clear_gradients(model, optimizer)
+    if accumulation is not None:
+        accumulation.end(total.device, count)
     if world > 1:
         dist.all_reduce(total)
     return StepStats(total / world, grad_norm, tokens)

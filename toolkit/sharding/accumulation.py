@@ -1,0 +1,112 @@
+"""What stays gathered, and what is reduced, between the micro-batches of one step.
+
+[Note: accumulation] FSDP2 gathers a unit in each forward and each backward. While parameters stay
+gathered from the first micro-batch to the last (`keep_gathered`), each is gathered once a step,
+which takes the whole model in its compute dtype. Gradients that are reduced once a step are whole
+until then, in the reduction's dtype; reduced after each micro-batch (`reduce_each`), they are
+shards. Of replicas (HSDP) only the last micro-batch crosses to the others in either case.
+
+`auto` decides on the gradients before the first step, from the device's size alone: another order
+of additions rounds otherwise, and a resumed run must round as the first start did. What is gathered
+changes no bit, so that waits for the peak of two steps.
+"""
+
+import resource
+import sys
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit import ranks
+from toolkit.config.settings import ShardingConfig
+
+_WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
+_MARGIN = 0.1  # of the device: fragments, and what a later step needs more
+_MEASURED = 2  # steps: the first makes the optimizer's state at its end
+
+
+class Accumulation:
+    """Sets the units of a sharded model for each micro-batch; see [Note: accumulation]."""
+
+    def __init__(self, model: nn.Module, cfg: ShardingConfig) -> None:
+        self._model = model
+        self._units: list[Any] = [m for m in model.modules() if hasattr(m, "unshard")]
+        self._reduce_size = getattr(torch, cfg.reduce_dtype).itemsize
+        self._gathered_size = getattr(torch, cfg.param_dtype).itemsize
+        asked = cfg.accumulation
+        self.keep = asked == "keep_gathered"
+        """Whether parameters stay gathered from the first micro-batch of a step to the last."""
+        self.reduce_each: bool | None = None if asked == "auto" else asked == "reduce_each"
+        """Whether gradients are reduced after each micro-batch; None before the first step."""
+        freed = {cfg.reshard_after_forward, *cfg.reshard_after_forward_overrides.values()}
+        self._to_measure = _MEASURED if asked == "auto" and freed <= {"auto", False} else 0
+        self._shapes: set[torch.Size] = set()
+
+    def begin(self, ids: torch.Tensor, index: int, count: int, sync_each: bool) -> None:
+        """Prepare for micro-batch `index` of `count`. Collective at the first."""
+        if self.reduce_each is None and count > 1:
+            self.reduce_each = self._gradient_is_large(ids.device)
+        last, keep = index == count - 1, self.keep and count > 1
+        for unit in self._units:
+            unit.set_requires_gradient_sync(
+                last or sync_each or bool(self.reduce_each), recurse=False
+            )
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or not keep, recurse=False)
+            if keep:
+                unit.set_reshard_after_forward(False, recurse=False)
+        self._units[0].set_is_last_backward(last)
+        self._shapes.add(ids.shape)
+
+    def end(self, device: torch.device, count: int) -> None:
+        """Take note of a step's memory; after the second, decide what stays gathered. Collective
+        then.
+        """
+        if not self._to_measure or count == 1:
+            return
+        self._to_measure -= 1
+        if not self._to_measure:
+            self.keep = all(ranks.gather(self._room(device) > 0))
+
+    def _gradient_is_large(self, device: torch.device) -> bool:
+        values = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        total = _memory(device)[1]
+        return values * self._reduce_size > _WHOLE_GRADIENT * min(ranks.gather(total))
+
+    def _room(self, device: torch.device) -> float:
+        """Return the bytes that would be free beside the gathered model."""
+        free, total, activations = _memory(device)
+        sharded = (p for p in self._model.parameters() if isinstance(p, DTensor))
+        gathered = sum(p.numel() for p in sharded) * self._gathered_size
+        # Of samples of many lengths two steps need not have seen the longest.
+        longer = activations if len(self._shapes) > 1 else 0
+        return free - _MARGIN * total - gathered - longer
+
+
+def accumulation_of(model: nn.Module) -> Accumulation | None:
+    """Return what `apply_fsdp` left on `model`; None where it is not sharded."""
+    if not hasattr(model, "set_requires_gradient_sync"):
+        return None
+    # One that was sharded by other means than `apply_fsdp` gets the defaults.
+    if "accumulation" not in vars(model):
+        vars(model)["accumulation"] = Accumulation(model, ShardingConfig())
+    return vars(model)["accumulation"]
+
+
+def _memory(device: torch.device) -> tuple[int, int, int]:
+    """Return (bytes free at this process's peak, bytes in all, bytes of the peak that are not held
+    now). Of a host, this process's part of it.
+    """
+    if device.type != "cpu":
+        api = torch.accelerator
+        free, total = api.get_memory_info(device)
+        peak, now = api.max_memory_allocated(device), api.memory_allocated(device)
+        return free + api.memory_reserved(device) - peak, total, peak - now
+    now = psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else 1024
+    host, here = psutil.virtual_memory(), ranks.ranks_here()
+    return host.available // here - max(0, peak - now), host.total // here, max(0, peak - now)
