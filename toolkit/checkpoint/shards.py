@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from toolkit import ranks
-from toolkit.checkpoint.store import Folder, Place
+from toolkit.checkpoint.store import Folder, Place, write_behind
 from toolkit.errors import CheckpointError
 from toolkit.formats import check_blob, coverage_fault
 
@@ -33,7 +33,6 @@ _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
 _BLOCK = 2**20
-_WRITE_BEHIND = 16 * 2**20
 
 
 class HashingWriter(FileSystemWriter):
@@ -142,18 +141,9 @@ class HashingStream:
             self.sha256.update(block)
             self.file.write(block)
         self.size += size
-        if self.size - self.given >= _WRITE_BEHIND:
-            self._write_behind()
+        if not isinstance(self.files.shards, Place):
+            self.given = write_behind(self.fileno(), self.given, self.size)
         return size
-
-    def _write_behind(self) -> None:
-        """Let the kernel begin to write to the disk what it has: fsync then waits for the rest."""
-        if isinstance(self.files.shards, Place) or not hasattr(os, "posix_fadvise"):
-            return
-        self.flush()
-        count = self.size - self.given
-        os.posix_fadvise(self.fileno(), self.given, count, os.POSIX_FADV_DONTNEED)
-        self.given = self.size
 
     def tell(self) -> int:
         return self.size

@@ -212,6 +212,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_behind(descriptor: int, given: int, end: int) -> int:
+    """Have the kernel begin to write a file to the disk, some MB at a time: fsync then waits for
+    the rest only. The bytes up to `given` are on their way; return up to where they are now.
+    """
+    if end - given < BLOCK or not hasattr(os, "posix_fadvise"):
+        return given
+    os.posix_fadvise(descriptor, given, end - given, os.POSIX_FADV_DONTNEED)
+    return end
+
+
 def sync_above(folder: Path) -> None:
     """Fsync `folder` and what it lies in, up to the root of its file system: without a synced entry
     there it is lost with everything in it.

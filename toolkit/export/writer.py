@@ -1,11 +1,11 @@
 """The one writer of exports: group by group read, convert back, cast, write, digest, free.
 
 In OUTPUT.tmp-export/ weight files are written one after the other: each is fsynced, read back and
-compared with what was written, and only then noted as finished. Memory: blocks of 1 MB, and what
-`read_group` holds of one group.
+compared with what was written, beside the next one, and only then noted as finished. Memory: blocks
+of 1 MB, and what `read_group` holds of one group.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
-and sizes and sha256 of each finished file and its tensors. A later start of the same export keeps
+and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
 the finished files that are still the same to the byte; any other one writes everything anew.
 """
 
@@ -29,7 +29,7 @@ import torch
 import xxhash
 from tqdm import tqdm
 
-from toolkit.checkpoint.store import replace_synced, sync, sync_above
+from toolkit.checkpoint.store import replace_synced, sync, sync_above, write_behind
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name
@@ -80,10 +80,18 @@ def write_export(
         _check_space(plan, staging)
         todo = [n for n, t in plan.tensors.items() if t.file.name not in staging.finished]
         values = _values(plan, todo, read_group)
-        with _progress(sum(plan.tensors[name].nbytes for name in todo)) as bar:
+        total = sum(plan.tensors[name].nbytes for name in todo)
+        with _progress(total) as bar, ThreadPoolExecutor(1) as behind:
+            checks: list[Future[None]] = []
             for file, names in itertools.groupby(todo, lambda name: plan.tensors[name].file):
                 path = staging.folder / file
-                staging.finish(path.name, _write_file(plan, path, names, values, bar.update))
+                written = _write_file(plan, path, names, values, bar.update)
+                for done in checks:
+                    done.result()
+                # One file reaches the disk and is read back while the next one is written.
+                checks = [behind.submit(_check_written, staging, path, *written)]
+            for done in checks:
+                done.result()
         for name, content in plan.assets.items():
             (staging.folder / name).write_bytes(content)
             sync(staging.folder / name)
@@ -124,15 +132,15 @@ def _write_file(
     names: Iterable[str],
     values: Iterator[TensorValues],
     advance: Callable[[int], object],
-) -> dict[str, Any]:
-    """Write one safetensors file, fsynced and read back; return its description."""
+) -> tuple[dict[str, Any], bytes]:
+    """Write one safetensors file; return its description, and the XXH3 of what was written."""
     described: dict[str, Any] = {}
     header = plan.headers[path.name]
-    sha256, xxh3, end = hashlib.sha256(header), xxhash.xxh3_128(header), len(header)
+    sha256, xxh3, end, given = hashlib.sha256(header), xxhash.xxh3_128(header), len(header), 0
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(2) as hashing:
         _write_all(file.fileno(), memoryview(header), 0)
         for name in names:
-            place, begin, own = plan.tensors[name], end, hashlib.sha256()
+            place, begin, own = plan.tensors[name], end, xxhash.xxh3_128()
             hashed: list[Future[None]] = []
             for content in _contents(next(values), place.dtype, name):
                 # A block is hashed while it is written and the next one is read.
@@ -141,6 +149,7 @@ def _write_file(
                 hashed = [hashing.submit(each.update, content) for each in (own, sha256, xxh3)]
                 _write_all(file.fileno(), content, end)
                 end += len(content)
+                given = write_behind(file.fileno(), given, end)
                 advance(len(content))
                 del content  # a view may keep its whole group while the next one is read
             for done in hashed:
@@ -155,14 +164,19 @@ def _write_file(
                 "dtype": DTYPE_NAMES[place.dtype],
                 "shape": list(place.shape),
                 "begin": begin,
-                "sha256": own.hexdigest(),
+                "xxh3": own.hexdigest(),
             }
-        os.fsync(file.fileno())
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, xxhash.xxh3_128).digest() != xxh3.digest():
-            raise ExportError(f"{path} reads back with other bytes than were written")
     size_and_hash = {"size": end, "sha256": sha256.hexdigest()}
-    return {"files": {path.name: size_and_hash}, "tensors": described}
+    return {"files": {path.name: size_and_hash}, "tensors": described}, xxh3.digest()
+
+
+def _check_written(staging: "_Staging", path: Path, described: dict[str, Any], xxh3: bytes) -> None:
+    """Wait until a file is on the disk, read it back, and note it as finished."""
+    sync(path)
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, xxhash.xxh3_128).digest() != xxh3:
+            raise ExportError(f"{path} reads back with other bytes than were written")
+    staging.finish(path.name, described)
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:

@@ -15,31 +15,32 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
-from toolkit.formats.plain_files import is_plain_name, plain_file, sha256_of_part
+from toolkit.formats.plain_files import hash_of_part, is_plain_name, plain_file
 from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
 from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 
 FILE = "toolkit_manifest.json"
 CARD = "README.md"
-_HEX = re.compile(r"[0-9a-f]{64}")
+VERSION = 2
+_HEX = re.compile(r"([0-9a-f]{32}){1,2}")
 
 
 def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
     """Return {"files": {name: {"size", "sha256"}}, "tensors": {key: {"file", "dtype", "shape",
-    "begin", "sha256"}}} of a Hugging Face folder, or of the files `only`.
+    "begin", "xxh3"}}} of a Hugging Face folder, or of the files `only`.
 
-    A tensor's sha256 is over its bytes as they are stored, `begin` is where they begin in the file;
-    its dtype has safetensors' name. Hashes on four threads. ExportError for what is no plain file,
-    a damaged weight file, or a tensor that is in two.
+    A tensor's XXH3-128 is over its bytes as they are stored, `begin` is where they begin in the
+    file; its dtype has safetensors' name. Hashes on four threads. ExportError for what is no plain
+    file, a damaged weight file, or a tensor that is in two.
     """
     names = listed(folder) if only is None else list(only)
-    ranges: list[tuple[Path, int, int]] = []
+    ranges: list[tuple[Path, int, int, str]] = []
     tensors: dict[str, TensorEntry] = {}
     for name in names:
         file = folder / name
         if file.is_symlink() or not file.is_file():
             raise ExportError(f"{file} is not a plain file; an export holds nothing else")
-        ranges.append((file, 0, file.stat().st_size))
+        ranges.append((file, 0, file.stat().st_size, "sha256"))
         try:
             entries = read_header(file) if file.suffix == ".safetensors" else {}
         except LoadingError as error:
@@ -51,19 +52,23 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
                 )
             tensors[key] = entry
             # Right behind its file, whose bytes another thread is reading: they are in memory.
-            ranges.append((file, entry.begin, entry.nbytes))
+            ranges.append((file, entry.begin, entry.nbytes, "xxh3"))
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        hashes = dict(zip(ranges, pool.map(lambda r: sha256_of_part(*r), ranges), strict=True))
-    sizes = {file.name: size for file, begin, size in ranges if begin == 0}
+        hashes = dict(zip(ranges, pool.map(lambda r: hash_of_part(*r), ranges), strict=True))
+    files = {
+        f.name: {"size": size, kind: hashes[f, 0, size, kind]}
+        for f, _, size, kind in ranges
+        if kind == "sha256"
+    }
     return {
-        "files": {n: {"size": sizes[n], "sha256": hashes[folder / n, 0, sizes[n]]} for n in names},
+        "files": files,
         "tensors": {
             key: {
                 "file": e.file.name,
                 "dtype": DTYPE_NAMES[e.dtype],
                 "shape": list(e.shape),
                 "begin": e.begin,
-                "sha256": hashes[e.file, e.begin, e.nbytes],
+                "xxh3": hashes[e.file, e.begin, e.nbytes, "xxh3"],
             }
             for key, e in tensors.items()
         },
@@ -73,7 +78,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
 def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> None:
     """Write the manifest of what `describe` returned; `origin`: whence the weights, NaN as null."""
     manifest = {
-        "version": 1,
+        "version": VERSION,
         "toolkit": __version__,
         # Keys as a reader will find them; NaN and infinity as null.
         "origin": json.loads(json.dumps(origin), parse_constant=lambda _: None),
@@ -112,6 +117,11 @@ def listed(folder: Path) -> list[str]:
     return sorted(n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
 
 
+def tensor_hash(manifest: dict[str, Any]) -> str:
+    """Return which hash a manifest has of each tensor: version 1 had a second sha256."""
+    return "sha256" if manifest["version"] == 1 else "xxh3"
+
+
 def _render(manifest: dict[str, Any]) -> bytes:
     """Return the file's one rendering: any other byte in it is damage."""
     text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
@@ -122,10 +132,10 @@ def _render(manifest: dict[str, Any]) -> bytes:
 def _check(file: Path, manifest: Any) -> None:
     """Refuse what `write` never writes: the hash says that a file is whole, not whose it is."""
     try:
-        if manifest["version"] != 1:
+        if manifest["version"] not in (1, VERSION):
             raise ExportError(
                 f"{file} has version {manifest['version']!r}; this toolkit ({__version__}) reads "
-                "version 1: install a newer one"
+                f"up to version {VERSION}: install a newer one"
             )
         if not isinstance(manifest["origin"], dict):
             raise TypeError("its origin is no object")
@@ -138,7 +148,7 @@ def _check(file: Path, manifest: Any) -> None:
             known = entry["file"] in manifest["files"] and entry["dtype"] in DTYPE_NAMES.values()
             shaped = all(type(n) is int and n >= 0 for n in entry["shape"])
             placed = type(entry["begin"]) is int and entry["begin"] >= 0
-            if not (known and shaped and placed and _HEX.fullmatch(entry["sha256"])):
+            if not (known and shaped and placed and _HEX.fullmatch(entry[tensor_hash(manifest)])):
                 raise TypeError(f"tensor {key}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ExportError(f"{file} is no manifest of this toolkit: {error}") from error

@@ -4,6 +4,8 @@ import hashlib
 import re
 from pathlib import Path
 
+import xxhash
+
 from toolkit.errors import ToolkitError
 
 
@@ -42,9 +44,12 @@ def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
     return path
 
 
-def sha256_of_part(file: Path, begin: int, count: int) -> str:
-    """Return the sha256 of `count` bytes of a file, in hexadecimal; ToolkitError without them."""
-    hasher = hashlib.sha256()
+def hash_of_part(file: Path, begin: int, count: int, kind: str) -> str:
+    """Return a hash of `count` bytes of a file, in hexadecimal; ToolkitError without them.
+
+    `kind`: sha256 (1.5 GB/s), or xxh3 (XXH3-128, 10 GB/s; it guards against accidents only).
+    """
+    hasher = {"sha256": hashlib.sha256, "xxh3": xxhash.xxh3_128}[kind]()
     with open(file, "rb", buffering=0) as f:
         f.seek(begin)
         while count > 0:

@@ -134,7 +134,8 @@ class ExportCheck:
                 dtype, shape = DTYPES[known["dtype"]], tuple(known["shape"])
                 nbytes = math.prod(shape) * dtype.itemsize
                 places[key] = TensorEntry(file, dtype, shape, known["begin"], nbytes)
-            found = damaged_pieces(file, places, {k: e["sha256"] for k, e in held.items()})
+            kind = export_manifest.tensor_hash(self.manifest)
+            found = damaged_pieces(file, places, {k: e[kind] for k, e in held.items()}, kind)
             what += "" if found else "; the bytes of its tensors are whole, its header is not"
         for key, damage in found or [(None, what)]:
             self.add(name, key, damage)
@@ -184,7 +185,9 @@ class ExportCheck:
             if entry := self.entries.get(name):
                 header = {"file": entry.file.name, "dtype": DTYPE_NAMES[entry.dtype]}
                 header |= {"shape": list(entry.shape), "begin": entry.begin}
-            manifest = {k: v for k, v in tensors.get(name, {}).items() if k != "sha256"}
+            manifest = {
+                k: v for k, v in tensors.get(name, {}).items() if k not in ("sha256", "xxh3")
+            }
             if header != manifest:
                 what = f"is {header or None} by its header, {manifest or None} by the manifest"
                 self.add((header or manifest)["file"], name, what)
