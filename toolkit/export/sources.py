@@ -7,8 +7,11 @@ Memory of a merge: the largest adapted tensor of the base, and two of its size i
 of tensors that transformers converts (fused experts) their group.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -39,6 +42,8 @@ from toolkit.formats import (
 )
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_families, tied_names
+
+_Item = TypeVar("_Item")
 
 
 class SavedTensors:
@@ -94,9 +99,14 @@ class SavedTensors:
         """
         key = self.keys[name]
         total = torch.zeros(LANES, dtype=torch.int64)
-        for first, rows in blocks(self.source.stored(key)):
-            if key in self._digests:
-                total += rows_digest(key, rows, first)
+        known = key in self._digests
+
+        def read() -> Iterator[tuple[torch.Tensor, torch.Tensor | int]]:
+            for first, rows in blocks(self.source.stored(key)):
+                yield rows, rows_digest(key, rows, first) if known else 0
+
+        for rows, lanes in _ahead(read()):
+            total += lanes
             yield rows
         self._compare(key, total)
 
@@ -117,6 +127,15 @@ class SavedTensors:
                 f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use another "
                 "checkpoint of the run"
             )
+
+
+def _ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Yield `items`; a thread makes up to three of them while the one before is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = deque(pool.submit(next, items, None) for _ in range(3))
+        while (item := coming.popleft().result()) is not None:
+            coming.append(pool.submit(next, items, None))
+            yield item
 
 
 class AdapterMerge:

@@ -2,7 +2,7 @@
 
 In OUTPUT.tmp-export/ weight files are written one after the other: each is fsynced, read back and
 compared with what was written, beside the next one, and only then noted as finished. Memory: blocks
-of 1 MB, and what `read_group` holds of one group.
+of 2 MB, and what `read_group` holds of one group.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
@@ -19,6 +19,7 @@ import math
 import os
 import shutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
-_BLOCK = 2**20  # bytes that are cast and written at a time
+_PENDING = 4  # blocks that may wait for their hashes
+_BLOCK = 2**21  # bytes that are cast and written at a time
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
 TensorValues = torch.Tensor | Iterator[torch.Tensor]
@@ -137,16 +139,16 @@ def _write_file(
     described: dict[str, Any] = {}
     header = plan.headers[path.name]
     sha256, xxh3, end, given = hashlib.sha256(header), xxhash.xxh3_128(header), len(header), 0
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(2) as hashing:
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
         _write_all(file.fileno(), memoryview(header), 0)
         for name in names:
             place, begin, own = plan.tensors[name], end, xxhash.xxh3_128()
-            hashed: list[Future[None]] = []
+            hashed: deque[Future[None]] = deque()
             for content in _contents(next(values), place.dtype, name):
-                # A block is hashed while it is written and the next one is read.
-                for done in hashed:
-                    done.result()
-                hashed = [hashing.submit(each.update, content) for each in (own, sha256, xxh3)]
+                # Blocks are hashed while they are written and the next ones are read.
+                while len(hashed) >= _PENDING:
+                    hashed.popleft().result()
+                hashed.append(hashing.submit(_update, (own, xxh3, sha256), content))
                 _write_all(file.fileno(), content, end)
                 end += len(content)
                 given = write_behind(file.fileno(), given, end)
@@ -168,6 +170,11 @@ def _write_file(
             }
     size_and_hash = {"size": end, "sha256": sha256.hexdigest()}
     return {"files": {path.name: size_and_hash}, "tensors": described}, xxh3.digest()
+
+
+def _update(hashers: Iterable[Any], content: memoryview) -> None:
+    for each in hashers:
+        each.update(content)
 
 
 def _check_written(staging: "_Staging", path: Path, described: dict[str, Any], xxh3: bytes) -> None:
