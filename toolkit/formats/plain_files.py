@@ -3,6 +3,7 @@
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -49,7 +50,7 @@ def hash_of_part(file: Path, begin: int, count: int, kind: str) -> str:
 
     `kind`: sha256 (1.5 GB/s), or xxh3 (XXH3-128, 10 GB/s; it guards against accidents only).
     """
-    hasher = {"sha256": hashlib.sha256, "xxh3": xxhash.xxh3_128}[kind]()
+    hasher: Any = hashlib.sha256() if kind == "sha256" else xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as f:
         f.seek(begin)
         while count > 0:
