@@ -177,26 +177,33 @@ def empty_moments(
             "on with; use the optimizer it was trained with, or another output_dir"
         )
     parameters = state.trained()
+    own: Any = getattr(state.optimizer, "init_state", None)
+    first = {name: own(p) if own else {} for name, p in parameters.items()}
     moments: dict[str, dict[str, torch.Tensor]] = {n: {} for n in parameters}
     for key, info in known.items():
         name, _, part = key.removeprefix("optimizer.").rpartition(".")
         if key.startswith("optimizer.") and name in parameters:
             like, dtype = parameters[name].detach(), info.properties.dtype
             moments[name][part] = (
-                torch.zeros_like(like, dtype=dtype)
+                first[name][part]
+                if part in first[name]
+                else torch.zeros_like(like, dtype=dtype)
                 if info.size == like.shape
-                else torch.zeros(info.size, dtype=dtype)
+                else torch.zeros(info.size, dtype=dtype, device=like.device)
             )
     lacking = []
     for name, parameter in parameters.items():
         if name in before["without"]:  # it never had a gradient
             continue
-        # All of as many dimensions have the same parts: Adafactor's differ for vectors.
+        # All of as many dimensions have the same parts, where the optimizer does not name them.
         parts = before["tensors"].get(str(parameter.ndim), ())
-        scalars = before["scalars"].items()
+        scalars = before["scalars"]
+        if own:
+            parts = [part for part, value in first[name].items() if value.ndim > 0]
+            scalars = {k: scalars.get(k, {}) for k, v in first[name].items() if v.ndim == 0}
         lacking += [f"{part} of {name}" for part in parts if part not in moments[name]]
-        lacking += [f"{key} of {name}" for key, held in scalars if name not in held]
-        if not before["tensors"] and not scalars:
+        lacking += [f"{key} of {name}" for key, held in scalars.items() if name not in held]
+        if not before["tensors"] and not before["scalars"]:
             lacking.append(f"all state of {name}")
     if lacking:
         raise CheckpointError(
@@ -213,19 +220,23 @@ def fill_optimizer(
     optimizer = state.optimizer
     if optimizer is None:
         return
-    values = {name: dict(parts) for name, parts in moments.items()}
+    numbers: dict[str, dict[str, torch.Tensor]] = {name: {} for name in moments}
     for key, held in saved["optimizer"]["scalars"].items():
-        for name in held.keys() & values.keys():
-            values[name][key] = torch.tensor(held[name], dtype=torch.float32)
+        for name in held.keys() & numbers.keys():
+            numbers[name][key] = torch.tensor(held[name], dtype=torch.float32)
     names = {id(p): n for n, p in state.model.named_parameters()}
     groups = optimizer.state_dict()["param_groups"]
     entries: dict[int, dict[str, Any]] = {}
     for group, packed in zip(optimizer.param_groups, groups, strict=True):
         for parameter, index in zip(group["params"], packed["params"], strict=True):
-            if own := values[names[id(parameter)]]:
+            if own := numbers[names[id(parameter)]]:
                 entries[index] = own
-    # The optimizer's own function knows where each state belongs; the groups stay this run's.
+    # The optimizer's own function knows where its numbers belong; the groups stay this run's.
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    # Tensors are laid out and of the dtype that was saved; it would make 8 bits floats.
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parts := moments[names[id(parameter)]]:
+            optimizer.state[parameter].update(parts)
 
 
 def move_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:

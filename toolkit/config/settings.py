@@ -7,7 +7,7 @@ files that a run will read.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.config.ranges import (
     AllOrCount,
@@ -25,7 +25,16 @@ MAX_SHARD_SIZE = "5GB"
 """Of one weight file of an export."""
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal[
-    "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_min_lr",
+    "polynomial",
+    "cosine_with_restarts",
+    "cosine_warmup_with_min_lr",
+    "inverse_sqrt",
+    "warmup_stable_decay",
 ]
 
 
@@ -292,10 +301,18 @@ class FinetuneDataConfig(DataConfig):
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
+    optim: Literal["adamw_torch_fused", "adamw_8bit", "adafactor", "muon"] = "adamw_torch_fused"
+    """AdamW; AdamW with moments of 8 bits (needs bitsandbytes); Adafactor, whose learning rate is
+    relative to a parameter's size (1e-2 is usual); Muon for hidden matrices and AdamW for the rest,
+    with AdamW's learning rate and decay."""
     learning_rate: NonNegative = 5e-5
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    embedding_learning_rate: NonNegative | None = None
+    """Peak learning rate of the embedding and the head; empty: learning_rate."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    """Decoupled weight decay of matrices."""
+    decay_norms_and_biases: bool = False
+    """Decay vectors (norms, biases) too."""
     adam_beta1: Fraction = 0.9
     """Decay of the first moment."""
     adam_beta2: Fraction = 0.999
@@ -304,10 +321,14 @@ class OptimConfig:
     """Added to the denominator."""
     lr_scheduler_type: Schedule = "linear"
     """Schedule after the warm-up, as transformers names it."""
+    lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the schedule, as transformers has them, such as `{"num_decay_steps":
+    1000}` of warmup_stable_decay (empty: a tenth of all steps)."""
     warmup_steps: NotNegative | Fraction = 0
     """Steps in which the learning rate rises from 0; below 1: their share of all steps."""
     min_lr_rate: UnitInterval = 0.1
-    """Last learning rate of `cosine_with_min_lr`, as a share of the peak."""
+    """Last learning rate of `cosine_with_min_lr` and `cosine_warmup_with_min_lr`, as a share of the
+    peak."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are clipped to this global norm; 0: not clipped (the norm is still logged)."""
 

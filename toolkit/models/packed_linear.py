@@ -211,13 +211,13 @@ def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     return ((found - weight).float().flatten(1).abs() / scale).max().item()
 
 
-def bitsandbytes() -> Any:
+def bitsandbytes(asked: str = "lora.load_in_4bit") -> Any:
     """Return the library; ConfigError where it is not installed, or cannot be loaded."""
     try:
         import bitsandbytes as library
     except ImportError as error:
         raise ConfigError(
-            f"lora.load_in_4bit needs bitsandbytes, which cannot be imported ({error}): install "
-            "fsdp2-toolkit[qlora], or set lora.load_in_4bit: false"
+            f"{asked} needs bitsandbytes, which cannot be imported ({error}): install "
+            "fsdp2-toolkit[qlora], or leave it out"
         ) from error
     return library

@@ -6,5 +6,5 @@ from toolkit.training.launch import Run, main, seed_everything
 from toolkit.training.loss import loss_sum
 from toolkit.training.metrics import begin, due, evaluate_metrics
 from toolkit.training.neftune import add_embedding_noise
-from toolkit.training.optim import build_optimizer, build_scheduler
+from toolkit.training.optim import build_optimizer, build_scheduler, check_optimizer
 from toolkit.training.step import StepStats, evaluate, train_step

@@ -1,58 +1,121 @@
-"""The optimizer and the learning-rate schedule.
+"""The optimizer and the learning-rate schedule of `optim`.
 
-Owns which parameters decay and which implementation runs. Knows nothing of the loop. Build the
-optimizer after sharding, so that its state is born sharded.
+Owns which optimizer steps which parameter, at which rate and decay. Knows nothing of the loop.
+Build the optimizer after sharding, so that its state is born sharded.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 from toolkit.config.settings import OptimConfig
+from toolkit.errors import ConfigError
 from toolkit.formats import reshard
+from toolkit.models.packed_linear import bitsandbytes
+from toolkit.models.peft_model import base_of, trained_module
+from toolkit.training.sharded_optimizers import BLOCK, Adafactor, AdamW8bit, Muon, orthogonal
+
+_SMALL = 4096  # values: below it 8 bits save nothing, as bitsandbytes has it
+_DECAY_STEPS = 0.1  # of all, of warmup_stable_decay where nothing else is said
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def check_optimizer(cfg: OptimConfig, max_steps: int = 1000) -> None:
+    """Refuse an optimizer or a schedule that cannot run, before anything is loaded; ConfigError."""
+    if cfg.optim == "adamw_8bit":
+        bitsandbytes("optim.optim: adamw_8bit")
+    if cfg.optim == "muon":
+        orthogonal(torch.eye(2))
+    build_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, max_steps)
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Return a fused AdamW over the trainable parameters of `model`.
+    """Return the optimizer of `cfg` over the trainable parameters of `model`.
 
-    Matrices decay; vectors and scalars (norms, biases) do not. Fused is exact on DTensors and 4 to
-    6 times faster than the plain loop on CPU. State: two tensors of the parameters' size and dtype.
+    Matrices decay; vectors and scalars (norms, biases) do not, unless asked. AdamW is exact on
+    DTensors, and fused 4 to 6 times faster than the plain loop on CPU; its state is two tensors of
+    the parameters' size and dtype. The others: see `sharded_optimizers`.
     """
     reshard(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    embeddings, ends = _embeddings(model)
+    groups: dict[tuple, list[nn.Parameter]] = {}
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        decays = parameter.ndim >= 2 or cfg.decay_norms_and_biases
+        own = False
+        if cfg.optim == "muon":
+            own = 2 <= parameter.ndim <= 3 and id(parameter) not in embeddings | ends
+        elif cfg.optim == "adamw_8bit":
+            row = parameter.shape[1:].numel() if parameter.ndim >= 2 else 0
+            # Embeddings keep 32 bits, as transformers' Trainer has it.
+            whole = row > 0 and row % BLOCK == 0 and parameter.numel() >= _SMALL
+            own = whole and id(parameter) not in embeddings
+        end = cfg.embedding_learning_rate is not None and id(parameter) in ends
         # One call does not take sharded and replicated parameters together.
+        key = (end, own, not isinstance(parameter, DTensor), not decays)
+        groups.setdefault(key, []).append(parameter)
+    listed: list[dict[str, Any]] = [
         {
-            "params": [p for p in trainable if decays(p) and isinstance(p, DTensor) == sharded],
-            "weight_decay": decay,
+            "params": parameters,
+            "lr": cfg.embedding_learning_rate if end else cfg.learning_rate,
+            "weight_decay": 0.0 if plain else cfg.weight_decay,
+            "own": own,
         }
-        for sharded in (True, False)
-        for decays, decay in (
-            (lambda p: p.ndim >= 2, cfg.weight_decay),
-            (lambda p: p.ndim < 2, 0.0),
-        )
+        for (end, own, _, plain), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=cfg.learning_rate,
-        betas=(cfg.adam_beta1, cfg.adam_beta2),
-        eps=cfg.adam_epsilon,
-        fused=True,
-    )
+    if cfg.optim == "adafactor":
+        return Adafactor(listed, lr=cfg.learning_rate)
+    adam: dict[str, Any] = {
+        "lr": cfg.learning_rate,
+        "betas": (cfg.adam_beta1, cfg.adam_beta2),
+        "eps": cfg.adam_epsilon,
+    }
+    if cfg.optim == "adamw_torch_fused":
+        return torch.optim.AdamW(listed, fused=True, **adam)
+    return {"adamw_8bit": AdamW8bit, "muon": Muon}[cfg.optim](listed, **adam)
+
+
+def _embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
+    """Return the parameters, by id, of what looks values up or convolves, and of the embedding and
+    the head of the model.
+    """
+    kinds = (nn.Embedding, *_CONVOLUTIONS)
+    inner = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
+    base = base_of(model)
+    if not isinstance(base, PreTrainedModel):
+        return inner, set()
+    both = (base.get_input_embeddings(), base.get_output_embeddings())
+    modules = [m for m in map(trained_module, both) if m is not None]
+    return inner, {id(p) for module in modules for p in module.parameters()}
 
 
 def build_scheduler(
     optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
 ) -> LRScheduler:
-    """Return transformers' schedule of `cfg.lr_scheduler_type` over `max_steps` optimizer steps."""
+    """Return transformers' schedule of `cfg.lr_scheduler_type` over `max_steps` optimizer steps.
+
+    ConfigError where `cfg.lr_scheduler_kwargs` are not that schedule's.
+    """
     kind, warmup = cfg.lr_scheduler_type, int(cfg.warmup_steps)
     if cfg.warmup_steps < 1:
         warmup = math.ceil(cfg.warmup_steps * max_steps)
     if kind == "constant" and warmup > 0:
         kind = "constant_with_warmup"  # transformers' `constant` would ignore the warm-up
-    extra = {"min_lr_rate": cfg.min_lr_rate} if kind == "cosine_with_min_lr" else None
-    return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)
+    extra: dict[str, Any] = dict(cfg.lr_scheduler_kwargs)
+    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and "min_lr" not in extra:
+        extra.setdefault("min_lr_rate", cfg.min_lr_rate)
+    if kind == "warmup_stable_decay":
+        extra.setdefault("num_decay_steps", math.ceil(_DECAY_STEPS * max_steps))
+    ignores = kind in ("constant", "constant_with_warmup") and extra
+    try:
+        if ignores:
+            raise TypeError(f"{kind} takes none")
+        return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optim.lr_scheduler_kwargs {cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"
+        ) from error
