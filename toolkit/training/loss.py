@@ -1,27 +1,30 @@
 """The causal-LM loss: a sum over supervised tokens that never holds all logits at once.
 
-Where the head is a linear layer whose output reaches the caller untouched, the loss is computed
-inside the head, chunk by chunk; where a model changes its logits afterwards (soft caps, scales), it
-is computed from those.
+It is computed inside the head, chunk by chunk (`head_loss`). What a model makes of its head's
+output (nothing, a scale, a soft cap) is found out by trying; where that is something else, the loss
+is computed from the model's own logits.
 """
 
 import weakref
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from toolkit import ranks
+from toolkit.errors import one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
+from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
 
-IGNORE_INDEX = -100
-# Logits of one chunk, in elements: 256 MB in fp32.
-_CHUNK_ELEMENTS = 2**26
-
-# model -> whether its head's output reaches the caller untouched.
-_known: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
+_TRIED = 8  # tokens of the trial
+# model -> the logits of a token and what becomes of them; None: its own logits are used.
+_known: "weakref.WeakKeyDictionary[nn.Module, tuple[int, LogitMap] | None]"
+_known = weakref.WeakKeyDictionary()
 
 
 def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -37,9 +40,9 @@ def loss_sum(
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of the supervised tokens of one micro-batch, 0-d fp32.
 
-    The logits of one chunk of tokens exist at a time (256 MB at most in fp32). Where there are
-    several chunks, each is computed again in the backward: 2 x hidden x vocabulary FLOPs a token
-    more. A batch without supervised tokens gives an exact 0 with a gradient of zeros.
+    The logits of one chunk of tokens exist at a time; see `HeadLoss` for what that costs. The
+    first call tries the model on a few tokens, twice, and says in a line where it needs all logits
+    at once. A batch without supervised tokens gives an exact 0 with a gradient of zeros.
 
     Args:
         model: a causal LM, sharded or not.
@@ -49,12 +52,16 @@ def loss_sum(
     """
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     labels = batch["labels"]
-    head = _linear_head(model)
-    if head is None or not _reaches_caller(model, head, batch):
+    if model not in _known:
+        _known[model] = _find_out(model, inputs, labels)
+    if (found := _known[model]) is None:
         logits = model(**inputs).logits[:, :-1].flatten(0, 1)
         return cross_entropy_sum(logits, labels[:, 1:].flatten(), label_smoothing)
-    with replaced_forward(head, _LossInHead(head, labels, label_smoothing).forward):
-        return model(**inputs).logits
+    head = _head(model)
+    inside = _InHead(HeadLoss(head, head.forward, *found, label_smoothing), labels)
+    with replaced_forward(head, inside.forward):
+        answer = model(**inputs).logits
+    return inside.loss + answer.sum(dtype=torch.float32)
 
 
 def cross_entropy_sum(
@@ -70,78 +77,136 @@ def cross_entropy_sum(
     )
 
 
-def _reaches_caller(model: nn.Module, head: nn.Linear, batch: dict[str, torch.Tensor]) -> bool:
-    """Whether what the head answers is what the model answers. Found out once a model, by trying
-    one sample, which leaves the random state as it was. Every rank finds the same.
-    """
-    if model not in _known:
-        one = {k: v[:1] for k, v in batch.items()}
-        with (
-            torch.no_grad(),
-            forked_rng(batch["labels"].device),
-            torch.compiler.set_stance("force_eager"),  # not worth a compilation
-        ):
-            inside = _LossInHead(head, one.pop("labels"))
-            try:
-                with replaced_forward(head, inside.forward):
-                    _known[model] = model(**one).logits is inside.result
-            except torch.OutOfMemoryError:
-                raise
-            except (_OtherUse, IndexError, TypeError, ValueError, RuntimeError):
-                # The model does something with its logits that a number does not bear. Any other
-                # fault shows itself again on the way that computes the loss from logits.
-                _known[model] = False
-                # A forward that ended half-way leaves a sharded model in the middle of one.
-                if callable(recover := getattr(model, "reset_iter_state", None)):
-                    recover()
-    return _known[model]
-
-
-def _linear_head(model: nn.Module) -> nn.Linear | None:
+def _head(model: nn.Module) -> nn.Module:
+    """Return the module that makes logits, the trained copy where there is one."""
     base = base_of(model)
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
-    head = trained_module(head)
-    return head if isinstance(head, nn.Linear) else None
+    if (trained := trained_module(head)) is None:
+        raise _OtherUse("transformers knows no head of it")
+    return trained
 
 
 class _OtherUse(Exception):
-    """The head is used for something else than one row of logits a token."""
+    """The head is not used for one row of logits a token, or the model changes those."""
 
 
-class _LossInHead:
-    """A forward of `head` that answers hidden states [B, T, H] with the loss sum.
+class _InHead:
+    """A forward of the head that answers hidden states [B, T, H] with their loss.
 
     The weight is used inside the head's own forward, where FSDP has gathered it: anywhere else it
     may be a shard.
     """
 
-    def __init__(self, head: nn.Linear, labels: torch.Tensor, label_smoothing: float = 0.0):
-        self._head, self._labels, self._smoothing = head, labels, label_smoothing
-        self.result: torch.Tensor | None = None
+    def __init__(self, task: HeadLoss, labels: torch.Tensor) -> None:
+        self._task, self._labels = task, labels
+        self._loss: torch.Tensor | None = None
+
+    @torch.compiler.disable
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._loss is not None or hidden.shape[:-1] != self._labels.shape:
+            raise _OtherUse("its head is not called once, with a hidden state for each token")
+        self._loss, answer = self._task(hidden, self._labels)
+        return answer
+
+    @property
+    def loss(self) -> torch.Tensor:
+        if self._loss is None:
+            raise _OtherUse("its head is not called")
+        return self._loss
+
+
+# --------------------------------------------------------------------------------------------------
+# What a model makes of its head's output
+# --------------------------------------------------------------------------------------------------
+
+
+def _find_out(
+    model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor
+) -> tuple[int, LogitMap] | None:
+    """Return the logits of a token and the map that `model` puts behind its head, None where the
+    loss cannot be computed inside it. Every rank finds the same.
+
+    The random state is left as it was. Only inputs of one number a token are cut and handed on.
+    """
+    few = {
+        name: value[:1, :_TRIED]
+        for name, value in inputs.items()
+        if isinstance(value, torch.Tensor) and value.shape == labels.shape
+    }
+    with (
+        torch.no_grad(),
+        forked_rng(labels.device),
+        torch.compiler.set_stance("force_eager"),  # not worth a compilation
+    ):
+        try:
+            return _tried(model, few, labels[:1, :_TRIED])
+        except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
+            raise
+        except (_OtherUse, IndexError, TypeError, ValueError, RuntimeError) as error:
+            # The model does something with its logits that others do not bear. Any other fault
+            # shows itself again on the way that computes the loss from logits.
+            why = str(error) if isinstance(error, _OtherUse) else one_line(error)
+            # A forward that ended half-way leaves a sharded model in the middle of one.
+            if callable(recover := getattr(model, "reset_iter_state", None)):
+                recover()
+    ranks.say(
+        f"loss: from all logits of a micro-batch at once, which takes more memory: "
+        f"{type(base_of(model)).__name__}: {why}"
+    )
+    return None
+
+
+def _tried(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[int, LogitMap]:
+    head = _head(model)
+    probe = _Probe(head, labels.shape)
+    with replaced_forward(head, probe.forward):
+        logits = model(**inputs).logits
+    if probe.logits is None:
+        raise _OtherUse("its head is not called")
+    logit_map = _fitted(probe.logits, logits)
+    vocabulary = logits.shape[-1]
+    inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), labels)
+    with replaced_forward(head, inside.forward):
+        answer = model(**inputs).logits
+    if answer.shape != (*labels.shape, 0):
+        raise _OtherUse("it does something else with its logits")
+    return vocabulary, logit_map
+
+
+class _Probe:
+    """A forward of `head` that answers with numbers of which the model's map can be told."""
+
+    def __init__(self, head: nn.Module, shape: torch.Size) -> None:
+        self._head, self._own, self._shape = head, head.forward, shape
+        self.logits: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.result is not None or hidden.shape[:-1] != self._labels.shape:
-            raise _OtherUse
-        flat = hidden[:, :-1].flatten(0, 1)
-        labels = self._labels[:, 1:].flatten()
-        weight, bias = self._head.weight, self._head.bias
-        rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-        if rows >= flat.shape[0]:  # one chunk: nothing to save by recomputing it
-            self.result = _chunk(flat, weight, bias, labels, self._smoothing)
-            return self.result
-        total = flat.new_zeros((), dtype=torch.float32)
-        for part, wanted in zip(flat.split(rows), labels.split(rows), strict=True):
-            arguments = (part, weight, bias, wanted, self._smoothing)
-            total = total + checkpoint(_chunk, *arguments, use_reentrant=False)
-        self.result = total
-        return total
+        if self.logits is not None or hidden.shape[:-1] != self._shape:
+            raise _OtherUse("its head is not called once, with a hidden state for each token")
+        if any(isinstance(p, DTensor) for p in self._head.parameters()):
+            raise _OtherUse("its head's weights are not gathered where it computes")
+        real = self._own(hidden)
+        values = torch.linspace(-100.0, 100.0, real.numel(), device=real.device)
+        values[0], values[1] = _SMALL, _LARGE
+        self.logits = values.view(real.shape)
+        torch.set_grad_enabled(True)  # to see whether the map is trained, up to the forward's end
+        return self.logits
 
 
-def _chunk(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    label_smoothing: float,
-) -> torch.Tensor:
-    return cross_entropy_sum(F.linear(hidden, weight, bias), labels, label_smoothing)
+_SMALL, _LARGE = 2.0**-30, 2.0**40
+
+
+def _fitted(z: torch.Tensor, logits: torch.Tensor) -> LogitMap:
+    """Return the map that made `logits` of the values `z` of a probe."""
+    if logits.shape != z.shape or logits.requires_grad:
+        raise _OtherUse("it makes other logits of its head's output, or has trained weights there")
+    small, large = (float(value) for value in logits.flatten()[:2])
+    scale = small / _SMALL
+    linear = abs(large - scale * _LARGE) <= 1e-5 * abs(large)
+    found = LogitMap(scale, None if linear else large)
+    # Rounded ones (sharding.output_dtype) tell an identity, but no number exactly.
+    exact = 1e-5 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
+    same = torch.allclose(found(z), logits.float(), rtol=exact, atol=exact)
+    if not same or (logits.dtype != torch.float32 and found != LogitMap()):
+        raise _OtherUse("what it makes of its head's output is neither a scale nor a soft cap")
+    return found

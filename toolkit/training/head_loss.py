@@ -1,0 +1,238 @@
+"""The cross entropy of a language model's head, whose gradients are made in the forward.
+
+Owns the arithmetic: chunks of logits, their loss, and what it asks of hidden states and head. Knows
+nothing of models; what one makes of its head's output, the caller says.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+# Logits of one chunk, in elements; they are held in fp32.
+_CHUNK_ELEMENTS = {"cpu": 2**25}
+_CHUNK_ELEMENTS_OF_AN_ACCELERATOR = 2**28
+# Where the number of labels is no secret to the host, which elsewhere would have to wait for it.
+_COUNTED = ("cpu",)
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What a model makes of its head's output z: `scale * z`, or `cap * tanh(scale * z / cap)`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        if self.cap is not None:
+            return torch.tanh(z * (self.scale / self.cap)).mul_(self.cap)
+        return z if self.scale == 1.0 else z * self.scale
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The summed cross entropy of `labels` behind a head; call it inside of the head's forward.
+
+    The logits of one chunk of tokens exist at a time (in fp32 128 MB on a CPU, 1 GB elsewhere).
+    Where gradients are wanted, each chunk leaves its share before the next one: the hidden states'
+    in their dtype and, only where the head is trained, the head's, summed in fp32. The backward
+    multiplies them by the gradient that comes in; it runs no product and needs no weight. So a
+    trained model costs three products, a frozen head two, an evaluation one. On a CPU tokens
+    without a label cost nothing; elsewhere the host would have to wait to leave them out.
+
+    The way of Liger's FusedLinearCrossEntropy (Hsu et al. 2024, arXiv:2410.10989).
+    """
+
+    module: nn.Module
+    """The head: it computes each token by itself, gathered where it was sharded."""
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    """The head's own, for what is more than a linear layer."""
+    vocabulary: int
+    """Logits of a token."""
+    logit_map: LogitMap = LogitMap()
+    label_smoothing: float = 0.0
+
+    def __call__(
+        self, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss, 0-d fp32, and an empty answer [B, T, 0] in place of the logits.
+
+        Both go into the backward: the hooks of FSDP that begin it wait on the model's answer.
+
+        Args:
+            hidden: [B, T, H].
+            labels: [B, T], unshifted; `IGNORE_INDEX` has no loss.
+        """
+        # The last token of a row predicts nothing.
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+        found: Any = _GradientsInForward.apply(
+            self, torch.is_grad_enabled(), targets, hidden, *self.parameters()
+        )
+        return found
+
+    @property
+    def linear(self) -> bool:
+        """Whether the head is no more than a linear layer."""
+        return getattr(self.forward, "__func__", None) is nn.Linear.forward
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return weight and bias of a linear layer, of another module what is trained."""
+        if not self.linear:
+            return [p for p in self.module.parameters() if p.requires_grad]
+        head: Any = self.module
+        return [head.weight] if head.bias is None else [head.weight, head.bias]
+
+    def add_chunk(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        parameters: tuple[torch.Tensor, ...],
+        grads: list[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Return the loss of `hidden` [rows, H]; add to `grads`: of `hidden`, and of `parameters`,
+        None where it is not wanted.
+        """
+        if not self.linear:
+            return self._add_through_autograd(hidden, targets, parameters, grads)
+        rule = (targets, self.logit_map, self.label_smoothing, any(g is not None for g in grads))
+        loss, grad = _cross_entropy(F.linear(hidden, *parameters), *rule)
+        of_hidden, of_weight, *of_bias = grads
+        if grad is not None and of_hidden is not None:
+            of_hidden += grad @ parameters[0]
+        if grad is not None and of_weight is not None:
+            _add_product(of_weight, grad.t(), hidden)
+        if grad is not None and of_bias and of_bias[0] is not None:
+            of_bias[0] += grad.sum(0, dtype=of_bias[0].dtype)
+        return loss
+
+    def _add_through_autograd(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        parameters: tuple[torch.Tensor, ...],
+        grads: list[torch.Tensor | None],
+    ) -> torch.Tensor:
+        wanted = any(grad is not None for grad in grads)
+        with torch.set_grad_enabled(wanted):
+            leaf = hidden.detach().requires_grad_(wanted)
+            output = self.forward(leaf[None])[0]
+        rule = (targets, self.logit_map, self.label_smoothing, wanted)
+        loss, grad = _cross_entropy(output.detach(), *rule)
+        if grad is not None:
+            found = torch.autograd.grad(output, [leaf, *parameters], grad, allow_unused=True)
+            for total, part in zip(grads, found, strict=True):
+                if total is not None and part is not None:
+                    total += part
+        return loss
+
+
+class _GradientsInForward(torch.autograd.Function):
+    """See `HeadLoss`. One node with two outputs, so that its backward comes after the hooks on
+    either of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        task: HeadLoss,
+        with_gradients: bool,
+        targets: torch.Tensor,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        flat, rows = hidden.flatten(0, 1), None
+        if hidden.device.type in _COUNTED:
+            rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+            flat, targets = flat[rows], targets[rows]
+        of_hidden, *of_parameters = (with_gradients and w for w in ctx.needs_input_grad[3:])
+        grad = torch.zeros_like(flat) if of_hidden else None
+        sums = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            if wanted
+            else None
+            for p, wanted in zip(parameters, of_parameters, strict=True)
+        ]
+        loss = torch.zeros((), device=hidden.device)
+        elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
+        chunks = -(-len(flat) * task.vocabulary // elements)
+        count = -(-len(flat) // max(1, chunks))  # chunks of the same size
+        for begin in range(0, len(flat), max(1, count)):
+            part = slice(begin, begin + count)
+            own = [None if grad is None else grad[part], *sums]
+            loss += task.add_chunk(flat[part], targets[part], parameters, own)
+        ctx.save_for_backward(grad, rows, *sums)
+        ctx.shape, ctx.dtypes = hidden.shape, [p.dtype for p in parameters]
+        return loss, hidden.new_empty(*hidden.shape[:-1], 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, incoming: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        grad, rows, *sums = ctx.saved_tensors
+        if grad is not None:
+            grad = grad * incoming
+            if rows is not None:
+                whole = grad.new_zeros(ctx.shape[:-1].numel(), ctx.shape[-1])
+                grad = whole.index_copy_(0, rows, grad)
+            grad = grad.view(ctx.shape)
+        # Scaled while they are cast, which is a pass over them anyway.
+        scaled = [
+            None if s is None else torch.mul(s, incoming, out=torch.empty_like(s, dtype=dtype))
+            for s, dtype in zip(sums, ctx.dtypes, strict=True)
+        ]
+        return None, None, None, grad, *scaled
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    logit_map: LogitMap,
+    label_smoothing: float,
+    with_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the summed loss of a chunk of the head's `logits` [rows, V], and their gradient in
+    their dtype. Nothing of their size is held twice in fp32, but where there is a cap.
+    """
+    dtype, vocabulary = logits.dtype, logits.shape[-1]
+    mapped = logits if logit_map == LogitMap() else logit_map(logits.float())
+    del logits
+    log_p = torch.log_softmax(mapped, -1, dtype=torch.float32)
+    slope = None
+    if with_gradient and logit_map.cap is not None:  # d tanh = 1 - tanh^2
+        slope = mapped.div_(logit_map.cap).square_().neg_().add_(1.0)
+    del mapped
+    valid = targets != IGNORE_INDEX
+    at = torch.where(valid, targets, 0)[:, None]
+    losses = log_p.gather(1, at).squeeze(1) * (label_smoothing - 1.0)
+    if label_smoothing:
+        losses -= log_p.mean(-1) * label_smoothing
+    loss = torch.where(valid, losses, 0.0).sum()
+    if not with_gradient:
+        return loss, None
+    grad = log_p.exp_()
+    if label_smoothing:
+        grad -= label_smoothing / vocabulary
+    grad.scatter_(1, at, grad.gather(1, at) - (1.0 - label_smoothing))
+    if slope is not None:
+        grad *= slope
+    # Cast, scaled and cleared of tokens without a label in one pass.
+    out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
+    return loss, torch.mul(grad, valid[:, None] * logit_map.scale, out=out)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add `a @ b` to `total`, in fp32 where they are bf16: rounded to bf16 before they are added,
+    the parts alone would be off by as much as the sum rounded once.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b.to(a.dtype), out_dtype=total.dtype, out=total)
+    else:  # no product of this kind
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
