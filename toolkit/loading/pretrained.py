@@ -189,7 +189,8 @@ def _stream(
         whole = {key: sources.pop(key) for group in groups for key in group.keys}
         bar = ranks.rank() == 0 and sys.stderr.isatty()
         info = run_loader(model, sources, home, bar=bar)
-        convert_then_slice(model, groups, whole, device, info)
+        if groups:
+            convert_then_slice(model, groups, whole, device, info)
     return info, (len(entries), sum(e.nbytes for e in entries.values()), reader.requested)
 
 
