@@ -37,7 +37,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     data = prepare_data(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
-    apply_fsdp(model, mesh, cfg.sharding)
+    apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
     folder.hold(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
@@ -70,6 +70,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         data.position.advance()
+        training.collect_garbage(step)
         last = step == data.max_steps
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):

@@ -33,7 +33,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(model, cfg.model)
     data = prepare_data(cfg, model, model_cfg, run)
-    apply_fsdp(model, mesh, cfg.sharding)
+    apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
     folder.hold(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
@@ -61,6 +61,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         data.position.advance()
+        training.collect_garbage(step)
         last = step == data.max_steps
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):

@@ -27,6 +27,7 @@ from toolkit.errors import ModelError, ShardingError
 from toolkit.formats import reshard
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.sharding import fsdp, recompute
 from toolkit.sharding.accumulation import accumulation_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
 from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
@@ -266,6 +267,57 @@ def test_storage_dtype_is_its_own_choice_and_said_loudly(folders):
             assert ("WARNING" in ledger_line(model, ShardingConfig())) == (dtype == "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("kind", "device", "changes", "split", "compiled"),
+    [
+        ("llama", "cuda", {}, True, True),
+        ("tied", "cuda", {}, False, True),
+        ("experts", "cuda", {}, True, True),
+        ("llama", "cpu", {}, False, False),
+        ("llama", "cuda", {"embedding_units": False, "torch_compile": "none"}, False, False),
+        ("llama", "cpu", {"embedding_units": True, "torch_compile": "layer"}, True, True),
+        ("llama", "cuda", {"sublayer_units": True}, True, False),
+        ("llama", "cuda", {"param_dtype_overrides": {"mlp": "bfloat16"}}, True, False),
+        (
+            "llama",
+            "cuda",
+            {"activation_checkpointing": "full", "activation_offload": True},
+            True,
+            False,
+        ),
+    ],
+)
+def test_what_auto_is_on_a_gpu(kind, device, changes, split, compiled, folders):
+    cfg = knobs(**changes)
+    model = build_on_meta(ModelConfig(folders[kind]))
+    assert fsdp.splits_ends(model, cfg, device) is split
+    plan = fsdp.plan_units(model, cfg)
+    assert fsdp._compiles_layers(plan, cfg, device, True) is compiled
+    if cfg.torch_compile == "auto":  # each new length would compile anew
+        assert not fsdp._compiles_layers(plan, cfg, device, False)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_random_state_is_kept_for_a_recomputation_that_needs_it(dropout, monkeypatch):
+    def gradients(recomputed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(dropout))
+        if recomputed:
+            recompute.recompute_in_backward(layer)
+        for _ in range(3):
+            layer(torch.ones(4, 8)).square().sum().backward()
+        return [p.grad for p in layer.parameters()]
+
+    with mock.patch.object(recompute, "checkpoint", wraps=recompute.checkpoint) as used:
+        found = gradients(True)
+    kept = [call.kwargs["preserve_rng_state"] for call in used.call_args_list]
+    assert kept == ([True] * 3 if dropout else [True, False, False])
+    assert all(map(torch.equal, found, gradients(False)))
+    # The control: dropout that is not seen drops others in the recomputation.
+    monkeypatch.setattr(recompute, "random_state", lambda: [torch.zeros(1)])
+    assert all(map(torch.equal, gradients(True), gradients(False))) is (not dropout)
+
+
 def test_reshard_is_a_policy_of_each_unit(folders):
     def told(**changes: Any) -> dict[str, Any]:
         with fake_world(8):
@@ -429,6 +481,20 @@ CONFIGS: dict[str, tuple[str, ShardingConfig]] = {
         "llama",
         knobs(torch_compile="layer", torch_compile_backend="aot_eager", layers_per_unit=2),
     ),
+    "compile_layer_experts": (
+        "experts",
+        knobs(torch_compile="layer", torch_compile_backend="aot_eager"),
+    ),
+    "gpu_defaults": (
+        "llama",
+        knobs(
+            torch_compile="layer",
+            torch_compile_backend="aot_eager",
+            embedding_units=True,
+            activation_checkpointing="selective",
+            accumulation="keep_gathered",
+        ),
+    ),
     "compile_model": ("llama", knobs(torch_compile="model", torch_compile_backend="aot_eager")),
     "experts": ("experts", FP32),
     "bf16": ("llama", BF16),
@@ -550,7 +616,7 @@ def run_knobs(rank: int, world: int, folders: dict[str, str], configs: dict) -> 
         optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
         loss_sum(model, mine).detach()  # finds out once how the head is used, records the order
         reshard(model)
-        compiled = cfg.torch_compile != "none"
+        compiled = cfg.torch_compile not in ("none", "auto")
         seen = {} if compiled else observe(model, mine, world)  # hooks would be compiled too
         optimizer.zero_grad()
         steps = []
@@ -1074,6 +1140,17 @@ def test_identical_layers_share_one_graph_and_names_stay(measured):
 # --------------------------------------------------------------------------------------------------
 
 
+def test_configs_of_both_recipes_are_planned(folders, tmp_path, capsys):
+    from toolkit.cli import main
+
+    for own in ("train_tokenizer: true", "init: random}, lora: {r: 4"):
+        config = tmp_path / "run.yaml"
+        config.write_text(f"{{model: {{name_or_path: {folders['llama']}, {own}}}}}")
+        assert main(["inspect", "--plan", str(config), "--world_size", "2"]) == 0
+        # On GPUs embedding and head are units of their own.
+        assert capsys.readouterr().out.count("lm_head  ") == 1
+
+
 @pytest.mark.slow
 def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tmp_path):
     """`toolkit inspect --plan` in a process of its own: Llama-70B's shapes, no weights."""
@@ -1102,6 +1179,6 @@ def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tm
     plan = json.loads(answer)
     assert plan["parameters"] == 70_553_706_496
     assert plan["mesh"] == {"dp_replicate": 1, "dp_shard": 64}
-    assert len(plan["units"]) == 81
+    assert len(plan["units"]) == 83  # on GPUs embedding and head are units of their own
     assert plan["bytes_sharded"] == 4 * plan["parameters"] // 64
     assert int(kilobytes) < 2_000_000

@@ -193,8 +193,11 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         from toolkit.sharding.unit_table import plan_summary, render_plan
 
-        # What pretraining knows, fine-tuning knows too.
-        found = plan_summary(config.load(config.FinetuneConfig, args.plan), args.world_size)
+        try:  # what both recipes know means the same to them
+            cfg = config.load(config.PretrainConfig, args.plan)
+        except ConfigError:
+            cfg = config.load(config.FinetuneConfig, args.plan)
+        found = plan_summary(cfg, args.world_size)
         render = render_plan
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data

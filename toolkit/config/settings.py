@@ -108,9 +108,10 @@ class ShardingConfig:
     """Put every so many consecutive layers into one unit: fewer, larger all-gathers."""
     sublayer_units: bool = False
     """Make units of the attention and the MLP of each layer too: less memory, more all-gathers."""
-    embedding_units: bool = False
+    embedding_units: bool | Literal["auto"] = "auto"
     """Make units of the embedding (freed after use) and of the head (kept until the backward); tied
-    ones share a unit. Else both stay in the root, gathered throughout."""
+    ones share a unit. Else both stay in the root, gathered throughout. `auto`: on a GPU, where they
+    are not tied."""
     base_model_unit: bool = False
     """Make a unit of the base model inside the one with the head."""
     ignored_parameters: list[str] = field(default_factory=list)
@@ -167,9 +168,10 @@ class ShardingConfig:
     """Patterns of the modules that activation_checkpointing covers; empty: the decoder layers."""
     activation_offload: bool = False
     """Move what activation_checkpointing keeps to host memory until the backward."""
-    torch_compile: bool | Literal["none", "layer", "model"] = "none"
+    torch_compile: bool | Literal["auto", "none", "layer", "model"] = "auto"
     """Compile each decoder layer (`layer` or true; one graph for identical layers), or the whole
-    sharded `model`. Best with samples of one length: each new shape compiles anew."""
+    sharded `model`. `auto`: each layer, on a GPU, with samples of one length (packed or wrapped:
+    each new shape compiles anew) and no unit or offload inside of a layer; else `none`."""
     torch_compile_backend: str = "inductor"
     """Backend of torch.compile."""
     torch_compile_mode: str | None = None
@@ -188,7 +190,7 @@ class ShardingConfig:
         if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
             what = "without forward_prefetch or backward_prefetch does nothing; set one of them"
             raise ConfigError(f"sharding.prefetch_order {what}")
-        if self.activation_offload and self.torch_compile not in (False, "none"):
+        if self.activation_offload and self.torch_compile not in (False, "none", "auto"):
             raise ConfigError(
                 "sharding.activation_offload runs uncompiled code in each layer, so that "
                 "torch_compile would compile none of it; leave out one of them"
@@ -347,6 +349,10 @@ class TrainConfig:
     """Samples of one evaluation forward on one process; empty: as in training."""
     gradient_accumulation_steps: AtLeast1 = 1
     """Micro-batches of one optimizer step on one process."""
+    deterministic: bool = False
+    """Use only operations that give the same bits each time, so that on CUDA too a resumed run has
+    the losses of an undisturbed one, to the bit, on as many devices of the same kind. Slower; one
+    that has no such form ends the run by its name."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None
@@ -520,6 +526,9 @@ class RunConfig:
         if self.data.streaming and self.train.max_steps == -1:
             what = "the length of a pass is not known before it"
             raise ConfigError(f"data.streaming needs train.max_steps: {what}")
+        if self.train.deterministic and "autotune" in (self.sharding.torch_compile_mode or ""):
+            what = "chooses kernels by the time that they take; leave one of them out"
+            raise ConfigError(f"train.deterministic: sharding.torch_compile_mode {what}")
         every, evals = self.checkpoint.save_steps, self.train.eval_steps
         if self.checkpoint.keep_best and (evals is None or every % evals):
             raise ConfigError(

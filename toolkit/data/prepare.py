@@ -224,6 +224,11 @@ class TrainingData:
         return train.max_steps
 
     @property
+    def fixed_length(self) -> bool:
+        """Whether every sample has as many tokens, padding counted."""
+        return self.feed.shape.packing != "none"
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches of a rank in a step."""
         size = self.cfg.train.per_device_train_batch_size

@@ -88,7 +88,7 @@ def fill(
         init_weights(model, target, seed)
         say(f"{what}random, drawn from seed {seed}")
     else:
-        folder = local_folder(cfg.name_or_path, cfg.revision)
+        folder = ranks.collective(local_folder)(cfg.name_or_path, cfg.revision)
         report = load_pretrained(model, folder, target, seed=seed)
         say(
             f"{what}{cfg.name_or_path}: {report.tensors} tensors, {report.file_bytes / 1e9:.2f} "

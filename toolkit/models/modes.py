@@ -17,6 +17,13 @@ def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContext
     return torch.random.fork_rng(devices=[index], device_type=place.type)
 
 
+def random_state() -> list[torch.Tensor]:
+    """Return copies of the random state of the CPU and of the accelerator, where there is one."""
+    device = torch.accelerator.current_accelerator()
+    states = [torch.get_rng_state()]
+    return states if device is None else [*states, torch.get_device_module(device).get_rng_state()]
+
+
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let `module` run `forward` instead of its own, and put that back."""

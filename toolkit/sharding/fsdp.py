@@ -9,6 +9,7 @@ Either way fp32 meets bf16 in the next product. Hooks of our own cast there; whe
 already, they change nothing.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
@@ -78,13 +80,16 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
 
 
 @ranks.collective
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
+def apply_fsdp(
+    model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig, *, fixed_length: bool = False
+) -> None:
     """Shard `model` in place, bottom up: inner units first, the root with all that is left last.
 
     Every parameter becomes a DTensor sharded over dim 0 (but for what stays replicated, see
     `units`), in its storage dtype; on a meta model nothing is allocated. Recomputation goes inside,
     then compilation, then sharding. Build the optimizer afterwards. Collective. See PyTorch's
-    `torch.distributed.fsdp.fully_shard`.
+    `torch.distributed.fsdp.fully_shard`. `fixed_length`: all samples have one length, which
+    `torch_compile: auto` asks for.
 
     Raises:
         ShardingError: nothing would be sharded, the model is sharded already, a dtype cannot be
@@ -95,11 +100,11 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig) -> None:
         raise ShardingError("the model is sharded already; build it anew to shard it otherwise")
     _, shards = mesh_shape(mesh.size(), cfg)
     _refuse_idle_experts(model, mesh.size())
+    cfg = dataclasses.replace(cfg, embedding_units=splits_ends(model, cfg, mesh.device_type))
     plan = plan_units(model, cfg)
     _refuse_dtypes(model, plan, cfg)
     recomputed = _recompute(model, plan, cfg)
-    if cfg.torch_compile in (True, "layer"):
-        _refuse_units_inside(plan)
+    if _compiles_layers(plan, cfg, mesh.device_type, fixed_length):
         for name in plan.layers:
             model.get_submodule(name).compile(**_compile_options(cfg))
     offload = offload_policy(cfg, mesh.device_type)
@@ -235,15 +240,38 @@ def _inside(name: str, others: Iterable[str]) -> bool:
     return any(name.startswith(other + ".") for other in others)
 
 
-def _refuse_units_inside(plan: UnitPlan) -> None:
-    """Refuse units inside a compiled layer: the compiled code would run without their hooks."""
-    for name in (name for unit in plan.units for name in unit.modules):
-        if _inside(name, plan.layers):
-            raise ShardingError(
-                f"torch_compile: layer compiles each layer as a whole, with the unit {name} inside "
-                "one; set sharding.torch_compile: model, or leave out what makes that unit "
-                "(sublayer_units, param_dtype_overrides)"
-            )
+def splits_ends(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
+    """Return whether embedding and head become units: in the root all of both is gathered before
+    anything runs, and reduced after everything. Tied ones are one matrix in either case.
+    """
+    if cfg.embedding_units != "auto":
+        return cfg.embedding_units
+    base = base_of(model)
+    if device_type == "cpu" or not isinstance(base, PreTrainedModel):
+        return False
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    weights = [getattr(end, "weight", None) for end in ends]
+    return weights[0] is not weights[1]
+
+
+def _compiles_layers(
+    plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool
+) -> bool:
+    """Return whether layers are compiled; refuse units inside one, whose hooks would not run."""
+    units = (name for unit in plan.units for name in unit.modules)
+    inside = next((name for name in units if _inside(name, plan.layers)), None)
+    if cfg.torch_compile == "auto":
+        worth = device_type == "cuda" and fixed_length
+        return worth and inside is None and not cfg.activation_offload and plan.root_only is None
+    if cfg.torch_compile not in (True, "layer"):
+        return False
+    if inside is not None:
+        raise ShardingError(
+            f"torch_compile: layer compiles each layer as a whole, with the unit {inside} inside "
+            "one; set sharding.torch_compile: model, or leave out what makes that unit "
+            "(sublayer_units, param_dtype_overrides)"
+        )
+    return True
 
 
 def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from toolkit.errors import ShardingError
+from toolkit.models.modes import random_state
 
 # Worth more to keep than to compute again: they take nearly all of a layer's time.
 _KEPT = (
@@ -43,19 +44,29 @@ def recompute_in_backward(
     """
     forward: Callable = module.forward
     pin = pin_memory and torch.cuda.is_available()
+    draws: bool | None = (
+        None  # whether the forward draws random numbers; not known before the first
+    )
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        options: dict[str, Any] = {"use_reentrant": False}
+        nonlocal draws
+        tries = draws is None and not torch.compiler.is_compiling()
+        before = random_state() if tries else None
+        # Dropout must drop the same again; where there is none, the states need not be put back.
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws is not False}
         if selective and offload:
             options["context_fn"] = partial(_offloading_contexts, pin)
         elif selective:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
         on_host = torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else nullcontext()
         with on_host:
-            return checkpoint(forward, *args, **options, **kwargs)
+            out = checkpoint(forward, *args, **options, **kwargs)
+        if before is not None:
+            draws = not all(map(torch.equal, before, random_state()))
+        return out
 
     module.forward = recomputed  # type: ignore[method-assign]
 

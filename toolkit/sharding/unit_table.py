@@ -16,7 +16,7 @@ from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of, splits_ends
 from toolkit.tables import fold, table
 
 
@@ -138,7 +138,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 def plan_summary(
     cfg: PretrainConfig | FinetuneConfig, world_size: int | None = None
 ) -> dict[str, Any]:
-    """Return how a run of `cfg` would be sharded, ready for JSON. One process, no weights, no GPU.
+    """Return how a run of `cfg` on GPUs would be sharded, ready for JSON. One process, no weights.
 
     Llama-70B on 64 ranks takes under a second. Without `world_size` the config must have both
     dp_replicate and dp_shard (ConfigError). Other errors are those of the run itself.
@@ -158,6 +158,7 @@ def plan_summary(
         model: Any = build_on_meta(model_settings(cfg))
         if isinstance(cfg, FinetuneConfig):
             model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
+        sharding = replace(sharding, embedding_units=splits_ends(model, sharding, "cuda"))
         apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
         rows = unit_rows(model, sharding)
         return {

@@ -91,7 +91,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
         members += _every(layers, cfg.layers_per_unit)
         if cfg.sublayer_units:
             members += [(n,) for layer in layers for n in _sublayers(model, layer)]
-    if cfg.embedding_units:
+    if cfg.embedding_units is True:  # `auto` is decided where the device is known
         members += [(n,) for n in (embedding, head) if n is not None]
     if cfg.base_model_unit:
         prefix = getattr(base, "base_model_prefix", "")

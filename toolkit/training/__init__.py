@@ -1,5 +1,6 @@
 """The run while it trains: launch, the step, loss, optimizer, metrics, generation."""
 
+from toolkit.training.device import collect_garbage
 from toolkit.training.early_stopping import early_stopping
 from toolkit.training.generation import answer_prompts, check_prompts
 from toolkit.training.launch import Run, main, seed_everything

@@ -27,12 +27,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands.config import default_config_file
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
-from toolkit.training import background
+from toolkit.training import background, device
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
@@ -78,6 +79,7 @@ class Run:
             num_workers=workers,
             generator=torch.Generator(),  # an iterator draws a seed, not from dropout's generator
             collate_fn=collate_fn,
+            pin_memory=self.device.type != "cpu",
         )
         return self.accelerator.prepare_data_loader(loader, device_placement=True)
 
@@ -87,7 +89,11 @@ class Run:
         """
         generator = torch.Generator()
         loader = DataLoader(
-            batches, batch_size=None, num_workers=min(workers, 1), generator=generator
+            batches,
+            batch_size=None,
+            num_workers=min(workers, 1),
+            generator=generator,
+            pin_memory=self.device.type != "cpu",
         )
         # As one process of one: Accelerate would else deal the batches out once more.
         return prepare_data_loader(
@@ -97,6 +103,7 @@ class Run:
             process_index=0,
             put_on_device=True,
             dispatch_batches=False,
+            non_blocking=True,
         )
 
 
@@ -117,11 +124,12 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def start() -> Iterator[Run]:
+def start(*, deterministic: bool = False) -> Iterator[Run]:
     """Bring up the processes of the run, and take the process group down after a good end.
 
     Works under `accelerate launch`, `torchrun` and plain `python` (one process). Every run has a
-    process group, so that one process is no special case.
+    process group, so that one process is no special case. `deterministic`: only operations that
+    give the same bits each time.
 
     Raises:
         LaunchError: fewer processes than asked for, processes that do not find each other, more
@@ -130,17 +138,12 @@ def start() -> Iterator[Run]:
     unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.settings())"
     _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
     rank, world, local = _asked()
+    device.prepare(deterministic=deterministic)
     cpu = _uses_cpu(rank, world)
     backend = "gloo"
     if not cpu:
-        count = torch.accelerator.device_count()
         here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        if here > count:
-            raise LaunchError(
-                f"{here} processes were started on this machine, which has {count} device(s); "
-                "start at most one process per device (--num_processes)"
-            )
-        torch.accelerator.set_device_index(local)
+        torch.accelerator.set_device_index(device.choose(local, here))
         # Gloo carries objects, offloaded gradients and all that must not wait inside NCCL.
         device_type = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
@@ -148,14 +151,21 @@ def start() -> Iterator[Run]:
     if rank or not sys.stderr.isatty():
         datasets.disable_progress_bars()  # one set of bars, and none in a log
     try:
-        accelerator = Accelerator(cpu=cpu, mixed_precision="no")
+        accelerator = Accelerator(
+            cpu=cpu,
+            mixed_precision="no",
+            dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        )
         if accelerator.num_processes != world or accelerator.process_index != rank:
             raise LaunchError(
                 f"the launcher started process {rank} of {world}, Accelerate sees "
                 f"{accelerator.process_index} of {accelerator.num_processes}; use a file of "
                 "accelerate_configs/"
             )
-        yield Run(accelerator, accelerator.device, rank, world)
+        if not cpu:
+            device.refuse_shared(accelerator.device)
+        with device.attention_order(accelerator.device, deterministic=deterministic):
+            yield Run(accelerator, accelerator.device, rank, world)
         ranks.end()
     except BaseException:
         _let_finish()  # a second Ctrl-C ends the wait
@@ -186,7 +196,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
     def run_recipe() -> None:
         own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
         cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
-        with start() as run:
+        with start(deterministic=cfg.train.deterministic) as run:
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
             recipe(cfg, run)
@@ -286,7 +296,10 @@ def _uses_cpu(rank: int, world: int) -> bool:
     if _flag("ACCELERATE_USE_CPU"):
         return True
     if torch.accelerator.is_available():
-        return False
+        if not device.has_collectives() and rank == 0:
+            kind = torch.accelerator.current_accelerator()
+            print(f"WARNING: torch has no collectives for {kind}: training on the CPU", flush=True)
+        return not device.has_collectives()
     built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and _accelerate_was_told_cpu():

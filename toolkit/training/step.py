@@ -80,7 +80,7 @@ def train_step(
         _average_replicated(model, world)
     grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
     optimizer.step()
-    _clear_gradients(model, optimizer)
+    _clear_gradients(model, optimizer, total.device.type)
     if accumulation is not None:
         accumulation.end(total.device, count)
     if world > 1:
@@ -115,12 +115,13 @@ def clip_gradients(
     return total
 
 
-def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Drop the gradients; under offload zero the sharded ones, so that their host memory is kept.
+def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, device_type: str) -> None:
+    """Drop the gradients; under offload on a CPU zero the sharded ones, so that their memory is
+    kept. From a device FSDP copies into a gradient that is kept while everything waits.
 
     `Optimizer.zero_grad` zeroes sharded and replicated ones in one call, which torch refuses.
     """
-    if getattr(model, "parameter_device", None) is None:
+    if getattr(model, "parameter_device", None) is None or device_type != "cpu":
         optimizer.zero_grad()
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

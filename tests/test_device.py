@@ -1,0 +1,222 @@
+"""What a process says to its accelerator, on a machine that has none: the calls are recorded."""
+
+import gc
+import json
+import os
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks, run_recipe_ranks
+from torch.nn.attention import SDPBackend
+
+from toolkit.config import PretrainConfig
+from toolkit.config.settings import ModelConfig, ShardingConfig, TrainConfig
+from toolkit.errors import ConfigError, LaunchError
+from toolkit.training import device, launch, step
+
+CUDA = torch.device("cuda", 0)
+UNSET = (*device._ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+
+
+# ---- Before the device starts --------------------------------------------------------------------
+
+
+def started(rank: int, world: int, deterministic: bool, environment: dict[str, str]) -> dict:
+    """Return what holds inside of a run, and when it was set."""
+    for name in UNSET:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    early: dict[str, str] = {}
+
+    def first_use(*_: Any) -> bool:  # the first question that is put to the accelerator
+        early.update({n: os.environ[n] for n in UNSET if n in os.environ})
+        return False
+
+    with (
+        mock.patch.object(torch.accelerator, "is_available", first_use),
+        launch.start(deterministic=deterministic) as run,
+    ):
+        return {
+            "early": early,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "only a warning": torch.is_deterministic_algorithms_warn_only_enabled(),
+            "loader": run.accelerator.non_blocking,
+        }
+
+
+def test_what_must_be_set_before_the_device_starts():
+    (plain,) = run_ranks(started, 1, False, {}, group=False)
+    assert plain["early"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert not plain["deterministic"]
+    assert plain["loader"]
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    (exact,) = run_ranks(started, 1, True, own, group=False)
+    assert exact["early"] == own  # what the user has set stays
+    (exact,) = run_ranks(started, 1, True, {}, group=False)
+    assert exact["early"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert (exact["deterministic"], exact["only a warning"]) == (True, False)
+
+
+def test_kernels_chosen_by_time_are_not_deterministic():
+    sharding = ShardingConfig(torch_compile_mode="max-autotune-no-cudagraphs")
+    model = ModelConfig("x")
+    PretrainConfig(model, sharding=sharding)
+    with pytest.raises(ConfigError, match=r"train.deterministic: sharding.torch_compile_mode"):
+        PretrainConfig(model, sharding=sharding, train=TrainConfig(deterministic=True))
+
+
+# ---- Which device --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "local", "here", "chosen"),
+    [(8, 3, 8, 3), (1, 0, 1, 0), (1, 3, 4, 0), (4, 1, 2, 1)],  # one visible to each of four
+)
+def test_each_process_takes_its_device(monkeypatch, count, local, here, chosen):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert device.choose(local, here) == chosen
+
+
+def shared(rank: int, world: int, same: bool) -> str:
+    properties = types.SimpleNamespace(uuid="one" if same else f"number {rank}")
+    module = types.SimpleNamespace(get_device_properties=lambda _: properties)
+    with mock.patch.object(torch, "get_device_module", return_value=module):
+        try:
+            device.refuse_shared(CUDA)
+        except LaunchError as error:
+            return str(error)
+    return ""
+
+
+def test_two_processes_on_one_device_are_refused():
+    assert run_ranks(shared, 2, False) == ["", ""]
+    for said in run_ranks(shared, 2, True):
+        assert "processes 0 and 1 were given the same device" in said
+
+
+def test_an_accelerator_without_collectives_is_no_accelerator(monkeypatch, capsys):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    kind = mock.patch.object(torch.accelerator, "current_accelerator")
+    with kind as current:
+        for name, cpu in (("cuda", False), ("mps", True), ("xpu", False)):
+            current.return_value = torch.device(name)
+            assert launch._uses_cpu(0, 1) is cpu, name
+    assert capsys.readouterr().out.strip() == (
+        "WARNING: torch has no collectives for mps: training on the CPU"
+    )
+
+
+# ---- For the whole run ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "first"),
+    [((9, 0), False, True), ((9, 0), True, False), ((8, 0), False, False), ((10, 0), False, False)],
+)
+def test_the_order_of_attention_kernels(monkeypatch, capability, deterministic, first):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "")
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    before = torch._C._get_sdp_priority_order()
+    with device.attention_order(CUDA, deterministic=deterministic):
+        order = torch._C._get_sdp_priority_order()
+        assert (order[0] == SDPBackend.CUDNN_ATTENTION.value) is first
+        assert (os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1") is first
+        out = torch.nn.functional.scaled_dot_product_attention(*torch.randn(3, 1, 2, 4, 8))
+        assert out.shape == (1, 2, 4, 8)
+    assert torch._C._get_sdp_priority_order() == before
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", raising=False)
+
+
+def test_garbage_is_collected_at_the_same_steps(monkeypatch):
+    collected: list[Any] = []
+    monkeypatch.setattr(gc, "freeze", lambda: collected.append("freeze"))
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    try:
+        for number in range(11, 151):
+            device.collect_garbage(number)
+            assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert collected == [2, "freeze", 1, 1, 1]  # at the first step of a start, at 50, 100 and 150
+
+
+# ---- Batches and gradients -----------------------------------------------------------------------
+
+
+def test_batches_are_pinned_where_a_device_reads_them(monkeypatch):
+    import accelerate
+
+    made: dict[str, Any] = {}
+    prepared = mock.Mock(side_effect=lambda loader, **_: made.setdefault("map", loader))
+    accelerator = mock.Mock(spec=accelerate.Accelerator, prepare_data_loader=prepared)
+    stream = mock.Mock(side_effect=lambda loader, *_, **options: (loader, options))
+    monkeypatch.setattr(launch, "prepare_data_loader", stream)
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    for where, pinned in ((CUDA, True), (torch.device("cpu"), False)):
+        made.clear()
+        run = launch.Run(accelerator, where, 0, 1)
+        run.loader(data, [[0, 1]])  # type: ignore[arg-type]
+        assert made["map"].pin_memory is pinned
+        loader, options = run.stream(Rows())
+        assert loader.pin_memory is pinned
+        assert options["non_blocking"]
+
+
+def test_offloaded_gradients_are_kept_on_a_cpu_only():
+    """FSDP copies a gradient to the host at once only where none is kept."""
+    (found,) = run_ranks(offloaded, 1)
+    assert found == {"cpu": True, "cuda": False}
+
+
+def offloaded(rank: int, world: int) -> dict[str, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, found = init_device_mesh("cpu", (1,)), {}
+    for where in ("cpu", "cuda"):
+        model: Any = torch.nn.Module()
+        model.weight = torch.nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+        model.weight.grad = torch.ones_like(model.weight)
+        model.parameter_device = torch.device("cpu")
+        step._clear_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), where)
+        found[where] = model.weight.grad is not None
+    assert dist.is_initialized()
+    return found
+
+
+# ---- A whole run ---------------------------------------------------------------------------------
+
+
+def test_a_deterministic_run_goes_on_to_the_bit(tiny_llama, text_file, tmp_path):
+    """With Muon, accumulation and a schedule of transformers; the losses of both ranks' run."""
+
+    def run(folder: str, steps: int, *more: str) -> list[float]:
+        flags = [
+            *("--model.name_or_path", str(tiny_llama), "--data.train_files", str(text_file)),
+            *("--data.sequence_length", "32", "--data.eval_split", "0", "--optim.optim", "muon"),
+            *("--train.per_device_train_batch_size", "1", "--train.gradient_accumulation_steps"),
+            *("2", "--train.max_steps", str(steps), "--train.logging_steps", "1"),
+            *("--optim.lr_scheduler_type", "inverse_sqrt", "--optim.warmup_steps", "2"),
+            *("--output_dir", str(tmp_path / folder), *more),
+        ]
+        done = run_recipe_ranks("pretrain", 2, *flags, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    exact = ("--train.deterministic", "true")
+    undisturbed = run("one", 5, *exact)
+    assert len(set(undisturbed)) == 5
+    run("two", 3, *exact)
+    assert run("two", 5, *exact) == undisturbed

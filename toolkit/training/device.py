@@ -1,0 +1,100 @@
+"""What a process says to its accelerator: before it starts, and for the whole run.
+
+torch reads these variables when the device is first used, so they are set before.
+"""
+
+import contextlib
+import gc
+import os
+import socket
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from toolkit import ranks
+from toolkit.errors import LaunchError
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_COLLECT_EVERY = 50
+
+
+def prepare(*, deterministic: bool) -> None:
+    """Set what must be set before the accelerator starts; what the user has set stays.
+
+    `deterministic`: operations give the same bits each time, or raise a RuntimeError that names
+    them. Not only a warning: the efficient attention kernel takes its deterministic way only so.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        # Samples of many lengths, and what FSDP2 frees, else leave pieces that nothing fits in.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh memory finds faults, and costs a pass over it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def has_collectives() -> bool:
+    """Whether the accelerator has a library of collectives of its own; Apple's has none."""
+    device = torch.accelerator.current_accelerator()
+    backends = dist.Backend.default_device_backend_map
+    return device is not None and backends.get(device.type, "gloo") != "gloo"
+
+
+def choose(local: int, here: int) -> int:
+    """Return the device of this machine's process `local` of `here`; LaunchError where there are
+    fewer.
+    """
+    count = torch.accelerator.device_count()
+    if count == 1:  # each may see one of its own (srun --gpus-per-task=1): `refuse_shared` looks
+        return 0
+    if here > count:
+        raise LaunchError(
+            f"{here} processes were started on this machine, which has {count} device(s); "
+            "start at most one process per device (--num_processes)"
+        )
+    return local
+
+
+def refuse_shared(device: torch.device) -> None:
+    """Refuse two processes on one device; LaunchError. Collective."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    mine = socket.gethostname(), str(getattr(properties, "uuid", ranks.rank()))
+    every = ranks.gather(mine)
+    if every.count(mine) > 1:
+        others = [str(rank) for rank, one in enumerate(every) if one == mine]
+        raise LaunchError(
+            f"processes {' and '.join(others)} were given the same device of {mine[0]}; start at "
+            "most one process per device (--num_processes)"
+        )
+
+
+@contextlib.contextmanager
+def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[None]:
+    """Have SDPA try cuDNN first on Hopper, where it is the fastest; its backward is not
+    deterministic.
+    """
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if deterministic or not hopper or torch.version.hip:
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # Else each new length would build a plan.
+    os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    order = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    with sdpa_kernel([getattr(SDPBackend, name) for name in order], set_priority=True):
+        yield
+
+
+def collect_garbage(step: int) -> None:
+    """Collect reference cycles after every 50th step only, on all ranks at once: a collection at
+    random holds up the others, and a full one takes a tenth of a second and more.
+    """
+    if gc.isenabled():
+        gc.collect()
+        gc.freeze()  # modules, model and data: they stay
+        gc.disable()
+    elif step % _COLLECT_EVERY == 0:
+        gc.collect(1)
