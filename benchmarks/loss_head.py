@@ -1,6 +1,6 @@
 """What the loss of a language model's head costs: time, memory, and how exact its gradient is.
 
-    python benchmarks/loss_head.py [--tokens 8192] [--hidden 512] [--threads 2] [--output FILE]
+    python benchmarks/loss_head.py [--tokens 8192] [--hidden 256] [--threads 2] [--output FILE]
 
 Hidden states and a head of 32k and 128k rows, in fp32 and bf16, forward and backward of the summed
 cross entropy, scaled as a step scales it, by
@@ -40,7 +40,7 @@ Loss = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/loss_head.md"))
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)

@@ -14,8 +14,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-# Logits of one chunk, in elements; they are held in fp32.
-_CHUNK_ELEMENTS = {"cpu": 2**25}
+# Logits of one chunk, in elements; they are held in fp32. Blocks above 32 MB malloc takes from the
+# kernel each time, whose new pages cost as much as the arithmetic.
+_CHUNK_ELEMENTS = {"cpu": 2**23}
 _CHUNK_ELEMENTS_OF_AN_ACCELERATOR = 2**28
 # Where the number of labels is no secret to the host, which elsewhere would have to wait for it.
 _COUNTED = ("cpu",)
@@ -38,10 +39,10 @@ class LogitMap:
 class HeadLoss:
     """The summed cross entropy of `labels` behind a head; call it inside of the head's forward.
 
-    The logits of one chunk of tokens exist at a time (in fp32 128 MB on a CPU, 1 GB elsewhere).
+    The logits of one chunk of tokens exist at a time (in fp32 32 MB on a CPU, 1 GB elsewhere).
     Where gradients are wanted, each chunk leaves its share before the next one: the hidden states'
-    in their dtype and, only where the head is trained, the head's, summed in fp32. The backward
-    multiplies them by the gradient that comes in; it runs no product and needs no weight. So a
+    and, only where the head is trained, the head's; both are kept in fp32. The backward multiplies
+    them by the gradient that comes in and casts them; it runs no product and needs no weight. So a
     trained model costs three products, a frozen head two, an evaluation one. On a CPU tokens
     without a label cost nothing; elsewhere the host would have to wait to leave them out.
 
@@ -103,7 +104,7 @@ class HeadLoss:
         loss, grad = _cross_entropy(F.linear(hidden, *parameters), *rule)
         of_hidden, of_weight, *of_bias = grads
         if grad is not None and of_hidden is not None:
-            of_hidden += grad @ parameters[0]
+            of_hidden += _product(grad, parameters[0])
         if grad is not None and of_weight is not None:
             _add_product(of_weight, grad.t(), hidden)
         if grad is not None and of_bias and of_bias[0] is not None:
@@ -150,13 +151,12 @@ class _GradientsInForward(torch.autograd.Function):
             rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
             flat, targets = flat[rows], targets[rows]
         of_hidden, *of_parameters = (with_gradients and w for w in ctx.needs_input_grad[3:])
-        grad = torch.zeros_like(flat) if of_hidden else None
-        sums = [
-            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        grad, *sums = (
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
             if wanted
             else None
-            for p, wanted in zip(parameters, of_parameters, strict=True)
-        ]
+            for x, wanted in zip((flat, *parameters), (of_hidden, *of_parameters), strict=True)
+        )
         loss = torch.zeros((), device=hidden.device)
         elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
         chunks = -(-len(flat) * task.vocabulary // elements)
@@ -166,7 +166,7 @@ class _GradientsInForward(torch.autograd.Function):
             own = [None if grad is None else grad[part], *sums]
             loss += task.add_chunk(flat[part], targets[part], parameters, own)
         ctx.save_for_backward(grad, rows, *sums)
-        ctx.shape, ctx.dtypes = hidden.shape, [p.dtype for p in parameters]
+        ctx.shape, ctx.dtypes = hidden.shape, [x.dtype for x in (hidden, *parameters)]
         return loss, hidden.new_empty(*hidden.shape[:-1], 0)
 
     @staticmethod
@@ -175,18 +175,15 @@ class _GradientsInForward(torch.autograd.Function):
         ctx: Any, incoming: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         grad, rows, *sums = ctx.saved_tensors
-        if grad is not None:
-            grad = grad * incoming
-            if rows is not None:
-                whole = grad.new_zeros(ctx.shape[:-1].numel(), ctx.shape[-1])
-                grad = whole.index_copy_(0, rows, grad)
-            grad = grad.view(ctx.shape)
-        # Scaled while they are cast, which is a pass over them anyway.
-        scaled = [
-            None if s is None else torch.mul(s, incoming, out=torch.empty_like(s, dtype=dtype))
-            for s, dtype in zip(sums, ctx.dtypes, strict=True)
-        ]
-        return None, None, None, grad, *scaled
+        # Rounded once, and scaled while they are cast, which is a pass over them anyway.
+        grad, *sums = (
+            None if x is None else torch.mul(x, incoming, out=torch.empty_like(x, dtype=dtype))
+            for x, dtype in zip((grad, *sums), ctx.dtypes, strict=True)
+        )
+        if grad is not None and rows is not None:
+            whole = grad.new_zeros(ctx.shape[:-1].numel(), ctx.shape[-1])
+            grad = whole.index_copy_(0, rows, grad)
+        return None, None, None, None if grad is None else grad.view(ctx.shape), *sums
 
 
 def _cross_entropy(
@@ -224,6 +221,13 @@ def _cross_entropy(
     # Cast, scaled and cleared of tokens without a label in one pass.
     out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
     return loss, torch.mul(grad, valid[:, None] * logit_map.scale, out=out)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `a @ b`, of bf16 in fp32 where the device has such a product."""
+    if a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
