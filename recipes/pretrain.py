@@ -27,7 +27,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     folder = RunFolder(cfg)
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     hub.check(cfg.hub, run.say)
-    training.check_optimizer(cfg.optim)
+    training.check_optimizer(cfg.optim, cfg.train.max_steps)
     models.check_usable(cfg.model, cfg.data.sequence_length)
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes

@@ -9,7 +9,7 @@ import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint
@@ -51,16 +51,16 @@ def own_step(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     return {"adamw_8bit": AdamW8bit, "muon": Muon}[name](groups, lr=RATES[name])
 
 
-def stepped(rank: int, world: int) -> dict[str, list[torch.Tensor]]:
-    mesh, found = init_device_mesh("cpu", (world,)), {}
+def stepped(rank: int, world: int, replicas: int = 1) -> dict[str, list[torch.Tensor]]:
+    shape = (replicas, world // replicas) if replicas > 1 else (world,)
+    mesh, layout = init_device_mesh("cpu", shape), [*[Replicate()] * (len(shape) - 1), Shard(0)]
+    found = {}
     for name in OPTIMIZERS[1:]:
-        sharded = [
-            torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in draws(0)
-        ]
+        sharded = [torch.nn.Parameter(distribute_tensor(value, mesh, layout)) for value in draws(0)]
         optimizer = own_step(name, sharded)
         for step in range(STEPS):
             for parameter, grad in zip(sharded, draws(step + 1), strict=True):
-                parameter.grad = distribute_tensor(grad, mesh, [Shard(0)])
+                parameter.grad = distribute_tensor(grad, mesh, layout)
             optimizer.step()
         found[name] = [p.full_tensor().detach() for p in sharded]
     return found
@@ -94,10 +94,14 @@ def theirs(name: str) -> list[torch.Tensor]:
     return [torch.stack(p) if len(p) > 1 else p[0].detach() for p in parameters]
 
 
-def test_a_step_is_that_of_whole_tensors_on_any_number_of_ranks():
+@pytest.mark.parametrize(
+    "worlds",
+    [[(1, 1), (2, 1), (3, 1)], pytest.param([(2, 2), (4, 2)], marks=pytest.mark.slow)],
+)
+def test_a_step_is_that_of_whole_tensors_on_any_number_of_ranks(worlds):
     expected = {name: theirs(name) for name in OPTIMIZERS[1:]}
-    for world in (1, 2, 3):
-        for rank in run_ranks(stepped, world):
+    for world, replicas in worlds:
+        for rank in run_ranks(stepped, world, replicas):
             for name, values in rank.items():
                 for value, right, before in zip(values, expected[name], draws(0), strict=True):
                     assert (right - before).abs().max() > 1e-3  # it has moved
@@ -339,6 +343,17 @@ def test_schedules():
 def test_settings_of_another_schedule_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         check_optimizer(OptimConfig(**settings))
+
+
+def test_a_schedule_longer_than_the_run_is_refused():
+    cfg = OptimConfig(
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={"num_decay_steps": 95},
+        warmup_steps=10,
+    )
+    check_optimizer(cfg)  # where the length is not known yet
+    with pytest.raises(ConfigError, match="warmup_steps 10 and num_decay_steps 95 are more than"):
+        check_optimizer(cfg, 100)
 
 
 def test_what_is_not_installed_is_refused_before_anything_is_loaded(monkeypatch):

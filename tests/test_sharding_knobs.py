@@ -11,6 +11,7 @@ import gc
 import json
 import subprocess
 import sys
+import types
 from typing import Any
 from unittest import mock
 
@@ -27,8 +28,8 @@ from toolkit.errors import ModelError, ShardingError
 from toolkit.formats import reshard
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding import fsdp, recompute
-from toolkit.sharding.accumulation import accumulation_of
+from toolkit.sharding import accumulation, fsdp, recompute
+from toolkit.sharding.accumulation import Accumulation, accumulation_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
 from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
 from toolkit.training.loss import loss_sum
@@ -903,8 +904,6 @@ def test_accumulation_gathers_and_reduces_once_a_step_where_memory_allows(folder
 
 
 def accumulate(rank: int, world: int, folder: str) -> dict:
-    from toolkit.sharding import accumulation
-
     found: dict[Any, Any] = {}
     micro = [{k: v[rank::world] for k, v in batch(4, seed).items()} for seed in range(4)]
 
@@ -935,6 +934,28 @@ def accumulate(rank: int, world: int, folder: str) -> dict:
     with mock.patch.object(accumulation, "_memory", return_value=(0, 4 * found["elements"], 0)):
         found["large"] = steps("auto", micro)[1]
     return found
+
+
+@pytest.mark.parametrize(
+    ("held", "lengths", "room"),
+    [
+        (0, [7, 7], True),  # of 60 free at the peak the margin takes 10, the gathered model 30
+        (19, [7, 7], True),
+        (21, [7, 7], False),
+        (0, [7, 8], False),  # longer samples may come: the activations' 31 once more
+    ],
+)
+def test_room_for_the_gathered_model_on_a_device(monkeypatch, held, lengths, room):
+    sizes = {"mem_get_info": (40 - held, 100), "memory_reserved": 60}  # 40 of them were in use
+    sizes |= {"max_memory_allocated": 40, "memory_allocated": 9}
+    calls = {name: (lambda _, value=value: value) for name, value in sizes.items()}
+    monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(**calls))
+    with fake_world(2):
+        model = torch.nn.Linear(5, 3, bias=False, device="meta")
+        fsdp.fully_shard(model, mesh=init_mesh("cpu", 2, FP32))
+        found = Accumulation(model, ShardingConfig())
+        found._shapes = {torch.Size([2, n]) for n in lengths}
+        assert (found._room(torch.device("cuda", 0)) > 0) is room
 
 
 def test_kept_parameters_are_freed_before_the_optimizer_steps(folders):

@@ -101,8 +101,8 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
     now). Of a host, this process's part of it.
     """
     if device.type != "cpu":
-        api = torch.accelerator
-        free, total = api.get_memory_info(device)
+        api = torch.get_device_module(device)
+        free, total = api.mem_get_info(device)
         peak, now = api.max_memory_allocated(device), api.memory_allocated(device)
         return free + api.memory_reserved(device) - peak, total, peak - now
     now = psutil.Process().memory_info().rss

@@ -25,13 +25,17 @@ _DECAY_STEPS = 0.1  # of all, of warmup_stable_decay where nothing else is said
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def check_optimizer(cfg: OptimConfig, max_steps: int = 1000) -> None:
-    """Refuse an optimizer or a schedule that cannot run, before anything is loaded; ConfigError."""
+def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
+    """Refuse an optimizer or a schedule that cannot run, before anything is loaded; ConfigError.
+
+    `max_steps`: -1 where they are not known yet.
+    """
     if cfg.optim == "adamw_8bit":
         bitsandbytes("optim.optim: adamw_8bit")
     if cfg.optim == "muon":
         orthogonal(torch.eye(2))
-    build_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, max_steps)
+    steps = max_steps if max_steps > 0 else 10**9
+    build_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
@@ -109,7 +113,12 @@ def build_scheduler(
     if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and "min_lr" not in extra:
         extra.setdefault("min_lr_rate", cfg.min_lr_rate)
     if kind == "warmup_stable_decay":
-        extra.setdefault("num_decay_steps", math.ceil(_DECAY_STEPS * max_steps))
+        decay = extra.setdefault("num_decay_steps", math.ceil(_DECAY_STEPS * max_steps))
+        if warmup + decay > max_steps:
+            raise ConfigError(
+                f"optim.warmup_steps {warmup} and num_decay_steps {decay} are more than the "
+                f"{max_steps} steps of the run; lower one of them (optim.lr_scheduler_kwargs)"
+            )
     ignores = kind in ("constant", "constant_with_warmup") and extra
     try:
         if ignores:

@@ -99,7 +99,8 @@ class AdamW8bit(_PartlyAdamW):
                 self._update(group, int(state["step"]), *some)
 
     def _update(self, group: dict[str, Any], step: int, *tensors: torch.Tensor) -> None:
-        grad, values, first, second, first_scale, second_scale = (t.view(-1) for t in tensors)
+        grad, values = tensors[0].reshape(-1), tensors[1].view(-1)
+        first, second, first_scale, second_scale = (t.view(-1) for t in tensors[2:])
         library, (beta1, beta2) = bitsandbytes("optim.optim: adamw_8bit").functional, group["betas"]
         if values.device not in self._maps:
             maps = [library.create_dynamic_map(signed=s).to(values.device) for s in (True, False)]
@@ -181,11 +182,7 @@ def _orthogonalise_together(
     def exchange(values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = values.new_empty(sum(received))
         group = mesh.get_group(mesh.ndim - 1)
-        # As bytes: gloo knows no bfloat16 here.
-        two = [[2 * n for n in counts] for counts in (received, sent)]
-        dist.all_to_all_single(
-            out.view(torch.uint8), values.view(torch.uint8), two[0], two[1], group=group
-        )
+        dist.all_to_all_single(out, values, received, sent, group=group)
         return out
 
     # Under offload shards are in host memory, which the group of the device cannot send.
