@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig, TrainConfig
 from toolkit.data.feed.stream import SourceStream
-from toolkit.data.prepare import read_sources
+from toolkit.data.prepare import Choice, read_sources
 from toolkit.data.sources import text_files
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
@@ -104,7 +104,7 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
         cfg = PretrainConfig(model=named, data=data, train=TrainConfig(max_steps=9))
         encoder = Encoder(tokenizer, data, models.vocabulary_size(model))
-        feed = read_sources(cfg, encoder, "none", 1)
+        feed = read_sources(cfg, encoder, Choice("none", "asked"), 1)
         if streaming:
             (source,) = feed.sources
             streamed = SourceStream(source, 0, feed.shape, seed=0)

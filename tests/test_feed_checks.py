@@ -16,7 +16,7 @@ from toolkit.config.settings import (
 )
 from toolkit.data.feed.feed import SampleShape
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.prepare import TrainingData, check_data
+from toolkit.data.prepare import Choice, TrainingData, check_data
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import ConfigError, DataError
 
@@ -39,7 +39,7 @@ def config(**train: object) -> FinetuneConfig:
 
 def check_feed(cfg: FinetuneConfig, feed: PreparedFeed, world_size: int = 1) -> TrainingData:
     run = Rank(ranks.rank(), world_size)
-    data = TrainingData(cfg, feed, "asked", None, run)
+    data = TrainingData(cfg, feed, Choice("bfd", "asked"), None, run)
     check_data(data)
     return data
 

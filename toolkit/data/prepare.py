@@ -1,7 +1,7 @@
 """The data of a run: made of its settings, refused where it cannot be trained on, and read."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from toolkit.errors import ConfigError, DataError
 from toolkit.formats import assets_of
 from toolkit.models import causal_lm as models
 from toolkit.models import packing_probe
+from toolkit.models.attention import attend_within_documents
 
 
 def prepare_data(
@@ -54,9 +55,11 @@ def prepare_data(
     """
     encoder = ranks.on_all(lambda: _encoder(cfg, model_cfg, model))
     rows = cfg.train.per_device_train_batch_size
-    packing, why = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
-    feed = ranks.main_first(partial(read_sources, cfg, encoder, packing, run.world_size))
-    data = TrainingData(cfg, feed, why, encoder.tokenizer, run)
+    choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
+    if choice.mask is None:
+        attend_within_documents(model)
+    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, run.world_size))
+    data = TrainingData(cfg, feed, choice, encoder.tokenizer, run)
     check_data(data)
     return data
 
@@ -69,12 +72,13 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     model_cfg = own_tokenizer(model_settings(cfg))
     model = models.build_on_meta(model_cfg)
     encoder = _encoder(cfg, model_cfg, model)
-    packing, why = choose_packing(cfg.data, model, cfg.train.per_device_train_batch_size)
-    feed = read_sources(cfg, encoder, packing, 1)
+    choice = choose_packing(cfg.data, model, cfg.train.per_device_train_batch_size)
+    feed = read_sources(cfg, encoder, choice, 1)
     if cfg.data.streaming:  # it can be streamed; now what is in it
         whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
-        feed = read_sources(whole, encoder, packing, 1)
-    return supervision_report(feed, encoder.tokenizer, samples) | {"packing": packing, "why": why}
+        feed = read_sources(whole, encoder, choice, 1)
+    said = {"packing": choice.packing, "why": choice.why}
+    return supervision_report(feed, encoder.tokenizer, samples) | said
 
 
 def _encoder(
@@ -98,7 +102,7 @@ def _encoder(
 
 
 def read_sources(
-    cfg: PretrainConfig | FinetuneConfig, encoder: Encoder, packing: Packing, world_size: int
+    cfg: PretrainConfig | FinetuneConfig, encoder: Encoder, choice: "Choice", world_size: int
 ) -> Feed:
     """Read and encode the data; return what a run reads from. Cached on disk: one rank first."""
     data, train, finetune = cfg.data, cfg.train, isinstance(cfg, FinetuneConfig)
@@ -119,7 +123,8 @@ def read_sources(
         "eval_sources": [encoded(source) for source in others],
         "max_eval_samples": data.max_eval_samples,
     }
-    shape = SampleShape(packing, data.sequence_length, pad_id(encoder.tokenizer))
+    pad = pad_id(encoder.tokenizer)
+    shape = SampleShape(choice.packing, data.sequence_length, pad, borders=choice.mask is None)
     if not data.streaming:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
@@ -130,31 +135,48 @@ def read_sources(
     return StreamFeed(streams, shape, **settings)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How rows become samples, and whether their documents need a mask to be told apart."""
+
+    packing: Packing
+    why: str
+    mask: str | None = "rows are padded"
+    """Why a mask is needed; None: batches carry the borders of documents instead."""
+
+    def __str__(self) -> str:
+        how = "within documents, without a mask" if self.mask is None else f"masked: {self.mask}"
+        return f"attention  {how}"
+
+
 def choose_packing(
     data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu"
-) -> tuple[Packing, str]:
-    """Return the packing, `auto` decided, and why; `rows` are the samples of a micro-batch.
+) -> Choice:
+    """Return the packing, `auto` decided; `rows` are the samples of a micro-batch.
 
     Tries it on a tiny copy of the model: 0.1 to 2 seconds for most types. Not collective.
     """
     asked = data.packing
-    if asked == "wrapped" or asked == "none":
-        return asked, "as data.packing asks"
+    if asked == "none":
+        return Choice(asked, "as data.packing asks")
     verdict = packing_probe.keeps_apart(
         model.config,
         assets_of(model).model_class,
         sequence_length=data.sequence_length,
         rows=rows,
         device=device,
+        packed=asked != "wrapped",
     )
+    if asked == "wrapped":
+        return Choice(asked, "as data.packing asks", verdict.mask)
     if verdict.ok:
-        return "bfd", verdict.why
+        return Choice("bfd", verdict.why, verdict.mask)
     if asked == "bfd":
         raise DataError(
             f"data.packing bfd: {models.plain_name(model)} does not keep packed samples apart "
             f"({verdict.why}); set data.packing: none"
         )
-    return "none", verdict.why
+    return Choice("none", verdict.why)
 
 
 def check_data(data: "TrainingData") -> None:
@@ -205,12 +227,12 @@ class TrainingData:
         self,
         cfg: PretrainConfig | FinetuneConfig,
         feed: Feed,
-        why: str,
+        choice: Choice,
         tokenizer: PreTrainedTokenizerBase | None,
         run: Processes,
     ) -> None:
         self.cfg, self.feed, self.run = cfg, feed, run
-        self.why = why  # the reason of the packing
+        self.choice = choice
         self.tokenizer = tokenizer  # None where the data came as token ids
         self.position = feed.position
 
@@ -280,7 +302,9 @@ class TrainingData:
         train, size = self.cfg.train, self.position.global_batch
         lines = [f"data       {line}" for line in self.feed.lines()]
         if self.cfg.data.packing != "wrapped":
-            lines.append(f"packing    {self.feed.shape.packing}: {self.why}")
+            lines.append(f"packing    {self.feed.shape.packing}: {self.choice.why}")
+        if self.feed.shape.packing != "none":
+            lines.append(str(self.choice))
         lines.append(
             f"batch      {size} samples = {train.per_device_train_batch_size} a device x "
             f"{self.accumulation} accumulated x {self.run.world_size} process(es) on "

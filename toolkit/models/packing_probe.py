@@ -6,19 +6,22 @@ other without a word (state spaces, linear attention, position biases, masks bui
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import one_line
+from toolkit.models.attention import attend_within_documents, check_kernel, document_borders
 from toolkit.models.causal_lm import mapped_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
 
 # Samples of the rows that are tried: other lengths a row, single tokens, and longer than a window.
-_PACKED: tuple[tuple[int, ...], ...] = ((7, 1, 11, 5), (3, 9, 2, 2, 8), (24,), (12, 12))
+_WHOLE: tuple[int, ...] = (24,)
+_PACKED: tuple[tuple[int, ...], ...] = ((7, 1, 11, 5), (3, 9, 2, 2, 8), _WHOLE, (12, 12))
 _MOST_PARAMETERS = 2**28
 # Largest difference of logits that is rounding, as a share of their spread.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -27,11 +30,13 @@ _SURE = 0.3  # no rounding makes as much of a difference
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether packed samples stay apart."""
+    """Whether packed samples stay apart, and whether that takes a mask."""
 
     ok: bool
     why: str
     """What was found, or what went wrong, in words for a user."""
+    mask: str | None = None
+    """Why documents need a mask to be told apart; None: `attend_within_documents` does it."""
     by: float = 0.0
     """By how much of their spread the logits are off."""
 
@@ -43,19 +48,22 @@ def keeps_apart(
     sequence_length: int | None = None,
     rows: int = 2,
     device: torch.device | str = "cpu",
+    packed: bool = True,
 ) -> Verdict:
     """Try on a tiny copy of the model whether packed samples stay apart. Not collective.
 
     Takes a second; half a minute for the few types whose layers cannot be left out. Runs packed
-    rows as training does (restarting `position_ids`, no attention mask), without dropout: later
-    samples must not move when the first one changes, and each must come out as it does by itself.
-    Whatever fails on the way is a no with its reason.
+    rows as training does (restarting `position_ids` and `document_borders`, no attention mask),
+    without dropout: later samples must not move when the first one changes, and each must come out
+    as it does by itself, with the model's own attention. Where borders do not do, tries the mask
+    that transformers makes of `position_ids`. Whatever fails on the way is a no with its reason.
 
     Args:
         model_class: before sharding; None: what transformers maps the config to.
         sequence_length: of a packed row; windows and chunks that are as long are not cut.
         rows: of a micro-batch: flash attention keeps apart the samples of one row only.
         device: of the run, for an attention implementation that the CPU has not.
+        packed: False: each row is one document; says whether that takes a mask.
     """
     try:
         model_class = model_class or mapped_class(config)
@@ -63,7 +71,8 @@ def keeps_apart(
         layers = Layers.of(full)
         kinds = layers.kinds(full)
     except Exception as error:  # an architecture may do anything on its way
-        return Verdict(False, f"its layers cannot be looked at: {one_line(error, 400)}")
+        why = f"its layers cannot be looked at: {one_line(error, 400)}"
+        return Verdict(not packed, why, mask=why)
     why = f"{type(full).__name__} has no decoder layers to look at"
     for small in cuts(config, kinds, sequence_length) if kinds else ():
         try:
@@ -74,48 +83,90 @@ def keeps_apart(
             elif size > _MOST_PARAMETERS:
                 why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
             else:
-                return _try(model_class, small, rows, torch.device(device))
+                return _try(model_class, small, rows, torch.device(device), packed)
         except Exception as error:  # an architecture may refuse in any way
             why = f"a tiny copy does not run packed: {one_line(error, 400)}"
-    return Verdict(False, why)
+    return Verdict(not packed, why, mask=why)
 
 
 def _try(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, rows: int, device: torch.device
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    rows: int,
+    device: torch.device,
+    packed: bool,
 ) -> Verdict:
-    """Return what a copy of `config` shows."""
+    """Return what copies of `config` show: by the borders of documents, else by a mask."""
+    batches = list(_batches(rows)) if packed else [[_WHOLE] * rows]
+    model = _copy(model_class, config, device)
+    try:
+        check_kernel(device)
+        attend_within_documents(model)
+        verdict = _judged(model, batches, borders=True)
+    except Exception as error:  # an architecture may refuse in any way
+        verdict = Verdict(False, one_line(error, 400))
+    if verdict.ok:
+        return verdict
+    mask = verdict.why
+    if not packed:
+        return Verdict(True, "each row is one document", mask)
+    model = _copy(model_class, config, device)
+    return replace(_judged(model, batches, borders=False), mask=mask)
+
+
+def _copy(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, device: torch.device
+) -> PreTrainedModel:
     # Flash attention runs in half precision only.
-    is_flash = "flash" in str(config._attn_implementation)
-    dtype = torch.bfloat16 if is_flash else torch.float32
-    # Flex attention is not worth a compilation.
-    with forked_rng(device), torch.compiler.set_stance("force_eager"):
+    dtype = torch.bfloat16 if _is_flash(config) else torch.float32
+    with forked_rng(device):
         torch.manual_seed(0)
         model = model_class._from_config(copy.deepcopy(config), dtype=dtype).eval()
         with torch.no_grad():  # noise on all it has: zeros and ones of a start would hide a leak
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.add_(torch.randn(parameter.shape) * 0.05)
-        verdict = _compare(model.to(device), rows)
-        if is_flash or not 0 < verdict.by < _SURE:
+    return model.to(device)
+
+
+def _is_flash(config: PreTrainedConfig) -> bool:
+    return "flash" in str(config._attn_implementation)
+
+
+def _judged(
+    model: PreTrainedModel, batches: list[list[tuple[int, ...]]], *, borders: bool
+) -> Verdict:
+    """Return what `model` shows, in fp64 where it is not sure."""
+    is_half = next(model.parameters()).dtype == torch.bfloat16
+    # Flex attention is not worth a compilation.
+    with forked_rng(model.device), torch.compiler.set_stance("force_eager"):
+        verdict = _compare(model, batches, borders)
+        if is_half or not 0 < verdict.by < _SURE:
             return verdict
         try:  # again in fp64, where rounding is gone
             model.set_experts_implementation("eager")  # the grouped product has no fp64
-            return _compare(model.double(), rows)
+            return _compare(model.double(), batches, borders)
         except (RuntimeError, TypeError, ValueError):  # casts of its own, or a kernel without fp64
             return verdict
 
 
 @torch.no_grad()
-def _compare(model: PreTrainedModel, rows: int) -> Verdict:
-    """Return what packed rows show."""
+def _compare(
+    model: PreTrainedModel, batches: list[list[tuple[int, ...]]], borders: bool
+) -> Verdict:
+    """Return what packed rows show; `borders` go along with them."""
     parameter = next(model.parameters())
     device, tolerance = parameter.device, _ROUNDING[parameter.dtype]
     torch.manual_seed(1)
-    for packed in _batches(rows):
-        ids = torch.randint(SPECIAL, VOCABULARY, (rows, sum(packed[0])), device=device)
+    for packed in batches:
+        ids = torch.randint(SPECIAL, VOCABULARY, (len(packed), sum(packed[0])))
         positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in packed])
-        positions = positions.to(device)
-        logits = _logits(model, ids, position_ids=positions)
+        whole = all(len(row) == 1 for row in packed)  # windows come without positions
+        inputs: dict[str, Any] = {} if whole else {"position_ids": positions}
+        inputs |= document_borders({"input_ids": ids} | inputs) if borders else {}
+        ids = ids.to(device)
+        inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in inputs.items()}
+        logits = _logits(model, ids, **inputs)
         spread = float(logits.std()) or 1.0
         other = ids.clone()
         later = torch.zeros_like(ids, dtype=torch.bool)
@@ -123,14 +174,14 @@ def _compare(model: PreTrainedModel, rows: int) -> Verdict:
             first = ids[row, : lengths[0]]
             other[row, : lengths[0]] = SPECIAL + (first - SPECIAL + 17) % (VOCABULARY - SPECIAL)
             later[row, lengths[0] :] = True
-        moved = (_logits(model, other, position_ids=positions) - logits).abs().amax(-1) / spread
+        moved = (_logits(model, other, **inputs) - logits).abs().amax(-1) / spread
         if not moved.isfinite().all():
-            return Verdict(False, "a tiny copy answers with values that are not finite", inf)
+            return Verdict(False, "a tiny copy answers with values that are not finite", by=inf)
         if float(moved.max()) <= tolerance:
-            return Verdict(False, "a tiny copy does not answer to its input at all", inf)
+            return Verdict(False, "a tiny copy does not answer to its input at all", by=inf)
         if (leak := float((moved * later).max())) > tolerance:
             why = "packed samples see each other: changing the first moves the logits of later ones"
-            return Verdict(False, f"{why} by {leak:.1e} of their spread", leak)
+            return Verdict(False, f"{why} by {leak:.1e} of their spread", by=leak)
         off = 0.0
         for row, lengths in enumerate(packed):
             parts = zip(ids[row].split(lengths), logits[row].split(lengths), strict=True)
@@ -138,7 +189,7 @@ def _compare(model: PreTrainedModel, rows: int) -> Verdict:
                 off = max(off, float((_logits(model, sample[None])[0] - among).abs().max()))
         if (off := off / spread) > tolerance:
             why = "a packed sample does not come out as it does by itself: its logits differ"
-            return Verdict(False, f"{why} by {off:.1e} of their spread", off)
+            return Verdict(False, f"{why} by {off:.1e} of their spread", by=off)
     return Verdict(True, "packed samples stay apart, as tried on a tiny copy of the model")
 
 
@@ -150,5 +201,5 @@ def _batches(rows: int) -> Iterator[list[tuple[int, ...]]]:
             yield packed
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     return model(input_ids=ids, **inputs).logits

@@ -32,6 +32,11 @@ _KEPT = (
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
+# Custom operations, there once their library is imported: torch's varlen attention, flash-attn's.
+_KEPT_OF = {
+    "torch_attn": ("_varlen_attn",),
+    "flash_attn": ("_flash_attn_forward", "_flash_attn_varlen_forward"),
+}
 
 
 def recompute_in_backward(
@@ -73,7 +78,9 @@ def recompute_in_backward(
 
 @functools.cache
 def _kept_operations() -> frozenset[Any]:
-    packets = [getattr(torch.ops.aten, name) for name in _KEPT if hasattr(torch.ops.aten, name)]
+    spaces = [(getattr(torch.ops, space), names) for space, names in _KEPT_OF.items()]
+    found = ((torch.ops.aten, _KEPT), *spaces)
+    packets = [getattr(ops, name) for ops, names in found for name in names if hasattr(ops, name)]
     return frozenset(getattr(p, overload) for p in packets for overload in p.overloads())
 
 

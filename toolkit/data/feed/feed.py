@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from toolkit.data.order.position import EvalBatches, Position, accumulation_for
 from toolkit.data.samples.sequences import (
@@ -28,12 +29,13 @@ from toolkit.data.samples.sequences import (
     Padded,
     Pieces,
     Windows,
+    collate_documents,
 )
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
 Packing = Literal["wrapped", "bfd", "none"]
-MicroBatch = dict[str, torch.Tensor]
+MicroBatch = dict[str, Any]  # tensors; of the borders of documents, two whole numbers
 SampleSet = Windows | Packed | Padded
 
 
@@ -66,10 +68,13 @@ class SampleShape:
     packing: Packing  # `DataConfig.packing`, `auto` decided
     sequence_length: int  # tokens of a sample at most
     pad_id: int = 0
+    borders: bool = False  # micro-batches carry where documents begin (`document_borders`)
 
-    def collate(self) -> Callable[[list], Any] | None:
-        """Return what makes a micro-batch of samples; None where they are just stacked."""
-        return PadCollate(self.pad_id, self.sequence_length) if self.packing == "none" else None
+    def collate(self) -> Callable[[list], Any]:
+        """Return what makes a micro-batch of samples."""
+        if self.packing == "none":
+            return PadCollate(self.pad_id, self.sequence_length)
+        return collate_documents if self.borders else default_collate
 
     def __str__(self) -> str:
         if self.packing == "wrapped":

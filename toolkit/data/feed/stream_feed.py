@@ -1,13 +1,13 @@
 """Streamed sources as this rank's micro-batches."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from toolkit import ranks
 from toolkit.data.feed.feed import Feed, MicroBatch, Processes, SampleShape
@@ -250,7 +250,7 @@ class RankBatches(IterableDataset):
     world_size: int
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        collate: Callable[[list], Any] = self.shape.collate() or default_collate
+        collate = self.shape.collate()
         size = self.per_device_batch
         for step in range(self.steps):
             try:

@@ -19,10 +19,11 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from toolkit.data.samples.packing import best_fit
 from toolkit.errors import DataError
+from toolkit.models.attention import document_borders
 
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
 IGNORED = -100  # label of a token that the loss leaves out, as in transformers
@@ -219,6 +220,12 @@ def packed_sample(pieces: list[Piece], sequence_length: int, pad_id: int) -> Sam
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(positions),
     }
+
+
+def collate_documents(samples: list[Sample]) -> dict[str, Any]:
+    """Stack windows or packed samples into a micro-batch that carries `document_borders`."""
+    batch = default_collate(samples)
+    return batch | document_borders(batch)
 
 
 @dataclass(frozen=True)

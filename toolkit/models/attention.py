@@ -1,0 +1,298 @@
+"""Attention within documents by their borders, without a mask.
+
+From positions that restart, transformers builds a dense mask [B, 1, T, T] in every forward, for
+which the host waits for the device and which rules flash attention out. A micro-batch that carries
+`document_borders` needs none: transformers makes no mask for an attention function that has no mask
+function of its name, and hands the borders down to it, as its flash attention knows them.
+
+Owns that function and when it is active. Which types bear it is tried (`packing_probe`).
+"""
+
+import functools
+import inspect
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+from toolkit.errors import ModelError, one_line
+
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What a batch carries of its documents; the names of transformers' `FlashAttentionKwargs`."""
+_PREFIX = "documents_"
+_BLOCK = 512  # queries that are masked at a time where SDPA takes no flag for the mask
+_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+# Arguments that reach every attention function and change nothing in what it computes here.
+_IDLE = frozenset(
+    (
+        *("position_ids", "cache_position", "past_key_values", "use_cache", "output_attentions"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings"),
+        *("num_items_in_batch", "layer_idx", "logits_to_keep"),
+    )
+)
+
+
+def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return where the documents of a micro-batch begin and end, as the forward takes it.
+
+    `cu_seq_lens_*` are int32 [documents + 1] over the flattened rows, `max_length_*` python ints.
+    To be called on the host: it reads the values of `position_ids` [B, T], which restart with each
+    document; without them each row of `input_ids` [B, T] is one.
+    """
+    rows, length = batch["input_ids"].shape
+    positions = batch.get("position_ids")
+    begins = torch.arange(0, rows * length, length)
+    if positions is not None:
+        begins = (positions.flatten() == 0).nonzero().flatten()
+    ends = F.pad(begins, (0, 1), value=rows * length).to(torch.int32)
+    longest = int(ends.diff().max())
+    return dict(zip(BORDERS, (ends, ends, longest, longest), strict=True))
+
+
+def attend_within_documents(model: PreTrainedModel) -> None:
+    """Let `model` attend without a mask where a batch carries `document_borders`, in place.
+
+    Every other forward (padded rows, generation) attends and masks as before.
+
+    Raises:
+        ModelError: the attention that the model was built with is none that this can stand for;
+            in a forward: what it attends by is more than borders, or a mask comes beside them.
+    """
+    held = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = [c for c in held.values() if isinstance(c, PreTrainedConfig)]
+    kernels = {str(config._attn_implementation) for config in configs}
+    own = kernels.pop()
+    if kernels or not (own == "sdpa" or "flash" in own):
+        raise ModelError(f"its attention is {' and '.join(sorted({own, *kernels}))}")
+    # "flash" in a name makes transformers look for a kernel of that name.
+    name = _PREFIX + own.replace("flash", "fa")
+    AttentionInterface.register(name, partial(_attention, own))
+    _set(configs, name)
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def with_or_without_mask(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(BORDERS[0]) is not None:
+            if kwargs.get("attention_mask") is not None:  # transformers would drop it
+                raise ModelError("expected no attention_mask beside the borders of documents")
+            return forward(*args, **kwargs)
+        _set(configs, own)  # now masks are built
+        try:
+            return forward(*args, **kwargs)
+        finally:  # recomputed layers find what they were given, a mask or borders
+            _set(configs, name)
+
+    cast(Any, model).forward = with_or_without_mask
+
+
+def _set(configs: list[PreTrainedConfig], kernel: str) -> None:
+    for config in configs:
+        config._attn_implementation = kernel
+
+
+def _attention(
+    own: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention [B, T, heads, width] of query, key and value [B, heads, T, width], by
+    the contract of transformers' `AttentionInterface`; `own` is what it stands for.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
+    own_way = partial(_flash, own, sliding_window) if "flash" in own else sdpa_attention_forward
+    if cu_seq_lens_q is None or max_length_q is None:
+        return own_way(module, query, key, value, attention_mask, **options, **others)
+    if attention_mask is not None or not causal or query.shape[2] != key.shape[2]:
+        raise ModelError("it attends with a mask of its own, or to other tokens than its own")
+    if "flash" in own:
+        borders = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        options |= others | dict(zip(BORDERS, borders, strict=True))
+        return own_way(module, query, key, value, None, **options)
+    unknown = sorted(n for n, v in others.items() if v is not None and n not in _IDLE)
+    if unknown:
+        raise ModelError(f"its attention takes {', '.join(unknown)}, which needs its own kernel")
+    window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
+    batch, _, length, width = query.shape
+    if window is None and (cu_seq_lens_q.shape[0], max_length_q) == (batch + 1, length):
+        return own_way(module, query, key, value, None, **options)  # each row is a document
+    scaling = width**-0.5 if scaling is None else scaling
+    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    if _has_kernel(query, dropout):
+        out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+    else:
+        out = _each_document(query, key, value, cu_seq_lens_q, scaling, window, dropout)
+    return out.unflatten(0, (batch, length)).contiguous(), None
+
+
+def check_kernel(device: torch.device) -> None:
+    """Try the kernel of a GPU on two documents against the plain path. Raises ModelError."""
+    if device.type != "cuda":
+        return
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 64, 2, 64, generator=generator).to(device)
+    borders = torch.tensor([0, 24, 64], dtype=torch.int32, device=device)
+    expected = _each_document(q, k, v, borders, 0.125, 16, 0.0)
+    try:
+        found = _varlen(q.bfloat16(), k.bfloat16(), v.bfloat16(), borders, 40, 0.125, 16)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"varlen flash attention does not run: {one_line(error)}") from error
+    if (off := float((found.float() - expected).abs().max())) > 0.05:
+        raise ModelError(f"varlen flash attention is off by {off:.1e} on this device")
+
+
+def _has_kernel(query: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's varlen flash attention takes a query [tokens, heads, width]."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cuda" and half and query.shape[-1] <= 256 and not dropout
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    scaling: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Return attention [tokens, heads, width] by one kernel over all documents."""
+    # It takes one width, a multiple of 8; zeros more change no score.
+    out_width = value.shape[-1]
+    width = -(-max(query.shape[-1], out_width) // 8) * 8
+    query, key, value = (_widened(t, width) for t in (query, key, value))
+    options: dict[str, Any] = {"scale": scaling, "window_size": ((window or 0) - 1, 0)}
+    if _GROUPED:
+        options["enable_gqa"] = True
+    else:
+        key, value = _repeated(query, key, value)
+    out = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
+    return cast(torch.Tensor, out)[..., :out_width]
+
+
+def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor  # a pad of nothing copies
+
+
+def _repeated(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value [tokens, key heads, width] with as many heads as the query."""
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+# A loop over documents would be compiled anew for each batch.
+@torch.compiler.disable
+def _each_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Return attention [tokens, heads, width] document by document, at most `_BLOCK` rows of
+    scores at a time. On a device the host waits for `borders`, once a micro-batch.
+    """
+    lengths = _lengths(borders)
+    out_width = value.shape[-1]
+    width = max(query.shape[-1], out_width)  # unlike widths would have SDPA hold all scores
+    query, key, value = (_widened(t, width) for t in (query, key, value))
+    key, value = _repeated(query, key, value)
+    q, k, v = (t.transpose(0, 1)[None].split(lengths, dim=2) for t in (query, key, value))
+    parts = zip(q, k, v, strict=True)
+    out = [_document(*part, scaling=scaling, window=window, dropout=dropout) for part in parts]
+    return torch.cat(out, dim=2)[0].transpose(0, 1)[..., :out_width]
+
+
+def _lengths(borders: torch.Tensor) -> list[int]:
+    # Every layer is handed the same tensor.
+    if not hasattr(borders, "_host_lengths"):
+        borders._host_lengths = borders.diff().tolist()  # type: ignore[attr-defined]
+    return borders._host_lengths  # type: ignore[attr-defined]
+
+
+def _document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Return causal attention of one document [1, heads, tokens, width]."""
+    tokens = query.shape[2]
+    if (window is None or window >= tokens) and not (dropout and tokens > _BLOCK):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=dropout, scale=scaling
+        )
+    window = tokens if window is None else window
+    out = []
+    for begin in range(0, tokens, _BLOCK):
+        end, first = min(begin + _BLOCK, tokens), max(0, begin - window + 1)
+        positions = torch.arange(first, end, device=query.device)
+        back = positions[begin - first :, None] - positions
+        seen = (back >= 0) & (back < window)
+        keys, values = key[:, :, first:end], value[:, :, first:end]
+        out.append(
+            F.scaled_dot_product_attention(
+                query[:, :, begin:end], keys, values, seen, dropout_p=dropout, scale=scaling
+            )
+        )
+    return torch.cat(out, dim=2)
+
+
+def _flash(
+    own: str,
+    sliding_window: int | None,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what the flash attention `own` gives; transformers' function of this contract would
+    look for a kernel of this module's name.
+    """
+    out_width, length = value.shape[-1], query.shape[2]
+    query, key, value = (t.transpose(1, 2) for t in (query, key, _widened(value, query.shape[-1])))
+    out = _flash_attention_forward(
+        query,
+        key,
+        value,
+        attention_mask,
+        query_length=length,
+        softmax_scale=scaling,
+        sliding_window=sliding_window,
+        attn_implementation=own,
+        s_aux=None if s_aux is None else s_aux.to(query.dtype),
+        **options,
+    )
+    return out[..., :out_width], None
