@@ -144,17 +144,23 @@ def test_a_head_alone_and_a_body_alone():
 
 
 class Seen(TorchDispatchMode):
-    """The products that ran, by their shapes, and the elements of the largest result."""
+    """The products that ran, by their shapes (`wide` ones from bf16 to fp32), and the elements of
+    the largest result.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.products: list[tuple[int, ...]] = []
         self.largest = 0
+        self.wide: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
             self.products.append(tuple(out.shape))
+        if func in (torch.ops.aten.mm.dtype, torch.ops.aten.addmm.dtype_out):
+            assert out.dtype == torch.float32
+            self.wide.append(tuple(out.shape))
         if isinstance(out, torch.Tensor):
             self.largest = max(self.largest, out.untyped_storage().nbytes() // out.itemsize)
         return out
@@ -215,6 +221,18 @@ def test_a_bf16_head_gradient_is_as_exact_as_one_product(monkeypatch):
     assert (head.weight.grad.double() - exact).norm() / (one - exact).norm() > 1.5
 
 
+def test_products_in_fp32_where_the_device_has_them(monkeypatch):
+    """On tensors without values, which take the same calls as a GPU's."""
+    head, hidden, labels = (x.to("meta") for x in head_alone())
+    head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
+    monkeypatch.setattr(head_loss, "_WIDE_PRODUCTS", ("meta",))
+    with Seen() as seen:
+        HeadLoss(head, head.forward, 640)(hidden, labels)[0].backward()
+    assert seen.wide == [(96, 16), (640, 16)]
+    assert hidden.grad.dtype == head.weight.grad.dtype == torch.bfloat16
+    assert hidden.grad.shape == hidden.shape
+
+
 # --------------------------------------------------------------------------------------------------
 # Which models it holds for
 # --------------------------------------------------------------------------------------------------
@@ -250,6 +268,10 @@ def squared(logits: torch.Tensor) -> torch.Tensor:
     return logits * logits.abs() / 50
 
 
+def vanishing(logits: torch.Tensor) -> torch.Tensor:
+    return logits * (-logits.abs()).exp()
+
+
 def refused(logits: torch.Tensor) -> torch.Tensor:
     if logits.shape[-1] == 0:
         raise ValueError("no logits")
@@ -265,7 +287,7 @@ class Trained(torch.nn.Module):
         return logits * self.scale
 
 
-@pytest.mark.parametrize("change", [shifted, masked, cut, squared, refused, Trained()])
+@pytest.mark.parametrize("change", [shifted, masked, cut, squared, vanishing, refused, Trained()])
 def test_what_no_map_fits_is_said_and_computed_from_logits(change, capsys):
     model, batch = tiny_model("llama").train(), rows(2)
     batch["input_ids"], batch["labels"] = batch["input_ids"] % 100, batch["labels"].clamp(max=99)

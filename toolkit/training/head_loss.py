@@ -20,6 +20,8 @@ _CHUNK_ELEMENTS = {"cpu": 2**23}
 _CHUNK_ELEMENTS_OF_AN_ACCELERATOR = 2**28
 # Where the number of labels is no secret to the host, which elsewhere would have to wait for it.
 _COUNTED = ("cpu",)
+# Devices with products of bf16 that answer in fp32.
+_WIDE_PRODUCTS = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def _cross_entropy(
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return `a @ b`, of bf16 in fp32 where the device has such a product."""
-    if a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16:
+    if a.device.type in _WIDE_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 
@@ -236,7 +238,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.device.type == "cuda":
+    elif total.device.type in _WIDE_PRODUCTS:
         torch.addmm(total, a, b.to(a.dtype), out_dtype=total.dtype, out=total)
     else:  # no product of this kind
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

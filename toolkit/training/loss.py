@@ -5,6 +5,7 @@ output (nothing, a scale, a soft cap) is found out by trying; where that is some
 is computed from the model's own logits.
 """
 
+import math
 import weakref
 from typing import Any
 
@@ -203,7 +204,7 @@ def _fitted(z: torch.Tensor, logits: torch.Tensor) -> LogitMap:
     small, large = (float(value) for value in logits.flatten()[:2])
     scale = small / _SMALL
     linear = abs(large - scale * _LARGE) <= 1e-5 * abs(large)
-    found = LogitMap(scale, None if linear else large)
+    found = LogitMap(scale, None if linear else large or math.nan)
     # Rounded ones (sharding.output_dtype) tell an identity, but no number exactly.
     exact = 1e-5 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
     same = torch.allclose(found(z), logits.float(), rtol=exact, atol=exact)
