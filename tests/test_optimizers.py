@@ -218,9 +218,8 @@ def resume_all(rank: int, world: int, folder: str, root: str, names: tuple[str, 
     return found
 
 
-@pytest.mark.parametrize(
-    "names", [OPTIMIZERS[3:], pytest.param(OPTIMIZERS[:3], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [OPTIMIZERS[3:], OPTIMIZERS[:3]])
 def test_a_run_goes_on_on_other_ranks_as_if_undisturbed(names, folder, tmp_path: Path):
     root = str(tmp_path)
     saved = {world: run_ranks(save_all, world, folder, root, names)[0] for world in (1, 2)}

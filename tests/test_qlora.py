@@ -471,6 +471,45 @@ def layer(out: int, into: int, cfg: LoraConfig = LORA, dtype: str = "float32") -
     return made
 
 
+@pytest.mark.slow
+def test_compiled_layers_with_adapters_learn_the_same(folder):
+    """As `torch_compile: auto` has it on a GPU, with recomputation; in 4 bits and not."""
+    for found in run_ranks(compiled, 2, folder):
+        for bits in (4, 16):
+            assert found[bits, "layer"] == pytest.approx(found[bits, "none"], rel=1e-5), bits
+            assert found[bits, "layer"][-1] < found[bits, "layer"][0]
+        assert found["graphs"] > 0
+        assert not found["breaks"]
+
+
+def compiled(rank: int, world: int, folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for bits in (4, 16):
+        for how in ("none", "layer"):
+            cfg = dataclasses.replace(
+                FP32,
+                torch_compile=how,
+                torch_compile_backend="aot_eager",
+                activation_checkpointing="selective",
+                accumulation="keep_gathered",
+            )
+            torch._dynamo.reset()
+            model: Any = build_on_meta(ModelConfig(folder))
+            lora = LORA if bits == 4 else dataclasses.replace(LORA, load_in_4bit=False)
+            if bits == 4:
+                quantise_on_meta(model, lora, cfg.param_dtype)
+            model = add_adapters(model, lora)
+            apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
+            load_pretrained(model, folder, "cpu")
+            optimizer = build_optimizer(model.train(), OPTIM)
+            micro = [mine(batch(seed), rank, world)[0] for seed in (0, 1)]
+            found[bits, how] = [float(train_step(model, optimizer, micro).loss) for _ in range(4)]
+    counters = torch._dynamo.utils.counters
+    found["graphs"] = counters["stats"]["unique_graphs"]
+    found["breaks"] = dict(counters["graph_break"])
+    return found
+
+
 def test_a_compiled_layer_is_one_graph_with_the_same_values():
     import torch._dynamo
 

@@ -304,9 +304,10 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     optim: Literal["adamw_torch_fused", "adamw_8bit", "adafactor", "muon"] = "adamw_torch_fused"
-    """AdamW; AdamW with moments of 8 bits (needs bitsandbytes); Adafactor, whose learning rate is
-    relative to a parameter's size (1e-2 is usual); Muon for hidden matrices and AdamW for the rest,
-    with AdamW's learning rate and decay."""
+    """AdamW (8 bytes of state a value in fp32); AdamW with moments of 8 bits (2 bytes; needs
+    bitsandbytes); Adafactor (next to none), whose learning rate is relative to a parameter's size
+    (1e-2 is usual); Muon for hidden matrices (4 bytes) and AdamW for the rest, with AdamW's
+    learning rate and decay."""
     learning_rate: NonNegative = 5e-5
     """Peak learning rate."""
     embedding_learning_rate: NonNegative | None = None
