@@ -6,7 +6,7 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all check format bench architectures soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all check format bench gpu architectures soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/consolidate.py
 	$(BIN)/python benchmarks/sharding.py
+
+gpu: install  ## Prove it on one GPU, beside peers; writes docs/benchmarks/gpu.md (15 minutes)
+	$(BIN)/python benchmarks/gpu.py --out runs/gpu --write docs/benchmarks/gpu.md
 
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
 	$(BIN)/python tests/architectures.py --write docs/architectures.md

@@ -231,6 +231,15 @@ def guarded(main: Callable[[], None]) -> None:
         code = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         code = 130
+    except torch.OutOfMemoryError as error:
+        print(
+            f"error: {str(error).strip().splitlines()[0]} Lower "
+            "train.per_device_train_batch_size (with more gradient_accumulation_steps the global "
+            "batch stays), or set sharding.activation_checkpointing: full",
+            file=sys.stderr,
+            flush=True,
+        )
+        code = 1
     except Exception:
         traceback.print_exc()
         code = 1

@@ -1,0 +1,468 @@
+"""Proof on one GPU: what must work; how fast it is beside a bare loop and transformers' Trainer.
+
+    python benchmarks/gpu.py --out OUT [--part 1|2] [--deadline 480] [--write FILE]
+    python benchmarks/gpu.py --bundle DIR                    # for a GPU machine without a network
+    python benchmarks/gpu.py --tiny --device cpu --out OUT   # every line but the CUDA calls
+
+Part 1 is functional, part 2 measures; each is made for a call of at most 8 minutes. Every case is a
+process of its own with a deadline of its own, and is left out where the time that is left is less
+than it needs. Results are appended to OUT/results.jsonl at once; the tables (OUT/gpu.md) come last.
+Exit code 1 where a case failed; a bar that is not met is a result.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+
+# Set before torch starts, and by the cases' processes too.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as the toolkit does; for its peers too
+}
+_NO_GPU = (
+    "torch sees no GPU here. `python benchmarks/gpu.py --bundle DIR` packs what a GPU machine "
+    "needs; `python benchmarks/gpu.py --tiny --device cpu --out OUT` is the dry run on this one"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--part", type=int, choices=(1, 2), help="one part only")
+    parser.add_argument("--deadline", type=float, default=480.0, help="seconds of a part")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="results and logs")
+    parser.add_argument("--work", type=Path, help="models and runs; deleted at the end")
+    parser.add_argument("--write", type=Path, help="write the tables to this file too")
+    parser.add_argument("--only", nargs="+", default=[], help="cases, by name")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="the dry run: tiny models, forks")
+    parser.add_argument("--bundle", type=Path, help="pack the project and wheels into a folder")
+    parser.add_argument("--inner", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.bundle is not None:
+        return bundle(args.bundle)
+    if missing := [n for n in _IMPORTED if importlib.util.find_spec(n) is None]:
+        print(f"error: not installed: {', '.join(missing)}; see --bundle", file=sys.stderr)
+        return 1
+    os.environ |= _ENVIRONMENT
+    if args.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(f"error: {_NO_GPU}", file=sys.stderr)
+        return 1
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if args.inner:
+        return inner(args, out)
+    work = args.work or Path(tempfile.mkdtemp(prefix="toolkit-gpu-", dir=_roomy()))
+    os.environ["HF_DATASETS_CACHE"] = str(work / "datasets")
+    try:
+        for part in (args.part,) if args.part else (1, 2):
+            cases = [
+                c
+                for c in cases_of(part)
+                if not args.only or c[0] in (f"machine_{part}", *args.only)
+            ]
+            run_part(cases, out, work, args.device, args.tiny, args.deadline)
+    finally:
+        if args.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+    results = read_results(out)
+    text = report(results)
+    for file in (out / "gpu.md", args.write):
+        if file is not None:
+            file.write_text(text)
+    print(text)
+    return 1 if failures(results) else 0
+
+
+def _roomy() -> str | None:
+    """Return the memory file system where it holds the weights of all cases, else None."""
+    shm = Path("/dev/shm")
+    return str(shm) if shm.is_dir() and shutil.disk_usage(shm).free > 60e9 else None
+
+
+def cases_of(part: int) -> list[tuple[str, Callable[[Any], None], float]]:
+    """Return the name, function and seconds of the cases of a part."""
+    if part == 1:
+        import gpu_cases
+
+        cases = [(fn.__name__, fn, seconds) for fn, seconds in gpu_cases.CASES]
+        return [("machine_1", machine, 10), *cases]
+    import gpu_bench
+
+    return [("machine_2", machine, 10), *gpu_bench.CASES]
+
+
+def inner(args: argparse.Namespace, out: Path) -> int:
+    """Run what a case starts as a program of its own."""
+    import gpu_cases
+    import gpu_common
+
+    place = gpu_common.Place(args.inner, args.device, args.tiny, out, args.work)
+    gpu_cases.INNER[args.inner](place)
+    return 0
+
+
+# ---- Running cases -------------------------------------------------------------------------------
+
+
+def run_part(
+    cases: Iterable[tuple[str, Callable[[Any], None], float]],
+    out: Path,
+    work: Path,
+    device: str,
+    tiny: bool,
+    deadline: float,
+) -> None:
+    """Run `cases` one after the other, each in its own process; record how each ended."""
+    from gpu_common import Place, append
+
+    cases = list(cases)
+    forget(out, {name for name, _, _ in cases})
+    # A fork of a process that has used CUDA cannot use it; the dry run imports everything once.
+    context = multiprocessing.get_context("fork" if tiny else "spawn")
+    ends = time.monotonic() + deadline
+    for name, fn, seconds in cases:
+        left = ends - time.monotonic()
+        begun = time.monotonic()
+        if left < (0 if tiny else seconds):
+            line = {"status": "skipped", "why": f"{left:.0f} s left, {seconds:.0f} s needed"}
+        else:
+            place = Place(name, device, tiny, out, work)
+            log = out / f"{name}.log"
+            log.unlink(missing_ok=True)
+            process = context.Process(target=run_case, args=(place, fn, log))  # type: ignore[attr-defined]
+            process.start()
+            process.join(min(left, 2 * seconds + 30))
+            if process.exitcode is None:
+                line = {"status": "timeout"}
+            else:
+                line = {"status": "ended" if process.exitcode == 0 else "failed"}
+            if process.exitcode != 0:
+                end_group(process)
+                line["log"] = last_lines(log)
+        line |= {"case": name, "seconds": round(time.monotonic() - begun, 1)}
+        append(out, line)
+        print(json.dumps(line), flush=True)
+
+
+def run_case(place: Any, fn: Callable[[Any], None], log: Path) -> None:
+    """Run one case in this process, which is its own; what it prints goes to `log`."""
+    os.setsid()  # so that a case that hangs is ended with the programs that it started
+    import gpu_common
+    import torch
+
+    gpu_common.redirect(log)
+    if place.tiny:
+        torch.set_num_threads(1)
+    try:
+        fn(place)
+    except gpu_common.NotHere as error:
+        gpu_common.append(place.out, {"case": place.name, "status": "not here", "why": str(error)})
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+        os._exit(1)  # threads of a process group that failed may never end
+    sys.stdout.flush()
+
+
+def end_group(process: Any) -> None:
+    """Kill a case and what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it ended before it had a group of its own, or with all of it
+        process.kill()
+    process.join()
+
+
+def last_lines(log: Path, count: int = 12) -> str:
+    text = log.read_text("utf-8", "replace") if log.exists() else ""
+    return "\n".join(text.rstrip().splitlines()[-count:])[-1500:]
+
+
+def machine(place: Any) -> None:
+    """Record the card and the versions."""
+    import torch
+
+    packages = ("torch", "transformers", "accelerate", "datasets", "peft")
+    packages += ("bitsandbytes", "liger-kernel", "flash-attn")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    about: dict[str, Any] = {"card": f"{_DRY} ({platform.machine()}), a dry run"}
+    if place.cuda:
+        card = torch.cuda.get_device_properties(0)
+        about = {"card": card.name, "memory_gb": round(card.total_memory / 1e9, 1)}
+        about["cuda"] = torch.version.cuda
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        if shutil.which("nvidia-smi"):
+            asked = subprocess.run(query, capture_output=True, text=True, check=False)
+            about["driver"] = asked.stdout.strip()
+        from toolkit.training.model_flops import device_peak_flops
+
+        about["peak_tflops"] = (device_peak_flops(torch.device("cuda")) or 0) / 1e12
+    python = platform.python_version()
+    place.record("machine", **about, cores=os.cpu_count(), python=python, versions=versions)
+
+
+# ---- Results and tables --------------------------------------------------------------------------
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    file = out / "results.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+def forget(out: Path, names: set[str]) -> None:
+    """Drop what earlier calls recorded of these cases."""
+    kept = [line for line in read_results(out) if line["case"] not in names]
+    (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def failures(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of checks and cases that failed."""
+    return [r for r in results if r.get("ok") is False or r.get("status") in ("failed", "timeout")]
+
+
+def report(results: list[dict[str, Any]]) -> str:
+    """Return the tables in markdown."""
+    about = next((r for r in results if r.get("check") == "machine"), {})
+    versions = ", ".join(f"{n} {v}" for n, v in about.get("versions", {}).items())
+    more = [f"{about[k]} {what}" for k, what in _ABOUT if about.get(k)]
+    lines = ["# On one GPU", "", f"{', '.join([str(about.get('card')), *more])}; {versions}."]
+    lines += ["", "## Bars", "", "| bar | wanted | found | |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in bars(results)]
+    lines += ["", "## Speed", "", *speed_table(results), "", "## Functional cases", ""]
+    lines += ["| case | check | | |", "|---|---|---|---|"]
+    for r in results:
+        if r.get("ok") is not None:
+            verdict = "passed" if r["ok"] else "FAILED"
+            detail = f"differs by {r['differs']:.1e}" if "differs" in r else r.get("error", "")
+            lines.append(f"| {r['case']} | {r['check']} | {verdict} | {one_line(detail)} |")
+    lines += ["", "## Other figures", "", "| case | what | |", "|---|---|---|"]
+    for r in results:
+        if r.get("ok") is None and r.get("check") not in (None, "speed", "machine"):
+            hidden = ("case", "check", "ok", "kernels_ms", "path")
+            text = ", ".join(f"{k} {short(v)}" for k, v in r.items() if k not in hidden)
+            lines.append(f"| {r['case']} | {r['check']} | {one_line(text)} |")
+    left_out = [r for r in results if r.get("status") not in (None, "ended")]
+    if left_out:
+        lines += ["", "## Not measured, or failed", "", "| case | | |", "|---|---|---|"]
+        for r in left_out:
+            why = r.get("why") or (r.get("log") or "no output").splitlines()[-1]
+            lines.append(f"| {r['case']} | {r['status']} | {one_line(why)} |")
+    return "\n".join([*lines, "", "Written by `benchmarks/gpu.py`.", ""])
+
+
+_DRY = "no GPU"
+_ABOUT = (("memory_gb", "GB"), ("driver", "driver"), ("cuda", "CUDA"), ("cores", "cores"))
+
+
+def one_line(text: str) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|")[:300]
+
+
+def short(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k}: {short(v)}" for k, v in value.items()) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def found_speed(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return case -> its figures, with the MFU by the toolkit's formula of its shape, and the same
+    against the best matrix product that was measured.
+    """
+    speed = {r["case"]: dict(r) for r in results if r.get("check") == "speed"}
+    ceiling = max((r["tflops"] for r in results if "tflops" in r), default=0.0)
+    peak = next((r["peak_tflops"] for r in results if r.get("peak_tflops")), 0.0)
+    for name, line in speed.items():
+        line["loss"] = line.get("mean_loss")
+        if "losses" in line:
+            line["loss"] = sum(line["losses"]) / len(line["losses"])
+        flops = speed.get(f"{name.split('_')[0]}_toolkit", {}).get("flops_per_token")
+        if flops:
+            rate = line["tokens_per_second"] * flops / 1e12
+            line |= {"tflops_used": rate, "mfu": rate / peak if peak else None}
+            line["of_ceiling"] = rate / ceiling if ceiling else None
+    return speed
+
+
+def speed_table(results: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "2 warm-up and 5 timed steps of 4 micro-batches; medians. MFU by the toolkit's formula "
+        "(docs of `toolkit.training.model_flops`), and against the best measured bf16 product.",
+        "",
+        "| case | tokens/s | step s | spread | MFU | of measured | peak GB | mean loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, r in found_speed(results).items():
+        shares = [f"{r[k]:.1%}" if r.get(k) else "" for k in ("mfu", "of_ceiling")]
+        lines.append(
+            f"| {name} | {r['tokens_per_second']:,.0f} | {r['step_seconds']:.3f} | "
+            f"{r['spread']:.1%} | {shares[0]} | {shares[1]} | {r['peak_allocated'] / 1e9:.1f} | "
+            f"{r['loss']:.4f} |"
+        )
+    return lines
+
+
+def bars(results: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Return what is asked for, what was found, and whether that is met."""
+    speed = found_speed(results)
+    profiles = {r["case"]: r for r in results if r.get("check") == "profile"}
+    rows = []
+
+    card = next((r["card"] for r in results if "card" in r), "")
+
+    def bar(what: str, wanted: str, found: float | None, met: Callable[[float], bool]) -> None:
+        verdict = "not measured" if found is None else "met" if met(found) else "NOT MET"
+        if card.startswith(_DRY):
+            verdict = "a dry run says nothing"
+        rows.append((what, wanted, "" if found is None else f"{found:,.4g}", verdict))
+
+    def ratio(field: str, ours: str, theirs: str) -> float | None:
+        a, b = (speed.get(n, {}).get(field) for n in (ours, theirs))
+        return a / b if a is not None and b else None
+
+    rate = "tokens_per_second"
+    for group in ("lora8b", "full1b", "full3b"):
+        ours, plain, peer = (f"{group}_{n}" for n in ("toolkit", "bare", "trainer"))
+        bar(f"{ours} / bare", ">= 0.97", ratio(rate, ours, plain), lambda x: x >= 0.97)
+        bar(f"{ours} / Trainer", ">= 1.0", ratio(rate, ours, peer), lambda x: x >= 1.0)
+        peak = ratio("peak_allocated", ours, plain)
+        bar(f"{ours} peak memory / bare", "<= 1.02", peak, lambda x: x <= 1.02)
+        for other in (plain, peer):
+            apart = ratio("loss", ours, other)
+            bar(f"mean loss of {ours} / {other}", "1 +- 0.01", apart, lambda x: abs(x - 1) <= 1e-2)
+        busy = profiles.get(ours, {}).get("busy")
+        bar(f"{ours} device busy", ">= 0.97", busy, lambda x: x >= 0.97)
+    for name in ("full1b_toolkit", "full3b_toolkit"):
+        best = best_of(speed, name, "of_ceiling")
+        bar(f"{name} of measured product", ">= 0.55", best, lambda x: x >= 0.55)
+    packed = "lora8b_toolkit_packed"
+    bar("packed / wrapped", ">= 1.0", ratio(rate, packed, "lora8b_toolkit"), lambda x: x >= 1.0)
+    best, peer = (best_of(speed, n, rate) for n in (packed, "lora8b_trainer_packed"))
+    peer = best / peer if best and peer else None
+    bar("packed, the faster / Trainer packed", ">= 1.2", peer, lambda x: x >= 1.2)
+    wanted = 12_473 if "H100" in card else 14_000
+    best = best_of(speed, "lora8b_toolkit", rate)
+    bar("8b lora tokens/s", f"> {wanted:,}", best, lambda x: x > wanted)
+    heads = {r["check"]: r["ms"] for r in results if r["case"] == "loss_head" and "ms" in r}
+    for name, ms in heads.items():
+        shape, kind = name.split(": ")
+        if kind == "toolkit":
+            share = ms / heads[f"{shape}: products"]
+            bar(f"loss head {shape} / its products", "<= 1.25", share, lambda x: x <= 1.25)
+    return rows
+
+
+def best_of(speed: dict[str, dict[str, Any]], start: str, field: str) -> float | None:
+    found = [r[field] for n, r in speed.items() if n.startswith(start) and r.get(field)]
+    return max(found, default=None)
+
+
+# ---- The bundle ----------------------------------------------------------------------------------
+
+# What the toolkit imports and an image with CUDA, PyTorch and transformers may lack: by package.
+_CARRIED = (
+    "datasets",
+    "dill",
+    "multiprocess",
+    "jsonargparse",
+    "docstring_parser",
+    "typeshed_client",
+)
+_OPTIONAL = ("liger-kernel", "bitsandbytes")
+_IMPORTED = ("torch", "transformers", "accelerate", "peft", "pyarrow", "psutil", "xxhash")
+_IMPORTED += (*_CARRIED, "safetensors", "yaml", "tqdm", "numpy")
+_MOST = 30 * 2**20
+_PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17")
+_CUDA_LIBRARIES = ("libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so")
+
+
+def bundle(folder: Path) -> int:
+    """Pack the committed tree and the wheels; print the command to run beside a GPU."""
+    wheels, project = folder / "wheels", folder / "project"
+    for part in (wheels, project):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    archive = subprocess.run(
+        ["git", "archive", "--format=tar", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
+    )
+    subprocess.run(["tar", "-x", "-C", str(project)], input=archive.stdout, check=True)
+    for name in (*_CARRIED, *_OPTIONAL):
+        download(name, wheels)
+    for wheel in wheels.glob("bitsandbytes-*.whl"):
+        trim(wheel)
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    if size > _MOST:
+        print(f"error: {folder} has {size / 2**20:.1f} MiB, at most 30 are meant", file=sys.stderr)
+        return 1
+    print(f"{folder}: {size / 2**20:.1f} MiB. Beside the GPU, in this folder:\n")
+    print(
+        "python3 -m pip install -q --no-index --no-deps --target site wheels/*.whl\n"
+        "export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/site:$PWD/project\n"
+        "python3 project/benchmarks/gpu.py --out out --part 1 --deadline 460\n"
+        "python3 project/benchmarks/gpu.py --out out --part 2 --deadline 460"
+    )
+    return 0
+
+
+def download(name: str, wheels: Path) -> None:
+    """Fetch the wheel of `name` for CPython 3.12 on x86-64 Linux, in the version installed here."""
+    try:
+        wanted = f"{name}=={importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        wanted = name  # the newest; a peer that is only measured against
+    platforms = [part for p in _PLATFORMS for part in ("--platform", f"{p}_x86_64")]
+    only = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", *only, *platforms, "--dest", str(wheels), wanted]
+    subprocess.run(command, check=True)
+
+
+def trim(wheel: Path) -> None:
+    """Leave out of the wheel of bitsandbytes the libraries of other CUDA versions: 95 % of it."""
+    whole = wheel.with_suffix(".whole")
+    wheel.rename(whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as to:
+        dropped = {n for n in source.namelist() if ".so" in n and not n.endswith(_CUDA_LIBRARIES)}
+        for name in source.namelist():
+            content = source.read(name)
+            if name.endswith(".dist-info/RECORD"):
+                rows = content.decode().splitlines(keepends=True)
+                content = "".join(r for r in rows if r.split(",")[0] not in dropped).encode()
+            if name not in dropped:
+                to.writestr(name, content)
+    whole.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

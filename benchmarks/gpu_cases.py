@@ -1,0 +1,525 @@
+"""What must work on one GPU: the cases of `gpu.py --part 1`, on small random models.
+
+Each raises, or records a check that is false, where it does not. What needs several GPUs is not
+here: NCCL between ranks, HSDP, timeouts, the network interface of gloo.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import shutil
+import time
+import warnings
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpu_common import (
+    LORA,
+    ROOT,
+    NotHere,
+    Place,
+    Program,
+    ToolkitLoop,
+    changed,
+    folder,
+    model_config,
+    peaks,
+    reset_peak,
+    settings,
+    synchronize,
+    windows,
+)
+from transformers import AutoModelForCausalLM
+
+from toolkit import ranks
+from toolkit.config import FinetuneConfig
+from toolkit.errors import TrainingError
+from toolkit.training import launch
+
+FP32 = {"param_dtype": "float32"}
+STEPS = 3
+
+
+def small(place: Place, **changes: Any) -> FinetuneConfig:
+    """Return the config of a short run of the small model: 2 micro-batches of 2 samples a step."""
+    changes["data"] = {"sequence_length": 64 if place.tiny else 512} | changes.get("data", {})
+    rate = {"learning_rate": 1e-2 if place.tiny else 1e-3, "lr_scheduler_type": "constant"}
+    changes["optim"] = rate | changes.get("optim", {})
+    # `auto` compiles on a GPU, which takes longer than all else here; see `compiling`.
+    changes["sharding"] = {"torch_compile": "none"} | changes.get("sharding", {})
+    return settings(place, changes.pop("shape", "small"), each=2, steps=9, **changes)
+
+
+def losses(place: Place, cfg: FinetuneConfig) -> list[float]:
+    with launch.start() as run:
+        return ToolkitLoop(place, cfg, run).losses(STEPS)
+
+
+# ---- Start ---------------------------------------------------------------------------------------
+
+
+def start(place: Place) -> None:
+    """Plain python: the process group, a mesh, both backends, an end without a hang."""
+    with launch.start() as run:
+        total = torch.ones(4, device=run.device)
+        dist.all_reduce(total)
+        on_host = torch.ones(4)
+        dist.all_reduce(on_host)  # gloo, beside NCCL in one group
+        said = ranks.gather({"rank": run.rank})
+        ok = total.sum() == on_host.sum() == 4 * run.world_size and len(said) == run.world_size
+        place.record("collectives", bool(ok), device=str(run.device), world=run.world_size)
+
+
+def start_torchrun(place: Place) -> None:
+    """The same under torchrun, as a program."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
+    program = [*launcher, "benchmarks/gpu.py", "--inner", "start", *inner_flags(place)]
+    Program(place, program, "torchrun", fresh=True).end_well()
+
+
+def inner_flags(place: Place) -> list[str]:
+    flags = ["--device", place.device, "--out", str(place.out), "--work", str(place.work)]
+    return [*flags, *(["--tiny"] if place.tiny else [])]
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+
+
+def reference(
+    cfg: FinetuneConfig, count: int, label_smoothing: float = 0.0
+) -> tuple[list[float], list[float]]:
+    """Return the losses and gradient norms of plain transformers in fp32 on the CPU."""
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.name_or_path, dtype=torch.float32)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), cfg.optim.learning_rate, weight_decay=0.0)
+    found, norms = [], []
+    for micro_batches in windows(cfg, count):
+        supervised = micro_batches[..., 1:].numel()
+        total = 0.0
+        for ids in micro_batches:
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+            options: dict[str, Any] = {"reduction": "sum", "label_smoothing": label_smoothing}
+            loss = F.cross_entropy(logits, ids[:, 1:].flatten(), **options) / supervised
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found, norms
+
+
+def numbers(place: Place) -> None:
+    """fp32 against plain transformers on the CPU; bf16 against fp32."""
+    cfg = small(place, sharding=FP32, data={"sequence_length": 64 if place.tiny else 128})
+    expected, norms = reference(cfg, STEPS)
+    with launch.start() as run:
+        stats = list(islice(ToolkitLoop(place, cfg, run).steps(), STEPS))
+        found = [float(s.loss) for s in stats]
+        place.equal("fp32 losses against the CPU", found, expected, 1e-4)
+        # Losses that do not move would be equal whatever the steps did.
+        place.record("it learns", found[0] - found[-1] > 0.05, losses=found)
+        found_norms = [float(s.grad_norm) for s in stats]
+        place.equal("fp32 gradient norms against the CPU", found_norms, norms, 1e-3)
+        bf16 = ToolkitLoop(place, changed(cfg, "sharding", param_dtype="bfloat16"), run)
+        place.equal("bf16 losses against fp32", bf16.losses(STEPS), found, 2e-2)
+
+
+def smoothing_and_noise(place: Place) -> None:
+    """Label smoothing against transformers; NEFTune trains, and is not without effect."""
+    cfg = small(place, sharding=FP32, data={"sequence_length": 64 if place.tiny else 128})
+    expected, _ = reference(cfg, STEPS, label_smoothing=0.1)
+    smooth = changed(cfg, "train", label_smoothing_factor=0.1)
+    noisy = changed(cfg, "train", neftune_noise_alpha=5.0)
+    with launch.start() as run:
+        found = ToolkitLoop(place, smooth, run).losses(STEPS)
+        place.equal("label smoothing", found, expected, 1e-4)
+        plain, noise = (ToolkitLoop(place, c, run).losses(STEPS) for c in (cfg, noisy))
+        near = all(abs(a - b) / b < 0.1 for a, b in zip(noise, plain, strict=True))
+        place.record("NEFTune", near and noise != plain, found=noise, expected=plain)
+
+
+def experts(place: Place) -> None:
+    """A mixture of experts in fp32 against plain transformers on the CPU; bf16 trains."""
+    path = place.work / "model-moe"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32 if place.tiny else 256, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 64 if place.tiny else 512, "num_attention_heads": 4}
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = model_config(place, "small", "mixtral", **sizes, **more)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    cfg = small(place, sharding=FP32, model={"name_or_path": str(path)})
+    expected, _ = reference(cfg, STEPS)
+    with launch.start() as run:
+        found = ToolkitLoop(place, cfg, run).losses(STEPS)
+        place.equal("fp32 losses against the CPU", found, expected, 1e-3)
+        bf16 = ToolkitLoop(place, changed(cfg, "sharding", param_dtype="bfloat16"), run)
+        place.equal("bf16 losses against fp32", bf16.losses(STEPS), found, 2e-2)
+
+
+# ---- Settings that must not change the numbers ---------------------------------------------------
+
+
+def compare(place: Place, cfg: FinetuneConfig, variants: dict[str, dict[str, Any]]) -> None:
+    """Record for each of `variants` (section -> fields) whether it trains as `cfg` does.
+
+    One that fails does not end the others.
+    """
+    with launch.start() as run:
+        expected = ToolkitLoop(place, cfg, run).losses(STEPS)
+        for name, sections in variants.items():
+            other = cfg
+            try:
+                for section, values in sections.items():
+                    other = changed(other, section, **values)
+                reset_peak(place)
+                found = ToolkitLoop(place, other, run).losses(STEPS)
+                place.equal(name, found, expected, 1e-2)
+            except Exception as error:
+                place.record(name, False, error=f"{type(error).__name__}: {error}")
+
+
+def memory_settings(place: Place) -> None:
+    kinds: dict[str, Any] = {"full": "full", "selective": "selective", "every 2nd layer": 2}
+    variants = {
+        f"activation_checkpointing {name}": {"sharding": {"activation_checkpointing": kind}}
+        for name, kind in kinds.items()
+    }
+    offload = {"activation_checkpointing": "full", "activation_offload": True}
+    variants["activation_offload"] = {"sharding": offload}
+    variants["cpu_offload, pinned"] = {"sharding": {"cpu_offload": True}}
+    variants["cpu_offload, pageable"] = {"sharding": {"cpu_offload": True, "pin_memory": False}}
+    compare(place, small(place), variants)
+
+
+def unit_settings(place: Place) -> None:
+    settings_of: dict[str, dict[str, Any]] = {
+        "embedding_units": {"embedding_units": True},
+        "layers_per_unit 2": {"layers_per_unit": 2},
+        "sublayer_units": {"sublayer_units": True},
+        "reshard_after_forward false": {"reshard_after_forward": False},
+        "accumulation keep_gathered": {"accumulation": "keep_gathered"},
+        "accumulation reduce_each": {"accumulation": "reduce_each"},
+        "head in float32": {"param_dtype_overrides": {"lm_head": "float32"}},
+        "prefetch 2": {"forward_prefetch": 2, "backward_prefetch": 2},
+    }
+    compare(place, small(place), {n: {"sharding": s} for n, s in settings_of.items()})
+
+
+def compiling(place: Place) -> None:
+    """Compiled layers: full parameters, recomputed, with adapters, on packed rows."""
+    backend = {"torch_compile_backend": "aot_eager"} if place.tiny else {}
+    layers = {"sharding": {"torch_compile": "layer"} | backend}
+    recomputed = {"sharding": {"activation_checkpointing": "selective", **layers["sharding"]}}
+    compare(place, small(place), {"full parameters": layers, "recomputed (selective)": recomputed})
+    compare(place, small(place, lora=LORA), {"adapters": layers})
+    compare(place, small(place, data={"packing": "bfd"}), {"packed rows": layers})
+
+
+def attention(place: Place) -> None:
+    """Every implementation that is installed, on wrapped rows; packed rows against single ones."""
+    kinds = ["eager", "sdpa"]
+    if place.cuda:  # flex attention without a compiler is too slow on a CPU
+        kinds.append("flex_attention")
+        kinds += [
+            name
+            for name, module in (
+                ("flash_attention_2", "flash_attn"),
+                ("flash_attention_3", "flash_attn_interface"),
+            )
+            if importlib.util.find_spec(module)
+        ]
+    variants = {kind: {"model": {"attn_implementation": kind}} for kind in kinds}
+    compare(place, small(place), variants)
+
+
+def packed_logits(place: Place) -> None:
+    """Logits of packed documents are those of each document by itself, in bf16."""
+    cfg = small(place, data={"packing": "bfd"})
+    with launch.start() as run:
+        loop = ToolkitLoop(place, cfg, run)
+        loop.model.eval()
+        _, micro_batches = next(iter(loop.data.steps()))
+        batch = {k: v for k, v in micro_batches[0].items() if k != "labels"}
+        with torch.no_grad():
+            packed = loop.model(**batch).logits.float()
+            alone, first = torch.zeros_like(packed), torch.zeros_like(packed)
+            count = 0
+            for row, positions in enumerate(batch["position_ids"].tolist()):
+                starts = [i for i, p in enumerate(positions) if p == 0]
+                for begin, end in zip(starts, [*starts[1:], len(positions)], strict=True):
+                    ids = batch["input_ids"][row : row + 1]
+                    alone[row, begin:end] = loop.model(input_ids=ids[:, begin:end]).logits[0]
+                    count += 1
+                first[row] = loop.model(input_ids=ids).logits[0]  # one document: all see all
+        scale = alone.abs().max()
+        worst = float((packed - alone).abs().max() / scale)
+        mixed = float((first - alone).abs().max() / scale)
+        place.record(
+            "packed against single documents",
+            worst <= 2e-2 < mixed and count > len(batch["input_ids"]),
+            differs=worst,
+            differs_if_mixed=mixed,
+            documents=count,
+        )
+
+
+# ---- What a steady step costs --------------------------------------------------------------------
+
+
+def host_syncs(place: Place) -> None:
+    """Steady steps never wait for the device: counted by torch, with the line that waits."""
+    variants: dict[str, dict[str, Any]] = {
+        "wrapped": {},
+        "packed": {"data": {"packing": "bfd"}},
+        "adapters, packed": {"data": {"packing": "bfd"}, "lora": LORA},
+        "compiled on a GPU": {"sharding": {"torch_compile": "auto"}},
+    }
+    with launch.start() as run:
+        for name, changes in variants.items():
+            loop = ToolkitLoop(place, small(place, **changes), run)
+            steps = loop.steps()
+            for _ in range(3):
+                next(steps)
+            found: Counter[str] = Counter()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if place.cuda:
+                    torch.cuda.set_sync_debug_mode("warn")
+                for _ in range(3):
+                    next(steps)
+                if place.cuda:
+                    torch.cuda.set_sync_debug_mode("default")
+            for warning in caught:
+                if "synchronizing" in str(warning.message):
+                    found[f"{warning.filename}:{warning.lineno}"] += 1
+            place.record(name, not found, syncs=sum(found.values()), lines=dict(found))
+
+
+# ---- Whole runs by the command line --------------------------------------------------------------
+
+
+def recipe(kind: str, output: Path, **flags: Any) -> list[str]:
+    given = [
+        part
+        for name, value in flags.items()
+        for part in (
+            f"--{name.replace('__', '.')}",
+            value if isinstance(value, str) else json.dumps(value),
+        )
+    ]
+    return [f"recipes/{kind}.py", "--output_dir", str(output), *given]
+
+
+def committed(run: Path) -> list[Path]:
+    return sorted(p.parent for p in run.glob("checkpoints/step-????????/COMMIT"))
+
+
+def tensor_digests(run: Path) -> dict[str, Any]:
+    return json.loads((committed(run)[-1] / "manifest.json").read_text())["tensors"]
+
+
+def pretrain_runs(place: Place) -> None:
+    """Train, save behind the loop, kill -9, resume, export, prove; twice the same run."""
+    base = place.work / "pretrain"
+    source = base / "text"
+    source.mkdir(parents=True)
+    for module in (argparse, dataclasses, shutil):
+        shutil.copy(str(module.__file__), source / f"{module.__name__}.txt")
+    model = base / "config"
+    model_config(place, "small", vocab_size=2048).save_pretrained(model)
+    written = json.loads((model / "config.json").read_text())
+    written["architectures"] = ["LlamaForCausalLM"]
+    (model / "config.json").write_text(json.dumps(written))
+    steps = 9 if place.tiny else 60
+    flags = {
+        "model__name_or_path": str(model),
+        "model__init": "random",
+        "model__train_tokenizer": True,
+        "data__train_files": [str(source / "*.txt")],
+        "data__sequence_length": 64 if place.tiny else 256,
+        "train__max_steps": steps,
+        "train__per_device_train_batch_size": 4,
+        "train__logging_steps": 1,
+        "checkpoint__save_steps": steps // 3,
+        "checkpoint__async_save": True,
+        "train__deterministic": True,
+    }
+    if not place.tiny:
+        flags["sharding__param_dtype"] = "bfloat16"
+    calm, killed = base / "calm", base / "killed"
+    undisturbed = Program(place, recipe("pretrain", calm, **flags), "calm")
+    victim = Program(place, recipe("pretrain", killed, **flags), "killed")
+    while not committed(killed):
+        if victim.ended():
+            raise RuntimeError(f"it ended before it could be killed: {victim.output()[-1500:]}")
+        time.sleep(0.005)
+    victim.kill()
+    left = len(committed(killed))
+    undisturbed.end_well()
+    said = Program(place, recipe("pretrain", killed, **flags), "resumed").end_well()
+    resumed = left < 3 and "after step" in said
+    place.record("killed and resumed", resumed, checkpoints_before=left)
+    ours, theirs = tensor_digests(killed), tensor_digests(calm)
+    unlike = [name for name in theirs if ours.get(name) != theirs[name]]
+    place.record(
+        "deterministic: state after the kill is that of an undisturbed run",
+        not unlike and len(ours) == len(theirs) > 0,
+        tensors=len(theirs),
+        unlike=unlike[:20],
+    )
+    export = base / "hf"
+    command = ["-m", "toolkit", "consolidate", str(killed), "--output", str(export)]
+    Program(place, command, "consolidate").end_well()
+    command = ["-m", "toolkit", "verify", str(killed), str(export), "--logits"]
+    Program(place, command, "verify").end_well()
+    place.record("export proven", True)
+
+
+def finetune_run(place: Place) -> None:
+    """Adapters on packed conversations: proof after each save, answers, exports, proofs."""
+    base = place.work / "pretrain" / "hf"
+    if not base.is_dir():
+        raise NotHere("pretrain_runs left no export to fine-tune")
+    work = place.work / "finetune"
+    work.mkdir()
+    chats = work / "chats.jsonl"
+    with open(chats, "w") as f:
+        for i in range(200):
+            question, answer = f"What is {i} plus {i % 7}?", f"It is {i + i % 7}."
+            turns = [("user", question), ("assistant", answer)]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            f.write(json.dumps({"messages": messages}) + "\n")
+    run = work / "run"
+    flags = {
+        "model__name_or_path": str(base),
+        "data__train_files": [str(chats)],
+        "data__chat_template": str(ROOT / "recipes/configs/chat_template.jinja"),
+        "data__sequence_length": 128,
+        "data__packing": "bfd",
+        "data__eval_split": 0.05,
+        "lora__r": 8,
+        "train__max_steps": 4,
+        "train__per_device_train_batch_size": 2,
+        "train__eval_steps": 2,
+        "train__eval_prompts": ["What is 3 plus 4?"],
+        "train__eval_max_new_tokens": 4,
+        "checkpoint__save_steps": 2,
+        "checkpoint__export_steps": 4,
+    }
+    said = Program(place, recipe("finetune", run, **flags), "run").end_well()
+    answers = [p for p in run.rglob("*") if p.is_file() and "sample" in p.name]
+    place.record("answers at an evaluation", bool(answers), said=said[-400:])
+    live = list((run / "exports").glob("step-*"))
+    place.record("exported while it ran", len(live) == 1)
+    for name, more in (("adapter", []), ("merged", ["--merge"])):
+        out = str(work / name)
+        command = ["-m", "toolkit", "consolidate", str(run), "--output", out, *more]
+        Program(place, command, f"consolidate-{name}").end_well()
+        logits = [] if more else ["--logits"]
+        command = ["-m", "toolkit", "verify", str(run), out, *logits]
+        Program(place, command, f"verify-{name}").end_well()
+        place.record(f"{name} proven", True)
+
+
+def qlora(place: Place) -> None:
+    """The base in 4 bits: the loss of a repeated batch falls; memory; save and resume."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise NotHere("bitsandbytes is not installed")
+    four_bits = LORA | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    cfg = small(place, shape="1b", lora=four_bits, optim={"learning_rate": 1e-3})
+    with launch.start() as run:
+        loop = ToolkitLoop(place, cfg, run)
+        synchronize(place)
+        held = torch.cuda.memory_allocated() if place.cuda else 0
+        reset_peak(place)
+        _, batch = next(iter(loop.data.steps()))
+        loop.data.steps = lambda: ((i, batch) for i in range(1, 7))  # type: ignore[method-assign]
+        found = loop.losses(5)
+        place.record("loss falls on one batch", found[-1] < found[0], losses=found)
+        # 1.24e9 parameters: 0.5 GB in 4 bits, and 0.5 GB of tied embedding in bf16.
+        place.record("memory", held < 2.5e9 if place.cuda else None, held=held, **peaks(place))
+    run_folder = place.work / "qlora"
+    flags = {
+        "model__name_or_path": str(folder(place, "1b")),
+        "data__train_files": list(cfg.data.train_files),
+        "data__sequence_length": cfg.data.sequence_length,
+        "data__packing": "wrapped",
+        "train__per_device_train_batch_size": 1,
+        "lora__r": 8,
+        "lora__load_in_4bit": True,
+        "lora__bnb_4bit_use_double_quant": True,
+        "checkpoint__save_steps": 2,
+    }
+    for steps in (2, 4):
+        more = {"train__max_steps": steps}
+        program = Program(place, recipe("finetune", run_folder, **flags, **more), f"to-{steps}")
+        said = program.end_well()
+    place.record("resumed", "after step 2" in said and len(committed(run_folder)) == 2)
+
+
+# ---- Failures are readable -----------------------------------------------------------------------
+
+
+def not_a_number(place: Place) -> None:
+    """A NaN ends the run with a TrainingError before anything is saved."""
+    with launch.start() as run:
+        loop = ToolkitLoop(place, changed(small(place), "train", logging_steps=1), run)
+        steps = loop.steps()
+        next(steps)
+        with torch.no_grad():
+            parameter = next(loop.model.parameters())
+            getattr(parameter, "to_local", lambda: parameter)().fill_(float("nan"))
+        try:
+            list(islice(steps, 2))
+        except TrainingError as error:
+            place.record("TrainingError", "NaN" in str(error), said=str(error))
+        else:
+            place.record("TrainingError", False, said="it trained on")
+
+
+def out_of_memory(place: Place) -> None:
+    """Too little device memory: one readable error, exit code 1."""
+    command = ["benchmarks/gpu.py", "--inner", "out_of_memory", *inner_flags(place)]
+    program = Program(place, command, "program")
+    code, said = program.code(), program.output()
+    ok = code == 1 and "error: " in said and "memory" in said and "Traceback" not in said
+    place.record("one line and exit code 1", ok, code=code, said=said[-600:])
+
+
+def run_out_of_memory(place: Place) -> None:
+    def main() -> None:
+        with launch.start() as run:
+            if place.cuda:
+                torch.empty(2**50, dtype=torch.uint8, device=run.device)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 PiB.")
+
+    launch.guarded(main)
+
+
+INNER = {"start": start, "out_of_memory": run_out_of_memory}
+# Case and the seconds that it is expected to take on a GPU.
+CASES = (
+    (start, 12),
+    (start_torchrun, 20),
+    (numbers, 20),
+    (pretrain_runs, 90),
+    (finetune_run, 75),
+    (host_syncs, 40),
+    (packed_logits, 15),
+    (memory_settings, 25),
+    (unit_settings, 25),
+    (attention, 30),
+    (experts, 20),
+    (smoothing_and_noise, 20),
+    (not_a_number, 12),
+    (out_of_memory, 15),
+    (qlora, 60),
+    (compiling, 75),
+)

@@ -1,0 +1,479 @@
+"""What the cases of `gpu.py` share: sizes, folders of random weights, data, the recipe's loop, a
+clock on the device, programs that are started. Nothing comes from a network.
+"""
+
+import functools
+import gc
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit import adapters, loading, models, training
+from toolkit.checkpoint import TrainState
+from toolkit.config import FinetuneConfig, model_settings
+from toolkit.config.settings import (
+    CheckpointConfig,
+    FinetuneDataConfig,
+    FinetuneModelConfig,
+    FinetuneTrainConfig,
+    LoraConfig,
+    MetricsConfig,
+    OptimConfig,
+    ShardingConfig,
+)
+from toolkit.data.order.mixture import SampleOrder
+from toolkit.data.prepare import prepare_data
+from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
+from toolkit.training.model_flops import training_flops
+
+ROOT = Path(__file__).parent.parent
+WARMUP, TIMED = 2, 5
+SEED = 7
+# hidden, layers, intermediate, heads, key heads, vocabulary, tied; Llama 3's where it has one.
+_SHAPES = {
+    "small": (1024, 4, 2816, 16, 4, 32000, False),
+    "1b": (2048, 16, 8192, 32, 8, 128256, True),
+    "3b": (3072, 28, 8192, 24, 8, 128256, True),
+    "8b": (4096, 32, 14336, 32, 8, 128256, False),
+}
+_TINY = (64, 2, 128, 4, 2, 320)
+
+
+class NotHere(Exception):
+    """A case that this machine cannot run; says what is missing."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case runs, and where its results go."""
+
+    name: str  # of the case
+    device: str
+    tiny: bool
+    out: Path
+    work: Path
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample in benchmarks."""
+        return 64 if self.tiny else 4096
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def record(self, check: str, ok: bool | None = None, **values: Any) -> None:
+        """Append one line to results.jsonl at once; `ok` is None for what is only measured."""
+        append(self.out, {"case": self.name, "check": check, "ok": ok} | values)
+
+    def equal(self, check: str, found: list[float], expected: list[float], within: float) -> None:
+        """Record whether `found` is `expected`, to a relative difference."""
+        worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+        ok = bool(worst <= within)  # a NaN is not
+        self.record(check, ok, differs=worst, within=within, found=found, expected=expected)
+
+
+def append(out: Path, line: dict[str, Any]) -> None:
+    with open(out / "results.jsonl", "a", encoding="utf-8") as f:
+        f.write(json.dumps(line, default=str) + "\n")
+
+
+# ---- Models and data -----------------------------------------------------------------------------
+
+
+def model_config(place: Place, shape: str, kind: str = "llama", **changes: Any) -> Any:
+    hidden, layers, intermediate, heads, kv_heads, vocabulary, tied = _SHAPES[shape]
+    if place.tiny:
+        hidden, layers, intermediate, heads, kv_heads, vocabulary = _TINY
+    settings = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return AutoConfig.for_model(kind, **(settings | changes))
+
+
+def folder(place: Place, shape: str) -> Path:
+    """Return a checkpoint of `shape` with random bf16 weights, drawn on the device; made once."""
+    path = place.work / f"model-{shape}"
+    if path.is_dir():
+        return path
+    config = model_config(place, shape)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    names = {n: p.shape for n, p in model.named_parameters()}  # a tied head is not among them
+    part = path.with_name(path.name + ".part")
+    part.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator(place.device).manual_seed(SEED)
+    files, writers = {}, []
+    for i, group in enumerate(_groups(names, 2**31)):
+        tensors = {}
+        for name in group:
+            value = torch.ones(names[name], dtype=torch.bfloat16)
+            if len(names[name]) > 1:
+                value = torch.empty(names[name], dtype=torch.bfloat16, device=place.device)
+                value = value.normal_(0.0, 0.02, generator=generator).cpu()
+            tensors[name] = value
+        files |= dict.fromkeys(group, file := f"model-{i:05}.safetensors")
+        metadata = {"format": "pt"}
+        writers.append(threading.Thread(target=save_file, args=(tensors, part / file, metadata)))
+        writers[-1].start()
+    for writer in writers:
+        writer.join()
+    config.save_pretrained(part)
+    index = {"metadata": {}, "weight_map": files}
+    (part / "model.safetensors.index.json").write_text(json.dumps(index))
+    part.rename(path)
+    return path
+
+
+def _groups(names: dict[str, torch.Size], most: int) -> Iterator[list[str]]:
+    """Split names into groups of at most so many bytes in bf16."""
+    group, size = list[str](), 0
+    for name, shape in names.items():
+        if group and size + 2 * shape.numel() > most:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += 2 * shape.numel()
+    yield group
+
+
+def tokens(place: Place, shape: str, count: int) -> Path:
+    """Return a parquet file of documents of token ids, at least `count` tokens; made once.
+
+    Lengths are log-normal (mean 500, at most a sample). Small ids are more frequent, so that there
+    is something to learn and losses that differ would be seen.
+    """
+    path = place.work / f"tokens-{shape}-{count}.parquet"
+    if path.is_file():
+        return path
+    rng = numpy.random.default_rng(SEED)
+    vocabulary = model_config(place, shape).vocab_size
+    mean = 500 * place.length / 4096
+    lengths = numpy.exp(rng.normal(math.log(mean) - 0.5, 1.0, 2 * int(count / mean) + 64))
+    lengths = lengths.clip(8, place.length).astype(numpy.int64)
+    lengths = lengths[: numpy.searchsorted(lengths.cumsum(), count) + 1]
+    ids = numpy.exp(rng.random(lengths.sum()) * math.log(vocabulary - 1)).astype(numpy.int32)
+    offsets = numpy.concatenate([[0], lengths.cumsum()]).astype(numpy.int32)
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids))})
+    pq.write_table(table, path)
+    return path
+
+
+def windows(cfg: FinetuneConfig, steps: int) -> torch.Tensor:
+    """Return [steps, micro-batches, rows, T]: the samples that the recipe reads of wrapped data, by
+    the order alone.
+    """
+    (file,) = cfg.data.train_files
+    ids = pq.read_table(file)["input_ids"].combine_chunks().flatten().to_numpy()
+    length, train = cfg.data.sequence_length, cfg.train
+    rows = torch.from_numpy(ids[: len(ids) // length * length].astype(numpy.int64))
+    rows = rows.view(-1, length)
+    each, size = train.gradient_accumulation_steps, train.per_device_train_batch_size
+    order = SampleOrder(len(rows), cfg.seed).indices(0, steps * each * size)
+    return rows[torch.as_tensor(numpy.asarray(order))].view(steps, each, size, length)
+
+
+# ---- The recipe's loop ---------------------------------------------------------------------------
+
+
+def settings(
+    place: Place, shape: str, *, rows: int = 2, each: int = 4, steps: int = 12, **changes: Any
+) -> FinetuneConfig:
+    """Return the config of a run of `steps` steps; `changes`: section -> its fields."""
+    length = changes.get("data", {}).get("sequence_length", place.length)
+    base: dict[str, tuple[Any, dict[str, Any]]] = {
+        "model": (FinetuneModelConfig, {"name_or_path": str(folder(place, shape))}),
+        "sharding": (ShardingConfig, {"param_dtype": "bfloat16"}),
+        "data": (
+            FinetuneDataConfig,
+            {
+                "train_files": [str(tokens(place, shape, (steps + 2) * rows * each * length))],
+                "sequence_length": length,
+                "packing": "wrapped",
+                "append_eos": False,
+                "eval_split": 0.0,
+            },
+        ),
+        "optim": (OptimConfig, {"learning_rate": 1e-4, "lr_scheduler_type": "constant"}),
+        "train": (
+            FinetuneTrainConfig,
+            {
+                "max_steps": steps,
+                "per_device_train_batch_size": rows,
+                "gradient_accumulation_steps": each,
+                "logging_steps": 1000,
+            },
+        ),
+        "checkpoint": (CheckpointConfig, {}),
+        "lora": (LoraConfig, {}),
+        "metrics": (MetricsConfig, {"disable_tqdm": True}),
+    }
+    made = {name: cls(**(own | changes.get(name, {}))) for name, (cls, own) in base.items()}
+    return FinetuneConfig(**made, output_dir=str(place.out), seed=SEED)
+
+
+LORA = {"r": 16, "lora_alpha": 32.0}
+
+
+class ToolkitLoop:
+    """The recipe's loop by its parts and in its order, without checkpoints and evaluations."""
+
+    def __init__(self, place: Place, cfg: FinetuneConfig, run: training.Run) -> None:
+        self.cfg = cfg
+        mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
+        models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
+        model_cfg = model_settings(cfg)
+        base = models.prepare(model_cfg)
+        self.data = prepare_data(cfg, base, model_cfg, run)
+        self.model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
+        apply_fsdp(self.model, mesh, cfg.sharding, fixed_length=self.data.fixed_length)
+        begun = time.perf_counter()
+        loading.fill(self.model, cfg.model, run.device, cfg.seed, empty=False, say=run.say)
+        synchronize(place)
+        self.load_seconds = time.perf_counter() - begun
+        training.seed_everything(cfg.seed, run.rank)
+        self.optimizer = training.build_optimizer(self.model, cfg.optim)
+        self.scheduler = training.build_scheduler(self.optimizer, cfg.optim, cfg.train.max_steps)
+        self.state = TrainState(self.model, self.optimizer, self.scheduler, self.data.position)
+        logs = place.out / f"{place.name}-run"
+        logs.mkdir(exist_ok=True)
+        self.metrics = training.begin(cfg, run, logs, self.model, self.data, self.state)
+        training.add_embedding_noise(self.model, cfg.train.neftune_noise_alpha)
+        self.flops_per_token = training_flops(self.model, cfg.data.sequence_length)
+
+    def steps(self) -> Iterator[training.StepStats]:
+        self.model.train()
+        smoothing = self.cfg.train.label_smoothing_factor
+        for step, micro_batches in self.data.steps():
+            unshard_early(self.model)
+            stats = training.train_step(
+                self.model,
+                self.optimizer,
+                micro_batches,
+                max_grad_norm=self.cfg.optim.max_grad_norm,
+                loss=functools.partial(training.loss_sum, label_smoothing=smoothing),
+            )
+            learning_rate = float(self.scheduler.get_last_lr()[0])
+            self.scheduler.step()
+            self.data.position.advance()
+            training.collect_garbage(step)
+            self.metrics.step(step, stats, learning_rate)
+            yield stats
+
+    def losses(self, count: int) -> list[float]:
+        found = [float(stats.loss) for stats in islice(self.steps(), count)]
+        gc.unfreeze()  # a recipe trains one model; here the next one needs the memory of this
+        gc.enable()
+        return found
+
+
+def changed(cfg: FinetuneConfig, section: str, **values: Any) -> FinetuneConfig:
+    return replace(cfg, **{section: replace(getattr(cfg, section), **values)})
+
+
+# ---- Time and memory -----------------------------------------------------------------------------
+
+
+def synchronize(place: Place) -> None:
+    if place.cuda:
+        torch.cuda.synchronize()
+
+
+class Clock:
+    """Marks on the device's time line (CUDA events); on a CPU the wall clock."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._marks = place, list[Any]()
+
+    def mark(self) -> None:
+        if self._place.cuda:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the time between the marks. Waits for the device."""
+        synchronize(self._place)
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._place.cuda:
+            return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        return [end - begin for begin, end in pairs]
+
+
+def timed(place: Place, fn: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the median seconds of `fn`, after two calls that warm up."""
+    for _ in range(2):
+        fn()
+    clock = Clock(place)
+    for _ in range(repeats):
+        clock.mark()
+        fn()
+    clock.mark()
+    return statistics.median(clock.seconds())
+
+
+def reset_peak(place: Place) -> None:
+    synchronize(place)
+    if place.cuda:
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peaks(place: Place) -> dict[str, int]:
+    if not place.cuda:
+        return {"peak_allocated": 0, "peak_reserved": 0}
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"peak_allocated": allocated, "peak_reserved": reserved}
+
+
+def measure(place: Place, losses: Iterator[torch.Tensor], tokens: float) -> dict[str, Any]:
+    """Run the warm-up and the timed steps of a loop that yields each step's mean loss on the
+    device; return rate, spread, peak memory and losses.
+    """
+    clock, seen = Clock(place), list[torch.Tensor]()
+    for i, loss in enumerate(islice(losses, WARMUP + TIMED), start=1):
+        if i == WARMUP:
+            reset_peak(place)
+        if i >= WARMUP:
+            clock.mark()
+        seen.append(loss)
+    return rates(clock.seconds(), tokens) | peaks(place) | {"losses": [float(x) for x in seen]}
+
+
+def rates(seconds: list[float], tokens: float) -> dict[str, Any]:
+    middle = statistics.median(seconds)
+    return {
+        "step_seconds": middle,
+        "spread": (max(seconds) - min(seconds)) / middle,
+        "tokens_per_second": tokens / middle,
+    }
+
+
+def profiled(place: Place, step: Callable[[], Any]) -> dict[str, Any]:
+    """Return what the device did in one call of `step`: its busy share, the longest kernels, the
+    longest gap, milliseconds of copies by kind.
+    """
+    synchronize(place)
+    kind = ProfilerActivity.CUDA if place.cuda else ProfilerActivity.CPU
+    with profile(activities=[kind]) as recorded:
+        step()
+        synchronize(place)
+    found = [
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in recorded.events() or []
+        if not place.cuda or e.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    if not found:
+        return {"busy": None}
+    found.sort()
+    busy, gap, end = 0.0, 0.0, found[0][0]
+    total: dict[str, float] = {}
+    for begin, last, name in found:
+        gap = max(gap, begin - end)
+        busy += max(0.0, last - max(begin, end))
+        end = max(end, last)
+        total[name] = total.get(name, 0.0) + (last - begin) / 1e3
+    longest = sorted(total.items(), key=lambda item: -item[1])
+    return {
+        "busy": busy / (end - found[0][0]),
+        "longest_gap_ms": gap / 1e3,
+        "kernels_ms": [[name[:80], round(ms, 3)] for name, ms in longest[:15]],
+        "copies_ms": {n: round(ms, 3) for n, ms in longest if n.startswith("Memcpy")},
+    }
+
+
+# ---- Programs ------------------------------------------------------------------------------------
+
+
+class Program:
+    """A program that a case starts: `python ARGUMENTS` from the repository's root.
+
+    The dry run forks instead, since importing torch and transformers takes most of its time.
+    """
+
+    def __init__(self, place: Place, arguments: list[str], log: str, fresh: bool = False) -> None:
+        self.log = place.out / f"{place.name}-{log}.log"
+        self._forked = place.tiny and not fresh
+        if self._forked:
+            context = multiprocessing.get_context("fork")
+            self._process: Any = context.Process(target=_run, args=(arguments, self.log))
+            self._process.start()
+        else:
+            command = [sys.executable, *arguments]
+            with open(self.log, "wb") as f:
+                self._process = subprocess.Popen(command, cwd=ROOT, stdout=f, stderr=f)
+
+    def ended(self) -> bool:
+        return (self._process.exitcode if self._forked else self._process.poll()) is not None
+
+    def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        self.code()
+
+    def code(self) -> int:
+        """Wait for the end; return the exit code. A case that hangs here ends by its deadline."""
+        if not self._forked:
+            return self._process.wait()
+        self._process.join()
+        return self._process.exitcode
+
+    def output(self) -> str:
+        return self.log.read_text("utf-8", "replace")
+
+    def end_well(self) -> str:
+        """Wait for the end; return the output. Raises where the exit code is not 0."""
+        if code := self.code():
+            raise RuntimeError(f"{self.log.name}: exit code {code}: {self.output()[-1500:]}")
+        return self.output()
+
+
+def _run(arguments: list[str], log: Path) -> None:
+    redirect(log)
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+
+
+def redirect(log: Path) -> None:
+    """Send what this process prints to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(log, "ab") as f:
+        os.dup2(f.fileno(), 1)
+        os.dup2(f.fileno(), 2)
