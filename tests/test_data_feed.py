@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from feeds import APART, Rank, encode_row, lockstep, rows, source, stream, tokens_of
 
-from toolkit.data.feed.feed import Feed, SampleShape
+from toolkit.data.feed.feed import SUPERVISED, Feed, SampleShape
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
@@ -243,7 +243,10 @@ def test_a_real_run_with_workers_reads_the_same(packing, streamed):
         of, got = make(), []
         for micro_batches in of.steps(run, 8, per_device_batch_size=2, workers=workers):
             assert len(micro_batches) == 2
-            assert all(isinstance(v, torch.Tensor) for b in micro_batches for v in b.values())
+            for b in micro_batches:
+                counted = {n: v for n, v in b.items() if not isinstance(v, torch.Tensor)}
+                learned = int((b["labels"][:, 1:] != -100).sum())
+                assert counted == ({} if packing == "wrapped" else {SUPERVISED: learned})
             got.append([s for b in micro_batches for s in tokens_of(b)])
             of.position.advance()
         assert got == expected[:8]

@@ -10,6 +10,7 @@ from tiny_models import perturb, rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.settings import ShardingConfig
+from toolkit.data.feed.feed import SUPERVISED
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import head_loss
 from toolkit.training.head_loss import HeadLoss, LogitMap
@@ -98,6 +99,28 @@ def test_labels_that_only_the_device_knows(monkeypatch, small_chunks):
     expected = gradients(model, from_logits(model, batch))
     monkeypatch.setattr(head_loss, "_COUNTED", ())
     assert off(gradients(model, loss_sum(model, batch)), expected) < CLOSE
+
+
+def test_a_number_of_labels_that_the_host_brings(monkeypatch):
+    """Then tokens without one are left out there too: 11 rows of 45."""
+    model, batch = tiny_model("gemma2", final_logit_softcapping=0.5).train(), rows(3)
+    batch["labels"][:, 6:] = -100
+    expected = gradients(model, from_logits(model, batch))
+    monkeypatch.setattr(head_loss, "_COUNTED", ())
+    made, count = [], int(supervised_tokens(batch["labels"]))
+    rule = head_loss._cross_entropy
+    monkeypatch.setattr(
+        head_loss, "_cross_entropy", lambda z, *a: made.append(len(z)) or rule(z, *a)
+    )
+    loss_sum(model, batch)
+    for said in (count, count + 5, 48):
+        made.clear()
+        found = gradients(model, loss_sum(model, batch | {SUPERVISED: said}))
+        assert off(found, expected) < CLOSE
+        assert made == [said]
+    assert loss_sum(model, batch | {SUPERVISED: count - 1}).isnan()  # not a loss of fewer tokens
+    nothing = batch | {"labels": torch.full_like(batch["labels"], -100), SUPERVISED: 0}
+    assert loss_sum(model, nothing).item() == 0.0
 
 
 def test_no_supervised_token_is_an_exact_zero():

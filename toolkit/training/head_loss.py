@@ -18,7 +18,7 @@ IGNORE_INDEX = -100
 # kernel each time, whose new pages cost as much as the arithmetic.
 _CHUNK_ELEMENTS = {"cpu": 2**23}
 _CHUNK_ELEMENTS_OF_AN_ACCELERATOR = 2**28
-# Where the number of labels is no secret to the host, which elsewhere would have to wait for it.
+# Where the host can look at labels; elsewhere it would have to wait for the device.
 _COUNTED = ("cpu",)
 # Devices with products of bf16 that answer in fp32.
 _WIDE_PRODUCTS = ("cuda",)
@@ -45,8 +45,8 @@ class HeadLoss:
     Where gradients are wanted, each chunk leaves its share before the next one: the hidden states'
     and, only where the head is trained, the head's; both are kept in fp32. The backward multiplies
     them by the gradient that comes in and casts them; it runs no product and needs no weight. So a
-    trained model costs three products, a frozen head two, an evaluation one. On a CPU tokens
-    without a label cost nothing; elsewhere the host would have to wait to leave them out.
+    trained model costs three products, a frozen head two, an evaluation one. Tokens without a label
+    cost nothing where their number is known: on a CPU, or as the batch says it.
 
     The way of Liger's FusedLinearCrossEntropy (Hsu et al. 2024, arXiv:2410.10989).
     """
@@ -61,7 +61,7 @@ class HeadLoss:
     label_smoothing: float = 0.0
 
     def __call__(
-        self, hidden: torch.Tensor, labels: torch.Tensor
+        self, hidden: torch.Tensor, labels: torch.Tensor, supervised: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, 0-d fp32, and an empty answer [B, T, 0] in place of the logits.
 
@@ -70,11 +70,12 @@ class HeadLoss:
         Args:
             hidden: [B, T, H].
             labels: [B, T], unshifted; `IGNORE_INDEX` has no loss.
+            supervised: tokens with a label, at most; with more of them the loss is NaN.
         """
         # The last token of a row predicts nothing.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
         found: Any = _GradientsInForward.apply(
-            self, torch.is_grad_enabled(), targets, hidden, *self.parameters()
+            self, torch.is_grad_enabled(), supervised, targets, hidden, *self.parameters()
         )
         return found
 
@@ -144,22 +145,28 @@ class _GradientsInForward(torch.autograd.Function):
         ctx: Any,
         task: HeadLoss,
         with_gradients: bool,
+        supervised: int | None,
         targets: torch.Tensor,
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        flat, rows = hidden.flatten(0, 1), None
+        flat, rows, valid = hidden.flatten(0, 1), None, targets != IGNORE_INDEX
+        loss = torch.zeros((), device=hidden.device)
         if hidden.device.type in _COUNTED:
-            rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+            rows = valid.nonzero().squeeze(1)
+        elif supervised is not None:  # filled up with the last token, which predicts nothing
+            last = len(targets) - 1
+            rows = torch.nonzero_static(valid, size=supervised, fill_value=last).squeeze(1)
+            loss.masked_fill_(valid.sum() > supervised, torch.nan)  # the host does not wait to know
+        if rows is not None:
             flat, targets = flat[rows], targets[rows]
-        of_hidden, *of_parameters = (with_gradients and w for w in ctx.needs_input_grad[3:])
+        of_hidden, *of_parameters = (with_gradients and w for w in ctx.needs_input_grad[4:])
         grad, *sums = (
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
             if wanted
             else None
             for x, wanted in zip((flat, *parameters), (of_hidden, *of_parameters), strict=True)
         )
-        loss = torch.zeros((), device=hidden.device)
         elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
         chunks = -(-len(flat) * task.vocabulary // elements)
         count = -(-len(flat) // max(1, chunks))  # chunks of the same size
@@ -185,7 +192,7 @@ class _GradientsInForward(torch.autograd.Function):
         if grad is not None and rows is not None:
             whole = grad.new_zeros(ctx.shape[:-1].numel(), ctx.shape[-1])
             grad = whole.index_copy_(0, rows, grad)
-        return None, None, None, None if grad is None else grad.view(ctx.shape), *sums
+        return None, None, None, None, None if grad is None else grad.view(ctx.shape), *sums
 
 
 def _cross_entropy(

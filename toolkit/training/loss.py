@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
+from toolkit.data.feed.feed import SUPERVISED
 from toolkit.errors import one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
@@ -37,7 +38,7 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
 
 
 def loss_sum(
-    model: nn.Module, batch: dict[str, torch.Tensor], *, label_smoothing: float = 0.0
+    model: nn.Module, batch: dict[str, Any], *, label_smoothing: float = 0.0
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of the supervised tokens of one micro-batch, 0-d fp32.
 
@@ -47,11 +48,12 @@ def loss_sum(
 
     Args:
         model: a causal LM, sharded or not.
-        batch: `input_ids` and `labels` [B, T] and whatever else its forward takes.
+        batch: `input_ids` and `labels` [B, T] and whatever else its forward takes. With
+            `SUPERVISED`, tokens without a label are left out on GPUs too.
         label_smoothing: share of each target that is spread evenly over the vocabulary, as
             transformers' `LabelSmoother` does (Szegedy et al. 2016, arXiv:1512.00567).
     """
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    inputs = {k: v for k, v in batch.items() if k not in ("labels", SUPERVISED)}
     labels = batch["labels"]
     if model not in _known:
         _known[model] = _find_out(model, inputs, labels)
@@ -59,7 +61,8 @@ def loss_sum(
         logits = model(**inputs).logits[:, :-1].flatten(0, 1)
         return cross_entropy_sum(logits, labels[:, 1:].flatten(), label_smoothing)
     head = _head(model)
-    inside = _InHead(HeadLoss(head, head.forward, *found, label_smoothing), labels)
+    task = HeadLoss(head, head.forward, *found, label_smoothing)
+    inside = _InHead(task, labels, batch.get(SUPERVISED))
     with replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
     return inside.loss + answer.sum(dtype=torch.float32)
@@ -98,15 +101,15 @@ class _InHead:
     may be a shard.
     """
 
-    def __init__(self, task: HeadLoss, labels: torch.Tensor) -> None:
-        self._task, self._labels = task, labels
+    def __init__(self, task: HeadLoss, labels: torch.Tensor, supervised: int | None = None) -> None:
+        self._task, self._labels, self._supervised = task, labels, supervised
         self._loss: torch.Tensor | None = None
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._loss is not None or hidden.shape[:-1] != self._labels.shape:
             raise _OtherUse("its head is not called once, with a hidden state for each token")
-        self._loss, answer = self._task(hidden, self._labels)
+        self._loss, answer = self._task(hidden, self._labels, self._supervised)
         return answer
 
     @property

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 
 from toolkit.data.order.position import EvalBatches, Position, accumulation_for
 from toolkit.data.samples.sequences import (
+    IGNORED,
     Chosen,
     EncodedRows,
     Packed,
@@ -36,6 +37,9 @@ from toolkit.errors import DataError
 
 Packing = Literal["wrapped", "bfd", "none"]
 MicroBatch = dict[str, Any]  # tensors; of the borders of documents, two whole numbers
+SUPERVISED = "num_items_in_batch"
+"""How many tokens of a micro-batch are supervised, by transformers' name, where not all may be.
+The host knows it before the labels are on a device."""
 SampleSet = Windows | Packed | Padded
 
 
@@ -62,6 +66,17 @@ class Processes(Protocol):
 
 
 @dataclass(frozen=True)
+class _Counted:
+    """Puts `SUPERVISED` beside what `collate` makes."""
+
+    collate: Callable[[list], MicroBatch]
+
+    def __call__(self, samples: list) -> MicroBatch:
+        batch = self.collate(samples)
+        return batch | {SUPERVISED: int((batch["labels"][:, 1:] != IGNORED).sum())}
+
+
+@dataclass(frozen=True)
 class SampleShape:
     """How rows become samples."""
 
@@ -73,8 +88,9 @@ class SampleShape:
     def collate(self) -> Callable[[list], Any]:
         """Return what makes a micro-batch of samples."""
         if self.packing == "none":
-            return PadCollate(self.pad_id, self.sequence_length)
-        return collate_documents if self.borders else default_collate
+            return _Counted(PadCollate(self.pad_id, self.sequence_length))
+        plain = collate_documents if self.borders else default_collate
+        return plain if self.packing == "wrapped" else _Counted(plain)
 
     def __str__(self) -> str:
         if self.packing == "wrapped":
