@@ -65,6 +65,8 @@ def main() -> int:
         print(f"error: not installed: {', '.join(missing)}; see --bundle", file=sys.stderr)
         return 1
     os.environ |= _ENVIRONMENT
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # Trainer would use all in one process
     if args.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -153,7 +155,8 @@ def run_part(
             line = {"status": "skipped", "why": f"{left:.0f} s left, {seconds:.0f} s needed"}
         else:
             place = Place(name, device, tiny, out, work)
-            log = out / f"{name}.log"
+            log = place.logs / f"{name}.log"
+            log.parent.mkdir(exist_ok=True)
             log.unlink(missing_ok=True)
             process = context.Process(target=run_case, args=(place, fn, log))  # type: ignore[attr-defined]
             process.start()
@@ -404,7 +407,7 @@ _IMPORTED = ("torch", "transformers", "accelerate", "peft", "pyarrow", "psutil",
 _IMPORTED += (*_CARRIED, "safetensors", "yaml", "tqdm", "numpy")
 _MOST = 30 * 2**20
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17")
-_CUDA_LIBRARIES = ("libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so")
+_LIBRARIES = tuple(f"libbitsandbytes_{n}.so" for n in ("cpu", "cuda128", "cuda130", "cuda132"))
 
 
 def bundle(folder: Path) -> int:
@@ -449,11 +452,11 @@ def download(name: str, wheels: Path) -> None:
 
 
 def trim(wheel: Path) -> None:
-    """Leave out of the wheel of bitsandbytes the libraries of other CUDA versions: 95 % of it."""
+    """Leave out of the wheel of bitsandbytes the libraries of other CUDA versions: most of it."""
     whole = wheel.with_suffix(".whole")
     wheel.rename(whole)
     with zipfile.ZipFile(whole) as source, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as to:
-        dropped = {n for n in source.namelist() if ".so" in n and not n.endswith(_CUDA_LIBRARIES)}
+        dropped = {n for n in source.namelist() if ".so" in n and not n.endswith(_LIBRARIES)}
         for name in source.namelist():
             content = source.read(name)
             if name.endswith(".dist-info/RECORD"):

@@ -5,10 +5,14 @@ precision and recomputation, each in a process of its own, one after the other o
 """
 
 import importlib.util
+import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -88,6 +92,11 @@ def toolkit(place: Place, shape: str, **changes: Any) -> None:
             "recomputed": cfg.sharding.activation_checkpointing,
         }
         place.record("speed", **found)  # before the profiler, which may fail
+        config = model_config(place, shape)
+        # Random weights: logits of variance 0.02^2 x width raise the loss by half of that.
+        start = math.log(config.vocab_size) + 0.02**2 * config.hidden_size / 2
+        off = abs(found["losses"][0] - start)
+        place.record("first loss is that of random weights", off < 0.3, expected=start, off=off)
         place.record("profile", **profiled(place, lambda: next(steps)))
 
 
@@ -396,7 +405,7 @@ def saving(place: Place) -> None:
         loop.losses(2)
         for step, behind in ((1, False), (2, True), (3, True)):
             loop.state.step = step
-            output = place.work / f"{place.name}-{step}"
+            output = Path(tempfile.mkdtemp(prefix="toolkit-gpu-save-"))  # a disk, not memory
             begun = time.perf_counter()
             path = checkpoint.save(loop.state, output, CheckpointConfig(async_save=behind))
             waited = time.perf_counter() - begun
@@ -406,8 +415,9 @@ def saving(place: Place) -> None:
                 f"save {step}, {kind}",
                 loop_waited=waited,
                 seconds=time.perf_counter() - begun,
-                path=path,
+                gb=sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file()) / 1e9,
             )
+            shutil.rmtree(output)
 
 
 # Case, its function, and the seconds that it is expected to take on a GPU.

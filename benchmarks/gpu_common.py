@@ -80,6 +80,11 @@ class Place:
         return 64 if self.tiny else 4096
 
     @property
+    def logs(self) -> Path:
+        """Where what cases and programs print goes, and their metrics."""
+        return self.out / "logs"
+
+    @property
     def cuda(self) -> bool:
         return self.device == "cuda"
 
@@ -251,6 +256,7 @@ class ToolkitLoop:
 
     def __init__(self, place: Place, cfg: FinetuneConfig, run: training.Run) -> None:
         self.cfg = cfg
+        free(place)
         mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
         models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
         model_cfg = model_settings(cfg)
@@ -266,8 +272,8 @@ class ToolkitLoop:
         self.optimizer = training.build_optimizer(self.model, cfg.optim)
         self.scheduler = training.build_scheduler(self.optimizer, cfg.optim, cfg.train.max_steps)
         self.state = TrainState(self.model, self.optimizer, self.scheduler, self.data.position)
-        logs = place.out / f"{place.name}-run"
-        logs.mkdir(exist_ok=True)
+        logs = place.logs / f"{place.name}-run"
+        logs.mkdir(parents=True, exist_ok=True)
         self.metrics = training.begin(cfg, run, logs, self.model, self.data, self.state)
         training.add_embedding_noise(self.model, cfg.train.neftune_noise_alpha)
         self.flops_per_token = training_flops(self.model, cfg.data.sequence_length)
@@ -292,10 +298,7 @@ class ToolkitLoop:
             yield stats
 
     def losses(self, count: int) -> list[float]:
-        found = [float(stats.loss) for stats in islice(self.steps(), count)]
-        gc.unfreeze()  # a recipe trains one model; here the next one needs the memory of this
-        gc.enable()
-        return found
+        return [float(stats.loss) for stats in islice(self.steps(), count)]
 
 
 def changed(cfg: FinetuneConfig, section: str, **values: Any) -> FinetuneConfig:
@@ -342,6 +345,15 @@ def timed(place: Place, fn: Callable[[], Any], repeats: int = 5) -> float:
         fn()
     clock.mark()
     return statistics.median(clock.seconds())
+
+
+def free(place: Place) -> None:
+    """Give back the memory of an earlier model of this process; a recipe trains one."""
+    gc.unfreeze()
+    gc.enable()
+    gc.collect()
+    if place.cuda:
+        torch.cuda.empty_cache()
 
 
 def reset_peak(place: Place) -> None:
@@ -392,7 +404,8 @@ def profiled(place: Place, step: Callable[[], Any]) -> dict[str, Any]:
     found = [
         (e.time_range.start, e.time_range.end, e.name)
         for e in recorded.events() or []
-        if not place.cuda or e.device_type == torch.autograd.DeviceType.CUDA
+        if not place.cuda
+        or (e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
     ]
     if not found:
         return {"busy": None}
@@ -423,7 +436,7 @@ class Program:
     """
 
     def __init__(self, place: Place, arguments: list[str], log: str, fresh: bool = False) -> None:
-        self.log = place.out / f"{place.name}-{log}.log"
+        self.log = place.logs / f"{place.name}-{log}.log"
         self._forked = place.tiny and not fresh
         if self._forked:
             context = multiprocessing.get_context("fork")

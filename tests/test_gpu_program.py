@@ -136,7 +136,7 @@ def test_bars_of_known_figures():
     assert found["full3b_toolkit / bare"] == ("", "not measured")
 
 
-def test_a_wheel_of_bitsandbytes_keeps_two_libraries(tmp_path):
+def test_a_wheel_of_bitsandbytes_keeps_the_libraries_of_few_versions(tmp_path):
     import zipfile
 
     import gpu
