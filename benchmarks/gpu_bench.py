@@ -167,8 +167,8 @@ class Marks(TrainerCallback):
 
 def trainer(place: Place, shape: str, *, liger: bool = False, **changes: Any) -> None:
     """transformers' Trainer, with PEFT where there are adapters, with or without Liger kernels."""
-    if liger and importlib.util.find_spec("liger_kernel") is None:
-        raise NotHere("liger-kernel is not installed")
+    if liger and not (place.cuda and importlib.util.find_spec("liger_kernel")):
+        raise NotHere("liger-kernel is not installed, or there is no GPU")
     cfg = bench(place, shape, **changes)
     if cfg.data.packing == "bfd":
         rows, tokens = packed_rows(place, cfg)

@@ -232,8 +232,9 @@ def guarded(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         code = 130
     except torch.OutOfMemoryError as error:
+        where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(
-            f"error: {str(error).strip().splitlines()[0]} Lower "
+            f"{where}error: {str(error).strip().splitlines()[0]} Lower "
             "train.per_device_train_batch_size (with more gradient_accumulation_steps the global "
             "batch stays), or set sharding.activation_checkpointing: full",
             file=sys.stderr,
