@@ -58,6 +58,7 @@ gpu: install  ## Prove it on one GPU, beside peers; writes docs/benchmarks/gpu.m
 	$(BIN)/python benchmarks/gpu.py --out runs/gpu --write docs/benchmarks/gpu.md
 
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
+	$(BIN)/python tests/architectures.py --packing docs/packing_types.md
 	$(BIN)/python tests/architectures.py --write docs/architectures.md
 
 soak: install  ## Kills, power losses, full disks, damage; writes docs/soak.md, docs/damage.md

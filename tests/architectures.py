@@ -1,6 +1,7 @@
 """Every causal-LM type of transformers, sharded against plain: one table, `docs/architectures.md`.
 
     python tests/architectures.py [--types llama,gpt2] [--world 2] [--uneven] [--write FILE]
+    python tests/architectures.py --packing docs/packing_types.md
 
 Each type is built tiny with random values, saved by transformers, and then goes through the toolkit
 on gloo ranks: load, gradients, two SGD steps, checkpoint, export, random start. Everything is
@@ -39,7 +40,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny_models import TYPES, UNEVEN, rows, save, tiny_class, tiny_model
+from tiny_models import (
+    TYPES,
+    UNEVEN,
+    own_section,
+    rows,
+    save,
+    tiny_class,
+    tiny_config,
+    tiny_model,
+)
 from torch.distributed.tensor import DTensor
 
 from toolkit import checkpoint, ranks
@@ -48,6 +58,7 @@ from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.packing_probe import Verdict, keeps_apart
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
 from toolkit.training.step import train_step
 
@@ -721,6 +732,53 @@ def verdict(result: dict[str, Any]) -> str:
     return "cannot be built" if "cannot" in result and "class" in result else "failed"
 
 
+def packing_document() -> str:
+    """Return the text of `docs/packing_types.md`: what the probe finds of every type. 20 s."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+    def tried(packed: bool) -> dict[str, Verdict]:
+        configs = {kind: own_section(tiny_config(kind), tiny_class(kind)) for kind in TYPES}
+        return {k: keeps_apart(c, tiny_class(k), packed=packed) for k, c in configs.items()}
+
+    found = tried(packed=True)
+    safe = [k for k, v in found.items() if v.ok]
+    unmasked = [k for k in safe if found[k].mask is None]
+    masked = [k for k in safe if found[k].mask is not None]
+    others = [k for k in found if not found[k].ok]
+    whole = sum(verdict.mask is None for verdict in tried(packed=False).values())
+
+    def lines(kinds: list[str], reason: Callable[[Verdict], str | None]) -> str:
+        groups: dict[str, list[str]] = {}
+        for kind in kinds:
+            why = re.sub(r" by \S+ of their spread", "", reason(found[kind]) or "")
+            groups.setdefault(re.sub(r"`", "", why)[:160], []).append(kind)
+        by_size = sorted(groups.items(), key=lambda group: -len(group[1]))
+        return "\n".join(f"- {why}: {', '.join(them)}" for why, them in by_size)
+
+    return f"""# Which types pack
+
+What `data.packing: auto` finds of every type of transformers' causal-LM mapping, tiny and with
+random values, in fp32 on a CPU. A run tries its own model, whose layers may be others. Written by
+`python tests/architectures.py --packing docs/packing_types.md`; torch {torch.__version__},
+transformers {transformers.__version__}.
+
+- {len(found)} types: **{len(safe)} keep packed samples apart**, {len(unmasked)} without a mask
+- whole rows (`wrapped`): {whole} types without a mask
+
+Without a mask: {", ".join(unmasked)}.
+
+## With a mask, and why
+
+{lines(masked, lambda verdict: verdict.mask)}
+
+## Not, and why
+
+{lines(others, lambda verdict: verdict.why)}
+"""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--types", default="", help="comma-separated; all by default")
@@ -728,8 +786,12 @@ def main() -> int:
     parser.add_argument("--uneven", action="store_true", help="sizes that the ranks do not divide")
     parser.add_argument("--work", type=Path, help="folder of the results; kept, and resumed")
     parser.add_argument("--write", type=Path, help="do both sweeps, write the tables to this file")
+    parser.add_argument("--packing", type=Path, help="write which types pack to this file, no more")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.packing is not None:
+        arguments.packing.write_text(packing_document(), "utf-8")
+        return 0
     kinds = [k for k in arguments.types.split(",") if k]
     if unknown := [k for k in kinds if k not in TYPES]:
         parser.error(f"unknown types: {', '.join(unknown)}")

@@ -101,11 +101,12 @@ _RULES: dict[str, Any] = {
             "num_encoder_attention_heads",
             "linear_num_heads",
             "swa_num_attention_heads",
-            "index_n_heads",
         ],
         _HEADS,
     ),
     "mamba_n_heads": 8,
+    # Of a few heads all often score 0: which of such keys are best hangs on what is beside them.
+    "index_n_heads": 32,
     **dict.fromkeys(
         [
             "num_key_value_heads",
