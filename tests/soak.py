@@ -1085,7 +1085,8 @@ def _counts(value: Any) -> str:
 
 def _plain(said: str) -> str:
     """Return a report without the random part of folder names."""
-    return re.sub(r"\.(old|trash|tmp)-[0-9a-f]{8}", r".\1-*", said.removeprefix("found "))
+    said = re.sub(r"/\S*/soak-\w+/\S*?/(?=run/)", "", said.removeprefix("found "))
+    return re.sub(r"\.(old|trash|tmp)-[0-9a-f]{8}", r".\1-*", said)
 
 
 if __name__ == "__main__":
