@@ -29,3 +29,11 @@ def test_any_accelerator_is_forked(monkeypatch):
         {"devices": [1], "device_type": "xpu"},
         {"devices": [0], "device_type": "cuda"},
     ]
+
+
+def test_a_build_for_cuda_without_a_device_has_the_cpus_random_state_only(monkeypatch):
+    def named(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
+    assert [torch.equal(s, torch.get_rng_state()) for s in modes.random_state()] == [True]

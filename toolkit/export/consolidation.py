@@ -50,7 +50,7 @@ def consolidate(
     config, tokenizer and a manifest of all of it come along. The folder appears under its name only
     when it is complete and was read back; interrupted, it goes on with the first weight file that
     was not finished. Costs one read and one write of the weights, one more read of what was
-    written, and blocks of 2 MB of memory; of tensors that transformers converts (fused experts) the
+    written, and blocks of 1 MB of memory; of tensors that transformers converts (fused experts) the
     memory of the largest group.
 
     Args:

@@ -2,7 +2,7 @@
 
 In OUTPUT.tmp-export/ weight files are written one after the other: each is fsynced, read back and
 compared with what was written, beside the next one, and only then noted as finished. Memory: blocks
-of 2 MB, and what `read_group` holds of one group.
+of 1 MB, and what `read_group` holds of one group.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
@@ -38,7 +38,7 @@ from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
 _PENDING = 4  # blocks that may wait for their hashes
-_BLOCK = 2**21  # bytes that are cast and written at a time
+_BLOCK = 2**20  # bytes that are cast and written at a time
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
 TensorValues = torch.Tensor | Iterator[torch.Tensor]

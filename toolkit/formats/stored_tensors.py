@@ -11,7 +11,7 @@ from toolkit.formats.dcp_tensors import Chunk, read_chunk
 from toolkit.formats.digests import LANES, hexadecimal, rows_digest
 from toolkit.formats.safetensors_files import TensorEntry
 
-_BLOCK = 2**21  # bytes read at a time, or one row where that is larger
+_BLOCK = 2**20  # bytes read at a time, or one row where that is larger
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

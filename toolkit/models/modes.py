@@ -19,7 +19,8 @@ def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContext
 
 def random_state() -> list[torch.Tensor]:
     """Return copies of the random state of the CPU and of the accelerator, where there is one."""
-    device = torch.accelerator.current_accelerator()
+    # A build for CUDA names it on a machine that has none, too.
+    device = torch.accelerator.current_accelerator(check_available=True)
     states = [torch.get_rng_state()]
     return states if device is None else [*states, torch.get_device_module(device).get_rng_state()]
 
