@@ -137,6 +137,7 @@ def test_garbage_is_collected_at_the_same_steps(monkeypatch):
     collected: list[Any] = []
     monkeypatch.setattr(gc, "freeze", lambda: collected.append("freeze"))
     monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    gc.enable()  # a run of an earlier test in this process ends without
     try:
         for number in range(11, 151):
             device.collect_garbage(number)
