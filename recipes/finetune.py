@@ -56,8 +56,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     first = state.step + 1
-    loss = partial(training.loss_sum, label_smoothing=cfg.train.label_smoothing_factor)
-    run.say(stopping.resumed_line(state.step))
+    run.say(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         unshard_early(model)
         stats = training.train_step(
@@ -65,7 +64,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
             optimizer,
             micro_batches,
             max_grad_norm=cfg.optim.max_grad_norm,
-            loss=loss,
+            loss=partial(training.loss_sum, label_smoothing=cfg.train.label_smoothing_factor),
         )
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()

@@ -31,14 +31,13 @@ class Rank:
     world_size: int = 1
     device = torch.device("cpu")
 
-    def loader(self, dataset, batches, workers=0, collate_fn=None):
+    def loader(self, dataset, batches=None, workers=0, collate_fn=None):
+        if batches is None:
+            return DataLoader(dataset, batch_size=None, num_workers=workers)
         shard = BatchSamplerShard(
             batches, num_processes=self.world_size, process_index=self.rank, even_batches=True
         )
         return DataLoader(dataset, batch_sampler=shard, num_workers=workers, collate_fn=collate_fn)
-
-    def stream(self, batches, workers=0):
-        return DataLoader(batches, batch_size=None, num_workers=workers)
 
 
 def encode_row(raw: dict[str, Any], number: int) -> EncodedExample | BadRow:

@@ -38,13 +38,12 @@ def started(rank: int, world: int, deterministic: bool, environment: dict[str, s
 
     with (
         mock.patch.object(torch.accelerator, "is_available", first_use),
-        launch.start(deterministic=deterministic) as run,
+        launch.start(deterministic=deterministic),
     ):
         return {
             "early": early,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "only a warning": torch.is_deterministic_algorithms_warn_only_enabled(),
-            "loader": run.accelerator.non_blocking,
         }
 
 
@@ -52,7 +51,6 @@ def test_what_must_be_set_before_the_device_starts():
     (plain,) = run_ranks(started, 1, False, {}, group=False)
     assert plain["early"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert not plain["deterministic"]
-    assert plain["loader"]
     own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     (exact,) = run_ranks(started, 1, True, own, group=False)
     assert exact["early"] == own  # what the user has set stays
@@ -151,13 +149,8 @@ def test_garbage_is_collected_at_the_same_steps(monkeypatch):
 
 
 def test_batches_are_pinned_where_a_device_reads_them(monkeypatch):
-    import accelerate
-
-    made: dict[str, Any] = {}
-    prepared = mock.Mock(side_effect=lambda loader, **_: made.setdefault("map", loader))
-    accelerator = mock.Mock(spec=accelerate.Accelerator, prepare_data_loader=prepared)
-    stream = mock.Mock(side_effect=lambda loader, *_, **options: (loader, options))
-    monkeypatch.setattr(launch, "prepare_data_loader", stream)
+    prepared = mock.Mock(side_effect=lambda loader, *_, **options: (loader, options))
+    monkeypatch.setattr(launch, "prepare_data_loader", prepared)
     data = torch.utils.data.TensorDataset(torch.arange(4))
 
     class Rows(torch.utils.data.IterableDataset):
@@ -165,13 +158,10 @@ def test_batches_are_pinned_where_a_device_reads_them(monkeypatch):
             return iter(())
 
     for where, pinned in ((CUDA, True), (torch.device("cpu"), False)):
-        made.clear()
-        run = launch.Run(accelerator, where, 0, 1)
-        run.loader(data, [[0, 1]])  # type: ignore[arg-type]
-        assert made["map"].pin_memory is pinned
-        loader, options = run.stream(Rows())
-        assert loader.pin_memory is pinned
-        assert options["non_blocking"]
+        run = launch.Run(mock.Mock(), where, 0, 1)
+        for loader, options in (run.loader(data, [[0, 1]]), run.loader(Rows())):  # type: ignore[arg-type]
+            assert loader.pin_memory is pinned
+            assert options["non_blocking"]
 
 
 def test_offloaded_gradients_are_kept_on_a_cpu_only():

@@ -41,7 +41,7 @@ from toolkit.training.early_stopping import KEY, EarlyStopping, early_stopping
 from toolkit.training.loss import loss_sum, supervised_tokens
 from toolkit.training.neftune import add_embedding_noise, sample_lengths
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import evaluate, evaluate_sources, train_step
+from toolkit.training.step import evaluate, train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 CLOSE = 1e-5
@@ -231,7 +231,7 @@ def test_label_smoothing_is_that_of_transformers(kind, elements, folders, monkey
         assert float(stats.loss) == pytest.approx(mean, rel=CLOSE)
         assert off(optimizer.given, gradients) < CLOSE, way
     assert loss._known[model] is not None
-    assert float(evaluate(model, [padded(samples())])) == pytest.approx(
+    assert float(evaluate(model, {"": [padded(samples())]})[0]) == pytest.approx(
         reference(folders[kind])[0], rel=CLOSE
     )
     assert off(optimizer.given, reference(folders[kind])[1]) > 1e-2  # the control
@@ -384,8 +384,8 @@ def by_source(rank: int, world: int, folder: str) -> dict[str, Any]:
         "all": [batch],
         "few": [padded(part[:2])],
     }
-    total, found = evaluate_sources(model, sources)
-    plain = evaluate(model, [b for batches in sources.values() for b in batches])
+    total, found = evaluate(model, sources)
+    plain, _ = evaluate(model, {"": [b for batches in sources.values() for b in batches]})
     assert model.training
     assert all(isinstance(p, DTensor) for p in model.parameters())
     return {n: float(loss) for n, loss in [*found.items(), ("", total), ("plain", plain)]}
@@ -405,9 +405,9 @@ def test_evaluation_gives_the_loss_by_source(found, folders):
 def test_a_source_without_batches_is_named(folders):
     model = plain(folders["llama"])
     with pytest.raises(TrainingError, match="of source code"):
-        evaluate_sources(model, {"text": [padded(samples())], "code": []})
+        evaluate(model, {"text": [padded(samples())], "code": []})
     with pytest.raises(TrainingError, match="no batches"):
-        evaluate_sources(model, {})
+        evaluate(model, {})
     assert not model.training
 
 

@@ -133,11 +133,11 @@ def test_all_parameters_streamed_with_early_stop(base, chats, tmp_path):
     run = tmp_path / "run"
     done = finetune(torchrun(2, free_port()), base, run, *flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "stopping early at step 2" in done.stdout
+    assert "stopped early at step 2: eval_loss was" in done.stdout
     assert find_checkpoint(run).name == "step-00000002"
     again = finetune(plain(), base, run, *flags, "--train.gradient_accumulation_steps", 2)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
-    assert "nothing to do: 2 steps are done, it had stopped early" in again.stdout
+    assert "stopped early at step 2: eval_loss was" in again.stdout
 
 
 def test_inspect_data_is_what_the_run_says(base, chats, tmp_path, capsys):

@@ -373,7 +373,7 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
         micro = [{k: v[rank::world] for k, v in rows(4, seed=s).items()} for s in (1, 2)]
         if rank == 1:
             micro[0]["labels"].fill_(-100)  # nothing to learn from
-        before = float(evaluate(model, micro))
+        before = float(evaluate(model, {"": micro})[0])
         stats = train_step(model, optimizer, micro, max_grad_norm=0.0)
         inside = _known[model] is not None
         found[kind, dtype] = (float(stats.loss), before, optimizer.given, inside)

@@ -54,17 +54,13 @@ class EarlyStopping:
         return self.stop
 
     def line(self, step: int) -> str:
-        """Return what a run prints when it ends here, else nothing."""
+        """Return what a run prints that ends here, or had ended here before, else nothing."""
         if not self.stop:
             return ""
         return (
-            f"stopping early at step {step}: {self.metric} was not better than {self.best} in "
+            f"stopped early at step {step}: {self.metric} was not better than {self.best} in "
             f"{self.waited} evaluation(s)"
         )
-
-    def resumed_line(self, step: int) -> str:
-        """Return what a start prints where an earlier one had ended so, else nothing."""
-        return f"nothing to do: {step} steps are done, it had stopped early" if self.stop else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps under `KEY` of `TrainState.extra`, in JSON's types."""

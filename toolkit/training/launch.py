@@ -27,8 +27,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands.config import default_config_file
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
@@ -66,41 +65,31 @@ class Run:
     def loader(
         self,
         dataset: Dataset,
-        batches: Sampler,
+        batches: Sampler | None = None,
         workers: int = 0,
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
-        """Return Accelerate's loader: batch i of `batches` goes to rank i % world_size, on its
-        device. There must be a multiple of world_size: Accelerate would repeat samples to fill up.
+        """Return Accelerate's loader, whose batches are on this rank's device.
+
+        Batch i of `batches` goes to rank i % world_size; there must be a multiple of world_size:
+        Accelerate would repeat samples to fill up. Without `batches` the data set yields this
+        rank's batches itself; reading ahead takes one worker, more would each read everything.
         """
+        by_itself = batches is None
         loader = DataLoader(
             dataset,
+            batch_size=None if by_itself else 1,
             batch_sampler=batches,
-            num_workers=workers,
+            num_workers=min(workers, 1) if by_itself else workers,
             generator=torch.Generator(),  # an iterator draws a seed, not from dropout's generator
             collate_fn=collate_fn,
             pin_memory=self.device.type != "cpu",
         )
-        return self.accelerator.prepare_data_loader(loader, device_placement=True)
-
-    def stream(self, batches: IterableDataset, workers: int = 0) -> Any:
-        """Return Accelerate's loader of `batches`, which yields this rank's batches itself, put on
-        its device. Reading ahead takes one worker; more would each read everything.
-        """
-        generator = torch.Generator()
-        loader = DataLoader(
-            batches,
-            batch_size=None,
-            num_workers=min(workers, 1),
-            generator=generator,
-            pin_memory=self.device.type != "cpu",
-        )
-        # As one process of one: Accelerate would else deal the batches out once more.
         return prepare_data_loader(
             loader,
             self.device,
-            num_processes=1,
-            process_index=0,
+            num_processes=1 if by_itself else self.world_size,
+            process_index=0 if by_itself else self.rank,
             put_on_device=True,
             dispatch_batches=False,
             non_blocking=True,
@@ -151,11 +140,7 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
     if rank or not sys.stderr.isatty():
         datasets.disable_progress_bars()  # one set of bars, and none in a log
     try:
-        accelerator = Accelerator(
-            cpu=cpu,
-            mixed_precision="no",
-            dataloader_config=DataLoaderConfiguration(non_blocking=True),
-        )
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no")
         if accelerator.num_processes != world or accelerator.process_index != rank:
             raise LaunchError(
                 f"the launcher started process {rank} of {world}, Accelerate sees "

@@ -27,7 +27,7 @@ from toolkit.sharding.fsdp import mesh_shape
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.training.launch import Run
 from toolkit.training.model_flops import device_peak_flops, training_flops
-from toolkit.training.step import evaluate_sources
+from toolkit.training.step import evaluate
 
 
 class Metrics:
@@ -224,11 +224,11 @@ def due(step: int, every: int | None) -> bool:
 def evaluate_metrics(
     model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
 ) -> dict[str, float]:
-    """Return the losses of `evaluate_sources` as a metrics line holds them: `eval_loss`,
+    """Return the losses of `evaluate` as a metrics line holds them: `eval_loss`,
     `eval_perplexity`, and where there are several sources `eval_NAME_loss` and
     `eval_NAME_perplexity` of each. Collective; waits for the device.
     """
-    total, found = evaluate_sources(model, sources)
+    total, found = evaluate(model, sources)
     named = {"eval": total}
     if len(found) > 1:
         named |= {f"eval_{name}": one for name, one in found.items()}

@@ -155,25 +155,16 @@ def _average_replicated(model: nn.Module, world: int) -> None:
             parameter.grad.copy_(mean)
 
 
-def evaluate(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the mean loss over all supervised tokens of all ranks' `batches`, 0-d. Collective.
-
-    Every rank must bring as many batches (pad with labels of -100): FSDP gathers in each forward.
-    Its exponential is the perplexity. NaN when there is no supervised token at all; TrainingError
-    when there is no batch.
-    """
-    return evaluate_sources(model, {"": batches})[0]
-
-
 @torch.no_grad()
-def evaluate_sources(
+def evaluate(
     model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of `evaluate` over all `sources`, and that of each. Collective.
+    """Return the mean loss over the supervised tokens of all ranks and `sources`, 0-d, and that of
+    each source. Collective. NaN where there is no supervised token at all.
 
     Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
-    Every rank brings the same names in the same order, and as many batches of each. TrainingError
-    names the source that has none.
+    Every rank brings the same names in the same order, and as many batches of each (pad with labels
+    of -100): FSDP gathers in each forward. TrainingError names the source that has none.
     """
     if not sources:
         raise TrainingError("evaluate got no batches: there is no source to evaluate on")

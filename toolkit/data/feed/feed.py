@@ -4,8 +4,7 @@
     for micro_batches in feed.steps(run, count, per_device_batch_size=8):
         train_step(model, optimizer, micro_batches)
         feed.position.advance()
-    for name, batches in feed.evals(run, per_device_batch_size=8).items():
-        evaluate(model, batches)
+    evaluate(model, feed.evals(run, per_device_batch_size=8))
 
 `prepared.PreparedFeed` has all rows at hand, `stream_feed.StreamFeed` reads them while training.
 """
@@ -55,14 +54,13 @@ class Processes(Protocol):
     def loader(
         self,
         dataset: Any,
-        batches: Any,
+        batches: Any = None,
         workers: int = 0,
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
-        """Return this rank's batches of a map-style data set, on its device."""
-
-    def stream(self, batches: Any, workers: int = 0) -> Any:
-        """Return `batches`, which are this rank's, on its device."""
+        """Return this rank's `batches` of a map-style data set, or what `dataset` yields, on its
+        device.
+        """
 
 
 @dataclass(frozen=True)

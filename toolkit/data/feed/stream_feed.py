@@ -121,7 +121,7 @@ class StreamFeed(Feed):
     ) -> Iterator[MicroBatch]:
         place, rank, world = self.position.stream, run.rank, run.world_size
         mine = RankBatches(self._mixed(), place, self.shape, count, size, rank, world)
-        for batch in run.stream(mine, workers):
+        for batch in run.loader(mine, workers=workers):
             if _ERROR in batch:
                 # As a rule all ranks meet it, and the first prints it. A file or a machine may fail
                 # one alone: it must not wait for the others, which may be in a collective.
