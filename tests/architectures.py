@@ -43,6 +43,7 @@ from safetensors.torch import load_file
 from tiny_models import (
     TYPES,
     UNEVEN,
+    float64_throughout,
     own_section,
     rows,
     save,
@@ -306,11 +307,13 @@ class _Checks:
 
     def _as_near_to_fp64(self, plain: dict[str, torch.Tensor], reason: str) -> float:
         """Compare with the gradients in fp64, where those of one plain model in fp32 are further
-        from them than the tolerance: up to five times as far is as good.
+        from them than the tolerance: half as far again is as good.
         """
         exact: Any = tiny_model(self.kind, uneven=self.uneven).train().double()
         tokens = (self.batch["labels"][:, 1:] != -100).sum()
-        (_loss_sum(exact, self.batch, torch.float64) / tokens).backward()
+        exact.set_experts_implementation("eager")  # grouped products have no fp64
+        with float64_throughout():
+            (_loss_sum(exact, self.batch) / tokens).backward()
         known = RecordingSGD(exact)
         known.step()
         found, largest = self.optimizer.gradients[0], max(map(_largest, plain.values()))
@@ -318,7 +321,7 @@ class _Checks:
         for name, want in known.gradients[0].items():
             scale = max(_largest(want), 1e-4 * largest, 1e-30)
             ours, theirs = (_largest(g[name].double() - want) / scale for g in (found, plain))
-            if not ours <= max(TOLERANCE, 5 * theirs):
+            if not ours <= max(TOLERANCE, 1.5 * theirs):
                 raise Mismatch(f"{name}: {ours:.1e} from fp64, plain {theirs:.1e}; {reason}")
             worst = max(worst, ours - theirs)
         self.notes.append(f"as near to fp64 as one process is; to each other: {reason}")
@@ -458,10 +461,8 @@ class _Checks:
 FILE = "model.safetensors"
 
 
-def _loss_sum(
-    model: Any, batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1).to(dtype)
+def _loss_sum(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1).float()
     labels = batch["labels"][:, 1:].flatten()
     return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_ranks
-from tiny_models import perturb, rows, tiny_model
+from tiny_models import float64_throughout, perturb, rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.settings import ShardingConfig
@@ -77,6 +77,21 @@ def test_it_is_the_models_own_loss(kind, smoothing, small_chunks, capsys):
     if expected_map != LogitMap():  # the control: without its map the model's loss is another
         _known[model] = (160, LogitMap())
         assert off(gradients(model, loss_sum(model, batch)), expected) > 1e-2
+
+
+@pytest.mark.parametrize("kind", [*MAPS, "qwen3_5_text"])
+def test_in_fp64_it_is_the_models_own_gradient(kind, small_chunks, capsys):
+    """What is left between the two in fp32 is rounding, which Qwen3.5's layers multiply."""
+    changes, logit_map = MAPS.get(kind, ({}, LogitMap()))
+    model, batch = tiny_model(kind, **changes).train(), rows(3)
+    fp32 = gradients(model, from_logits(model, batch))
+    model.double()
+    _known[model] = (160, logit_map)  # a map is found in fp32 only
+    with float64_throughout():
+        expected = gradients(model, from_logits(model, batch))
+        assert off(gradients(model, loss_sum(model, batch)), expected) < 1e-13
+    assert capsys.readouterr().out == ""
+    assert off(fp32, expected) > 1e-9
 
 
 @pytest.mark.parametrize("setting", ["target_modules", "modules_to_save"])

@@ -4,13 +4,15 @@ Owns how the defaults of a config class are shrunk: general rules by the name of
 table of what some types need beside them. Refuses to know what is done with the models.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -542,3 +544,33 @@ def rows(count: int, length: int = 16, seed: int = 1) -> dict[str, torch.Tensor]
     for row in range(count):
         labels[row, : 2 + 2 * row] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+class _Float64ForFloat32(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        def wide(argument: Any) -> Any:
+            return torch.float64 if argument is torch.float32 else argument
+
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        named = {name: wide(argument) for name, argument in (kwargs or {}).items()}
+        return function(*map(wide, args), **named)
+
+
+@contextlib.contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Have a model that is in fp64 compute in fp64 also where its code asks for fp32, as norms,
+    linear attention and losses do; a backward in it too.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64ForFloat32():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
