@@ -98,12 +98,13 @@ def measure(kind: str, samples: int) -> dict[str, Any]:
     bound = -(-int(lengths.sum()) // SEQUENCE_LENGTH)
     data: Any
     if kind == "ours":
-        from toolkit.data.samples.sequences import EncodedRows, Packed, Pieces
+        from toolkit.data.samples.sequences import EncodedRows, Pieces, Samples, SampleShape
 
         start = time.perf_counter()
-        packed = Packed(Pieces(EncodedRows(rows), SEQUENCE_LENGTH))
+        shape = SampleShape("bfd", SEQUENCE_LENGTH)
+        packed = Samples(Pieces(EncodedRows(rows), SEQUENCE_LENGTH), shape)
         seconds = time.perf_counter() - start
-        bins, tokens, data = len(packed), packed.plan.tokens, packed
+        bins, tokens, data = len(packed), packed.pieces.lengths.sum(), packed
     else:
         from trl import pack_dataset
 

@@ -11,8 +11,9 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.feed import Feed, samples_of
 from toolkit.data.feed.stream import StreamSource
+from toolkit.data.samples.sequences import Samples, SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import EncodedExample, EncodedSource
 
@@ -61,6 +62,11 @@ def rows(lengths: list[int], number: int = 0) -> datasets.Dataset:
 
 def source(lengths: list[int], number: int = 0, **mixing) -> EncodedSource:
     return EncodedSource(f"source {number}", rows(lengths, number), **mixing)
+
+
+def samples(tokens: datasets.Dataset, packing: str, length: int, chosen=None, pad=0) -> Samples:
+    """Return rows of tokens as samples of up to `length`."""
+    return samples_of(EncodedSource("one", tokens), SampleShape(packing, length, pad), chosen)
 
 
 def stream(lengths: list[int], number: int = 0, shards: int = 1, **mixing) -> StreamSource:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.data.feed.feed import SampleShape
+from toolkit.data.samples.sequences import SampleShape
 from toolkit.errors import ModelError
 from toolkit.models import attention
 from toolkit.models.attention import BORDERS, attend_within_documents, document_borders
@@ -394,9 +394,9 @@ def test_micro_batches_carry_borders(packing):
     if packing == "bfd":
         samples[0]["position_ids"] = torch.tensor([0, 1, 2, 0, 1, 0])
         samples[1]["position_ids"] = torch.tensor([0, 0, 1, 2, 3, 4])
-    batch = SampleShape(packing, 6, borders=True).collate()(samples)
+    batch = SampleShape(packing, 6, borders=True).batch(samples)
     expected, longest = ([0, 3, 5, 6, 7, 12], 5) if packing == "bfd" else ([0, 6, 12], 6)
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == expected
     assert batch["max_length_q"] == batch["max_length_k"] == longest
-    assert not SampleShape(packing, 6).collate()(samples).keys() & set(BORDERS)
+    assert not SampleShape(packing, 6).batch(samples).keys() & set(BORDERS)

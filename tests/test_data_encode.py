@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
-from toolkit.data.feed.feed import SampleShape, samples_of
-from toolkit.data.feed.stream import SourceStream, StreamSource, sample_of
+from toolkit.data.feed.feed import samples_of
+from toolkit.data.feed.stream import SourceStream, StreamSource
+from toolkit.data.samples.sequences import SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
@@ -200,9 +201,9 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
             )
             streamed = SourceStream(stream, 0, shape, seed=0)
             read = [streamed.next()]
-            read += [streamed.next() for _ in streamed._items[1:]]
+            read += [streamed.next() for _ in streamed.items[1:]]
             prepared = samples_of(made, shape)
-            for samples in ([sample_of(i, shape) for i in read], list(prepared)):
+            for samples in ([shape.sample(i.pieces) for i in read], list(prepared)):
                 kept, learned = [], 0
                 for sample in samples:
                     labels = sample["labels"].tolist()

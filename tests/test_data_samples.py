@@ -7,11 +7,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from feeds import samples
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed.feed import SampleShape
 from toolkit.data.feed.prepared import held_out
-from toolkit.data.samples.sequences import FILLER, IGNORED, EncodedRows, Windows
+from toolkit.data.samples.sequences import FILLER, IGNORED, SampleShape
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
@@ -41,51 +41,52 @@ def test_windows_equal_a_plain_concatenation(tmp_path, chunk, dtype):
     assert len(tokens.data.column("input_ids").chunks) == -(-60 // chunk)
     flat = [i for row in tokens["input_ids"] for i in row]
     for length in (2, 7, 16, 101):
-        samples = Windows(EncodedRows(tokens), length)
-        assert len(samples) == len(flat) // length
-        assert samples.rows.total == len(flat)
-        assert samples.tokens_dropped == len(flat) % length
-        for i in range(len(samples)):
-            assert samples[i]["input_ids"].tolist() == flat[i * length : (i + 1) * length]
+        windows = samples(tokens, "wrapped", length)
+        assert len(windows) == len(flat) // length
+        assert windows.pieces.rows.total == len(flat)
+        assert windows.pieces.dropped == {"tokens": len(flat) % length}
+        for i in range(len(windows)):
+            assert windows[i]["input_ids"].tolist() == flat[i * length : (i + 1) * length]
 
 
 def test_a_sample(tmp_path):
-    samples = Windows(EncodedRows(documents([10, 10], 1, tmp_path)), 8)
-    sample = samples[np.int64(1)]
-    assert sample["input_ids"].tolist() == sample["labels"].tolist() == list(range(8, 16))
+    windows = samples(documents([10, 10], 1, tmp_path), "wrapped", 8)
+    sample = windows[np.int64(1)]
+    assert sample["input_ids"].tolist() == list(range(8, 16))
+    assert sample["labels"].tolist() == [IGNORED, *range(9, 16)]  # nothing predicts the first
     assert sample["input_ids"].dtype == sample["labels"].dtype == torch.int64
-    sample["input_ids"][0] = 5  # a copy: neither the labels nor the file change
-    assert sample["labels"][0] == 8
-    assert samples[1]["input_ids"][0] == 8
-    filler = samples[FILLER]
+    sample["input_ids"][1] = 5  # a copy: neither the labels nor the file change
+    assert sample["labels"][1] == 9
+    assert windows[1]["input_ids"][1] == 9
+    filler = windows[FILLER]
     assert filler["input_ids"].tolist() == [0] * 8
     assert filler["labels"].tolist() == [IGNORED] * 8
     assert filler["labels"].dtype == torch.int64
     for index in (2, -2):
         with pytest.raises(IndexError, match=f"no sample {index} of 2"):
-            samples[index]
+            windows[index]
 
 
 def test_a_selection_is_read_in_its_own_order(tmp_path):
     tokens = documents([3, 3, 3], 1, tmp_path).select([2, 0])
-    assert Windows(EncodedRows(tokens), 6)[0]["input_ids"].tolist() == [6, 7, 8, 0, 1, 2]
+    assert samples(tokens, "wrapped", 6)[0]["input_ids"].tolist() == [6, 7, 8, 0, 1, 2]
 
 
 def test_pickle_is_small_and_workers_read(tmp_path):
-    samples = Windows(EncodedRows(documents([100] * 200, 10, tmp_path)), 50)
-    dumped = pickle.dumps(samples)
+    windows = samples(documents([100] * 200, 10, tmp_path), "wrapped", 50)
+    dumped = pickle.dumps(windows)
     assert len(dumped) < 8000  # a path, not 80,000 bytes of tokens
     again = pickle.loads(dumped)
-    assert torch.equal(again[7]["input_ids"], samples[7]["input_ids"])
-    loader = DataLoader(samples, batch_sampler=[[3, 1], [-1, 2]], num_workers=1)
+    assert torch.equal(again[7]["input_ids"], windows[7]["input_ids"])
+    loader = DataLoader(windows, batch_sampler=[[3, 1], [-1, 2]], num_workers=1)
     first, second = list(loader)
     assert first["input_ids"][:, 0].tolist() == [150, 50]
-    assert second["labels"][:, 0].tolist() == [IGNORED, 100]
+    assert second["labels"][:, 1].tolist() == [IGNORED, 101]
 
 
 def test_too_little_text(tmp_path):
     with pytest.raises(DataError) as caught:
-        Windows(EncodedRows(documents([3, 4], 1, tmp_path)), 8)
+        samples(documents([3, 4], 1, tmp_path), "wrapped", 8)
     said = str(caught.value)
     assert "at least one sample of 8 tokens (data.sequence_length)" in said
     assert "all documents together hold 7" in said

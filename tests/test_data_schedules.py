@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from feeds import APART, lockstep, source, stream
 
-from toolkit.data.feed.feed import SampleShape
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream_feed import StreamFeed
+from toolkit.data.samples.sequences import SampleShape
 from toolkit.errors import DataError
 
 pytestmark = pytest.mark.slow

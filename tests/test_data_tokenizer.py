@@ -9,13 +9,13 @@ from pathlib import Path
 
 import datasets
 import pytest
+from feeds import samples
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from toolkit.config.settings import DataConfig, ModelConfig
 from toolkit.data.examples.recognise import Layout
-from toolkit.data.samples.sequences import EncodedRows, Windows
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens import text_ids
 from toolkit.data.tokens import tokenizer as tokenizers_of_runs
@@ -292,7 +292,7 @@ def test_tokenised_data_is_taken_as_it_is(dtype):
     got = tokenise(token_rows(ids, dtype), None, CFG, 10)
     assert got.features["input_ids"] == datasets.List(datasets.Value("int32"))
     assert got["input_ids"][:] == ids
-    assert Windows(EncodedRows(got), 2)[1]["input_ids"].tolist() == [3, 9]
+    assert samples(got, "wrapped", 2)[1]["input_ids"].tolist() == [3, 9]
 
 
 # The cache and the forks
@@ -349,7 +349,7 @@ def test_what_changes_the_tokens_changes_the_cache(tokenizer):
 def test_workers_fork_without_a_warning(tokenizer, monkeypatch, capfd):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     tokens = tokenise(rows(TEXTS * 4), tokenizer, CFG, 600)
-    loader = DataLoader(Windows(EncodedRows(tokens), 16), batch_size=4, num_workers=2)
+    loader = DataLoader(samples(tokens, "wrapped", 16), batch_size=4, num_workers=2)
     batch = next(iter(loader))
     assert batch["input_ids"].shape == (4, 16)
     assert "forked" not in capfd.readouterr().err

@@ -14,9 +14,9 @@ from toolkit.config.settings import (
     FinetuneModelConfig,
     FinetuneTrainConfig,
 )
-from toolkit.data.feed.feed import SampleShape
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.prepare import Choice, TrainingData, check_data
+from toolkit.data.samples.sequences import SampleShape
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import ConfigError, DataError
 

@@ -10,7 +10,7 @@ from tiny_models import float64_throughout, perturb, rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.settings import ShardingConfig
-from toolkit.data.feed.feed import SUPERVISED
+from toolkit.data.samples.sequences import SUPERVISED
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import head_loss
 from toolkit.training.head_loss import HeadLoss, LogitMap

@@ -17,12 +17,13 @@ from toolkit.config.settings import (
     model_settings,
 )
 from toolkit.data.chat import chat_templates
-from toolkit.data.feed.feed import Feed, MicroBatch, Packing, Processes, SampleShape
+from toolkit.data.feed.feed import Feed, Processes
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
-from toolkit.data.order.position import accumulation_for
+from toolkit.data.order.position import Position, accumulation_for
 from toolkit.data.report import check_supervised, render, supervision_report
+from toolkit.data.samples.sequences import MicroBatch, Packing, SampleShape
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import EncodedSource, Encoder, encode
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, pad_id
@@ -220,21 +221,19 @@ def _check_evaluations(cfg: Any, sources: list[str]) -> None:
         )
 
 
+@dataclass(eq=False)
 class TrainingData:
     """What the loop of a recipe reads; `prepare_data` makes it."""
 
-    def __init__(
-        self,
-        cfg: PretrainConfig | FinetuneConfig,
-        feed: Feed,
-        choice: Choice,
-        tokenizer: PreTrainedTokenizerBase | None,
-        run: Processes,
-    ) -> None:
-        self.cfg, self.feed, self.run = cfg, feed, run
-        self.choice = choice
-        self.tokenizer = tokenizer  # None where the data came as token ids
-        self.position = feed.position
+    cfg: PretrainConfig | FinetuneConfig
+    feed: Feed
+    choice: Choice
+    tokenizer: PreTrainedTokenizerBase | None  # None where the data came as token ids
+    run: Processes
+
+    @property
+    def position(self) -> Position:
+        return self.feed.position
 
     @property
     def max_steps(self) -> int:

@@ -129,7 +129,7 @@ def _entry(
             "max": int(lengths.max()),
             "histogram": _histogram(lengths),
         },
-        "packed": None if part is None else asdict(part) | {"bins": part.bins and [*part.bins]},
+        "packed": None if part is None else asdict(part),
         "first": [
             {"row": row, "tokens": len(ids), "parts": _parts(ids, spans, tokenizer)}
             for row, ids, spans in zip(*columns, strict=True)
@@ -197,8 +197,6 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         line = f"samples   {packed['samples']:,} of up to {sequence_length:,} tokens"
         if packed["density"] is not None:
             line += f", {packed['density']:.1%} of their room is tokens"
-        if packed["bins"]:
-            line += f"; no packing does with less than {packed['bins'][1]:,}"
         yield line
         for what, count in packed["dropped"].items():
             if count:

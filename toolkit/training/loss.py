@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.data.feed.feed import SUPERVISED
+from toolkit.data.samples.sequences import SUPERVISED
 from toolkit.errors import one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module

@@ -11,35 +11,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from toolkit.data.order.position import EvalBatches, Position, accumulation_for
 from toolkit.data.samples.sequences import (
-    IGNORED,
     Chosen,
     EncodedRows,
-    Packed,
-    PadCollate,
-    Padded,
+    MicroBatch,
     Pieces,
+    Samples,
+    SampleShape,
     Windows,
-    collate_documents,
 )
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
-
-Packing = Literal["wrapped", "bfd", "none"]
-MicroBatch = dict[str, Any]  # tensors; of the borders of documents, two whole numbers
-SUPERVISED = "num_items_in_batch"
-"""How many tokens of a micro-batch are supervised, by transformers' name, where not all may be.
-The host knows it before the labels are on a device."""
-SampleSet = Windows | Packed | Padded
 
 
 class Processes(Protocol):
@@ -63,52 +52,16 @@ class Processes(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """Puts `SUPERVISED` beside what `collate` makes."""
-
-    collate: Callable[[list], MicroBatch]
-
-    def __call__(self, samples: list) -> MicroBatch:
-        batch = self.collate(samples)
-        return batch | {SUPERVISED: int((batch["labels"][:, 1:] != IGNORED).sum())}
-
-
-@dataclass(frozen=True)
-class SampleShape:
-    """How rows become samples."""
-
-    packing: Packing  # `DataConfig.packing`, `auto` decided
-    sequence_length: int  # tokens of a sample at most
-    pad_id: int = 0
-    borders: bool = False  # micro-batches carry where documents begin (`document_borders`)
-
-    def collate(self) -> Callable[[list], Any]:
-        """Return what makes a micro-batch of samples."""
-        if self.packing == "none":
-            return _Counted(PadCollate(self.pad_id, self.sequence_length))
-        plain = collate_documents if self.borders else default_collate
-        return plain if self.packing == "wrapped" else _Counted(plain)
-
-    def __str__(self) -> str:
-        if self.packing == "wrapped":
-            return f"samples of {self.sequence_length} tokens"
-        how = "packed" if self.packing == "bfd" else "padded"
-        return f"samples of up to {self.sequence_length} tokens, {how}"
-
-
-def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> SampleSet:
+def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
     """Return `source`, or what is `chosen` of its `units_of`, as samples; no sample is an error."""
-    rows = EncodedRows(source.tokens)
-    if shape.packing == "wrapped":
-        return Windows(rows, shape.sequence_length, chosen)
-    pieces = Pieces(rows, shape.sequence_length, chosen)
+    rows, kind = EncodedRows(source.tokens), Windows if shape.packing == "wrapped" else Pieces
+    pieces = kind(rows, shape.sequence_length, chosen)
     if not len(pieces):
         raise DataError(
             f"expected at least one row with a token in the source {source.name}, got none of "
             f"{len(rows)}; give more data, or leave the source out"
         )
-    return Packed(pieces, shape.pad_id) if shape.packing == "bfd" else Padded(pieces)
+    return Samples(pieces, shape)
 
 
 def units_of(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
@@ -176,10 +129,10 @@ class Feed(ABC):
         found: dict[str, Iterable[MicroBatch]] = {}
         for name, samples in self.eval_sets.items():
             order: Any = range(len(samples))
-            if isinstance(samples, Padded):
+            if self.shape.packing == "none":
                 order = np.argsort(samples.pieces.lengths, kind="stable")
             batches = EvalBatches(order, per_device_batch_size, run.world_size)
-            found[name] = run.loader(samples, batches, collate_fn=self.shape.collate())
+            found[name] = run.loader(samples, batches, collate_fn=self.shape.batch)
         return found
 
     def tokens_of_step(self) -> float:

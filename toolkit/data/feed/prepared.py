@@ -9,20 +9,12 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from toolkit.data.feed.feed import (
-    Feed,
-    MicroBatch,
-    Processes,
-    SampleSet,
-    SampleShape,
-    samples_of,
-    units_of,
-)
+from toolkit.data.feed.feed import Feed, Processes, samples_of, units_of
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
 from toolkit.data.order.position import GlobalBatches, Position
-from toolkit.data.samples.sequences import Packed, Padded, Windows
+from toolkit.data.samples.sequences import MicroBatch, Samples, SampleShape
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
@@ -38,7 +30,6 @@ class SourceSamples:
     dropped: dict[str, int]  # what is in no sample: `tokens` after the last window, `empty rows`
     cut: int  # rows of more than `sequence_length` tokens that became several samples or pieces
     held_out: int  # samples that were split off to evaluate on
-    bins: tuple[int, int] | None = None  # packed samples, and how many no packing can do without
 
 
 class PreparedFeed(Feed):
@@ -121,13 +112,12 @@ class PreparedFeed(Feed):
         self, run: Processes, count: int, size: int, each: int, workers: int
     ) -> Iterable[MicroBatch]:
         position, order = self.position, cast(Mixture | ByLength, self.order)
-        padded = [samples for samples in self.train if isinstance(samples, Padded)]
-        if padded:
-            lengths = np.concatenate([samples.pieces.lengths for samples in padded])
+        if self.shape.packing == "none":
+            lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
             order = ByLength(self.order, lengths, position.global_batch, position.seed)
         start = position.samples_seen
         batches = GlobalBatches(order, start, count, size, each, run.world_size)
-        return run.loader(self.data, batches, workers, self.shape.collate())
+        return run.loader(self.data, batches, workers, self.shape.batch)
 
     def _means(self) -> list[tuple[float, float]]:
         shares = self.order.shares
@@ -138,7 +128,7 @@ class PreparedFeed(Feed):
 
 def held_out(
     source: EncodedSource, shape: SampleShape, share: float, most: int | None
-) -> tuple[SampleSet, SampleSet | None]:
+) -> tuple[Samples, Samples | None]:
     """Return the samples of `source` to train on, and those that are held out of it, if any.
 
     Of windows the last `share` is held out, else `share` of the rows, drawn alike for every seed,
@@ -165,7 +155,7 @@ def _order(sources: Sequence[EncodedSource], sizes: list[int], seed: int) -> Mix
 
 
 def _reading(
-    sources: Sequence[EncodedSource], train: list[SampleSet], shape: SampleShape
+    sources: Sequence[EncodedSource], train: list[Samples], shape: SampleShape
 ) -> dict[str, Any]:
     """Return what the samples depend on (see `Position`); the name of a single source does not."""
     several = len(sources) > 1
@@ -178,8 +168,8 @@ def _reading(
     for source, samples in zip(sources, train, strict=True):
         of = f"of {source.name}" if several else "of the data"
         reading[f"the samples {of}"] = len(samples)
-        if isinstance(samples, Windows):
-            reading[f"the tokens {of}"] = samples.rows.total
+        if shape.packing == "wrapped":
+            reading[f"the tokens {of}"] = samples.pieces.rows.total
         else:
             lengths = samples.pieces.lengths.astype("<i4").tobytes()  # packing follows from them
             digest = hashlib.blake2b(lengths, digest_size=8).hexdigest()
@@ -192,14 +182,10 @@ def _reading(
 
 
 def _part(
-    source: EncodedSource, samples: SampleSet, evaluated: SampleSet | None, shape: SampleShape
+    source: EncodedSource, samples: Samples, evaluated: Samples | None, shape: SampleShape
 ) -> SourceSamples:
-    name, n, held = source.name, len(samples), len(evaluated or ())
-    if isinstance(samples, Windows):
-        tokens, dropped = n * shape.sequence_length, {"tokens": samples.tokens_dropped}
-        return SourceSamples(name, n, tokens, 1.0, dropped, 0, held)
-    pieces, density, bins = samples.pieces, None, None
-    if isinstance(samples, Packed):
-        density, bins = samples.plan.density, (n, samples.plan.lower_bound)
-    tokens, dropped = int(pieces.lengths.sum(dtype=np.int64)), {"empty rows": pieces.empty}
-    return SourceSamples(name, n, tokens, density, dropped, pieces.cut, held, bins)
+    n, pieces = len(samples), samples.pieces
+    tokens = int(pieces.lengths.sum(dtype=np.int64))
+    density = None if shape.packing == "none" else tokens / (n * shape.sequence_length)
+    held = len(evaluated or ())
+    return SourceSamples(source.name, n, tokens, density, pieces.dropped, pieces.cut, held)

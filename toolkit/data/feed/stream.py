@@ -20,17 +20,9 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from toolkit.data.feed.feed import SampleShape
 from toolkit.data.order.permutation import derived_seed, permute
 from toolkit.data.samples.packing import best_fit
-from toolkit.data.samples.sequences import (
-    IGNORED,
-    Piece,
-    Sample,
-    labels_of,
-    packed_sample,
-    padded_sample,
-)
+from toolkit.data.samples.sequences import Piece, SampleShape, labels_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import EncodedExample, EncodedRow
 from toolkit.errors import DataError
@@ -99,18 +91,6 @@ class StreamSample(NamedTuple):
     epoch: int  # passes over its source that were done before
 
 
-@dataclass(frozen=True)
-class FirstWindow:
-    """What the first window of a stream holds: of its rows some left out, of its tokens learned."""
-
-    name: str
-    rows: int
-    left_out: int
-    samples: int
-    tokens: int
-    supervised: int
-
-
 class SourceStream:
     """The samples of one source, the `number`-th, one after another. See [Note: streams]."""
 
@@ -130,7 +110,7 @@ class SourceStream:
     def _start_at(self, place: StreamPlace) -> None:
         # The window in hand lies between two places; of its samples some were given.
         self._place = self._next = place
-        self._items: list[StreamSample] = []
+        self.items: list[StreamSample] = []
         self._given = 0
         self._rows: Iterator[dict[str, Any]] | None = None
 
@@ -148,10 +128,10 @@ class SourceStream:
         self._start_at(StreamPlace(**{k: v for k, v in state.items() if k != "given"}))
         if given:
             self._fill()
-            if len(self._items) < given:
+            if len(self.items) < given:
                 raise DataError(
                     f"the checkpoint's position counts on {given} samples or more from row "
-                    f"{self._place.rows} of {self.source.name} on, there are {len(self._items)}: "
+                    f"{self._place.rows} of {self.source.name} on, there are {len(self.items)}: "
                     "the stream gives other rows than before; give the same, or start anew in "
                     "another output_dir"
                 )
@@ -161,32 +141,19 @@ class SourceStream:
         """Return the next sample; None when all passes are over. A pass without a sample, and a
         row that is refused, are DataErrors.
         """
-        while self._given == len(self._items):
+        while self._given == len(self.items):
             if self.source.max_repeats is not None and self._next.epoch >= self.source.max_repeats:
                 return None
             self._fill()
         self._given += 1
-        return self._items[self._given - 1]
-
-    def first_window(self) -> FirstWindow:
-        """Return what the next window with a sample holds. Reads and encodes it; see `next`."""
-        self.next()
-        labels = [labels[1:] for item in self._items for _, labels in item.pieces]
-        return FirstWindow(
-            self.source.name,
-            self._next.rows_read - self._place.rows_read,
-            self._next.left_out - self._place.left_out,
-            len(self._items),
-            sum(item.length for item in self._items),
-            sum(int((part != IGNORED).sum()) for part in labels),
-        )
+        return self.items[self._given - 1]
 
     def _fill(self) -> None:
         """Make the samples of the next window."""
         self._place, self._given = self._next, 0
         pieces, after, ended = self._read(self._place)
-        self._items = self._samples(self._permuted(pieces, "rows"))
-        after.samples += len(self._items)
+        self.items = self._samples(self._permuted(pieces, "rows"))
+        after.samples += len(self.items)
         if ended:
             if not after.samples:
                 raise DataError(
@@ -249,16 +216,3 @@ class SourceStream:
 
 def _cut(ids: np.ndarray, labels: np.ndarray, limit: int) -> list[Piece]:
     return [(ids[i : i + limit], labels[i : i + limit]) for i in range(0, len(ids), limit)]
-
-
-def sample_of(item: StreamSample, shape: SampleShape) -> Sample:
-    """Return the tensors of a sample; see `samples/sequences.py`."""
-    if shape.packing == "bfd":
-        return packed_sample(item.pieces, shape.sequence_length, shape.pad_id)
-    ids, labels = item.pieces[0]
-    if shape.packing == "wrapped":
-        # The last window of its kind is filled up; nothing after it looks at the filling.
-        missing = (0, shape.sequence_length - len(ids))
-        ids = np.pad(ids, missing, constant_values=shape.pad_id)
-        labels = np.pad(labels, missing, constant_values=IGNORED)
-    return padded_sample(ids, labels)

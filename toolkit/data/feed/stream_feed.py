@@ -10,19 +10,13 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from toolkit import ranks
-from toolkit.data.feed.feed import Feed, MicroBatch, Processes, SampleShape
-from toolkit.data.feed.stream import (
-    WINDOW,
-    FirstWindow,
-    SourceStream,
-    StreamSample,
-    StreamSource,
-    sample_of,
-)
+from toolkit.data.feed.feed import Feed, Processes
+from toolkit.data.feed.stream import WINDOW, SourceStream, StreamSample, StreamSource
 from toolkit.data.order.grouping import regroup
 from toolkit.data.order.mixture import DrawnSamples, locate, shares
 from toolkit.data.order.permutation import derived_seed
 from toolkit.data.order.position import Position
+from toolkit.data.samples.sequences import IGNORED, MicroBatch, SampleShape
 from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
@@ -98,23 +92,30 @@ class StreamFeed(Feed):
 
     def check_enough(self, world_size: int) -> None:
         # However few samples there are is enough: a stream that is read through begins anew.
-        for seen in self.first_windows:
-            if not seen.supervised:
+        for stream in self.first_windows:
+            labels = [labels[1:] for item in stream.items for _, labels in item.pieces]
+            if all((part == IGNORED).all() for part in labels):
+                seen = stream.read()
                 raise DataError(
-                    f"expected tokens to learn in the stream {seen.name}, its first {seen.rows} "
-                    f"rows gave {seen.samples} samples of {seen.tokens} tokens and none that the "
-                    f"loss covers ({seen.left_out} rows were left out); see data.supervise and the "
-                    "format of the rows"
+                    f"expected tokens to learn in the stream {stream.source.name}, its first "
+                    f"{seen['rows_read']} rows gave {len(stream.items)} samples and none that the "
+                    f"loss covers ({seen['left_out']} rows were left out); see data.supervise and "
+                    "the format of the rows"
                 )
 
     @cached_property
-    def first_windows(self) -> list[FirstWindow]:
-        """What the first window of each source holds."""
-        return [stream.first_window() for stream in self._mixed().streams.values()]
+    def first_windows(self) -> list[SourceStream]:
+        """Each source at its first window that has a sample."""
+        streams = list(self._mixed().streams.values())
+        for stream in streams:
+            stream.next()
+        return streams
 
     def _means(self) -> list[tuple[float, float]]:
-        pairs = zip(self.first_windows, self.sources, strict=True)
-        return [(seen.tokens / seen.samples, source.weight or 1) for seen, source in pairs]
+        return [
+            (sum(item.length for item in s.items) / len(s.items), s.source.weight or 1)
+            for s in self.first_windows
+        ]
 
     def _read(
         self, run: Processes, count: int, size: int, each: int, workers: int
@@ -250,7 +251,6 @@ class RankBatches(IterableDataset):
     world_size: int
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        collate = self.shape.collate()
         size = self.per_device_batch
         for step in range(self.steps):
             try:
@@ -261,8 +261,8 @@ class RankBatches(IterableDataset):
                 yield {_ERROR: str(error)}
                 return
             for first in range(0, len(items), size):
-                samples = [sample_of(item, self.shape) for item in items[first : first + size]]
-                batch = collate(samples)
+                of = items[first : first + size]
+                batch = self.shape.batch([self.shape.sample(item.pieces) for item in of])
                 if first + size >= len(items):
                     batch[_PLACE] = json.dumps(self.mixed.state_dict())
                 yield batch

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.errors import DataError
-
 # Samples that are packed at a time. It bounds the memory (some 50 bytes a sample); only the last
 # bins of a window could have been filled with samples of another.
 WINDOW = 1 << 22
@@ -26,12 +24,10 @@ WINDOW = 1 << 22
 
 @dataclass(frozen=True)
 class BinPlan:
-    """What lies in which bin of `capacity` tokens."""
+    """What lies in which bin."""
 
-    capacity: int
     samples: np.ndarray  # every one once, bin after bin, in a bin by number; int64
     starts: np.ndarray  # bin i holds `samples[starts[i]:starts[i + 1]]`; int64 [bins + 1]
-    tokens: int
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -40,30 +36,14 @@ class BinPlan:
         """Return the samples of a bin."""
         return self.samples[self.starts[index] : self.starts[index + 1]]
 
-    @property
-    def lower_bound(self) -> int:
-        """Bins that no packing can do without: all tokens, shared out without a gap."""
-        return -(-self.tokens // self.capacity)
-
-    @property
-    def density(self) -> float:
-        """Share of the bins' room that holds tokens; 1 without bins."""
-        return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
-
 
 def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> BinPlan:
     """Return a best-fit decreasing packing of samples of `lengths` into bins of `capacity` tokens.
 
-    No sample is split, each lies in one bin, and the plan depends on nothing but the arguments. See
-    [Note: best fit by counting]. A million samples take well under a second. A length below 1 or
-    above the capacity is a DataError.
+    Lengths are from 1 to the capacity. No sample is split, each lies in one bin, and the plan
+    depends on nothing but the arguments. See [Note: best fit by counting]. A million samples take
+    well under a second.
     """
-    if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= capacity):
-        at = int(np.argmax((lengths < 1) | (lengths > capacity)))
-        raise DataError(
-            f"expected samples of 1 to {capacity} tokens to pack, sample {at} has {lengths[at]}; "
-            "cut it or leave it out first"
-        )
     samples, sizes = [], []
     for first in range(0, len(lengths), window):
         bins = _bins(lengths[first : first + window], capacity)
@@ -74,7 +54,7 @@ def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> BinPla
     if sizes:
         np.cumsum(np.concatenate(sizes), out=starts[1:])
     order = np.concatenate(samples) if samples else np.zeros(0, np.int64)
-    return BinPlan(capacity, order, starts, int(lengths.sum(dtype=np.int64)))
+    return BinPlan(order, starts)
 
 
 def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -2,17 +2,13 @@
 
 Rows are a data set with a column `input_ids` (lists of integers) and, where not everything is
 learned, a column `spans`: begin, end, begin, end ... of the tokens that are. A token's label is its
-id inside a span and `IGNORED` elsewhere; labels are unshifted, as transformers expects them. The
-first token of a sample has nothing before it to be predicted from, so its label never counts.
-
-Every kind here is a torch Dataset of dicts of int64 tensors, gives `FILLER` as a sample without a
-label that counts, and pickles as the path of its file with its plan.
+id inside a span and `IGNORED` elsewhere; labels are unshifted, as transformers expects them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -21,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, default_collate
 
-from toolkit.data.samples.packing import best_fit
+from toolkit.data.samples.packing import BinPlan, best_fit
 from toolkit.errors import DataError
 from toolkit.models.attention import document_borders
 
@@ -29,9 +25,79 @@ FILLER = -1  # index of the sample without a supervised token that fills up a ba
 IGNORED = -100  # label of a token that the loss leaves out, as in transformers
 MULTIPLE = 8  # padded lengths are multiples of this: fewer different shapes, and aligned ones
 
+SUPERVISED = "num_items_in_batch"
+"""How many tokens of a micro-batch are supervised, by transformers' name, where not all may be.
+The host knows it before the labels are on a device."""
+
+Packing = Literal["wrapped", "bfd", "none"]
 Sample = dict[str, torch.Tensor]
+MicroBatch = dict[str, Any]  # tensors; of the borders of documents, two whole numbers
 Piece = tuple[np.ndarray, np.ndarray]  # token ids and labels of a row, or of a part of one
 Chosen = range | np.ndarray | None  # numbers of the windows or rows that are used; None: all
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """How pieces of rows become samples, and samples micro-batches."""
+
+    packing: Packing  # `DataConfig.packing`, `auto` decided
+    sequence_length: int  # tokens of a sample at most
+    pad_id: int = 0
+    borders: bool = False  # micro-batches carry where documents begin (`document_borders`)
+
+    def sample(self, pieces: Sequence[Piece]) -> Sample:
+        """Return pieces as one sample: `{"input_ids": [T], "labels": [T]}`, int64. T is
+        `sequence_length`, where rows are padded (`none`) their own length.
+
+        Packed pieces (`bfd`) do not see each other: `position_ids` [T] restart where one begins, by
+        which transformers keeps them apart where there is no attention mask. What fills a sample up
+        is one more piece. Nothing predicts the first token of a piece: its label becomes `IGNORED`.
+        """
+        taken = sum(len(ids) for ids, _ in pieces)
+        room = (max(1, taken) if self.packing == "none" else self.sequence_length) - taken
+        pieces = [*pieces, (np.full(room, self.pad_id), np.full(room, IGNORED))]
+        for _, labels in pieces:
+            labels[:1] = IGNORED
+        columns = (np.concatenate(column).astype(np.int64) for column in zip(*pieces, strict=True))
+        sample = dict(zip(("input_ids", "labels"), map(torch.from_numpy, columns), strict=True))
+        if self.packing == "bfd":
+            positions = np.concatenate([np.arange(len(ids)) for ids, _ in pieces])
+            sample["position_ids"] = torch.from_numpy(positions)
+        return sample
+
+    def batch(self, samples: list[Sample]) -> MicroBatch:
+        """Return samples as a micro-batch of int64 [samples, T], with `SUPERVISED` where not all
+        may be.
+
+        Rows are padded on the right, with an `attention_mask`: T is the longest length rounded up
+        to a multiple of 8, but not beyond `sequence_length`, which may be all the positions that a
+        model has.
+        """
+        batch: MicroBatch
+        if self.packing == "none":
+            longest = max(len(s["input_ids"]) for s in samples)
+            width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
+            fill = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
+            samples = [s | {"attention_mask": torch.ones_like(s["labels"])} for s in samples]
+            batch = {
+                name: torch.stack(
+                    [F.pad(s[name], (0, width - len(s[name])), value=v) for s in samples]
+                )
+                for name, v in fill.items()
+            }
+        else:
+            batch = default_collate(samples)
+            if self.borders:
+                batch |= document_borders(batch)
+        if self.packing != "wrapped":
+            batch[SUPERVISED] = int((batch["labels"][:, 1:] != IGNORED).sum())
+        return batch
+
+    def __str__(self) -> str:
+        if self.packing == "wrapped":
+            return f"samples of {self.sequence_length} tokens"
+        how = "packed" if self.packing == "bfd" else "padded"
+        return f"samples of up to {self.sequence_length} tokens, {how}"
 
 
 class EncodedRows:
@@ -106,38 +172,37 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
     return labels
 
 
-class Windows(Dataset):
-    """All rows joined and cut into windows of L tokens: `{"input_ids": [L], "labels": [L]}`.
+class Windows:
+    """All rows joined and cut into pieces of `length` tokens: ids and labels, both copies.
 
-    The `tokens_dropped` after the last whole window are not used; no whole window is a DataError.
+    The tokens after the last whole window are `dropped`; no whole window is a DataError.
     """
 
-    def __init__(self, rows: EncodedRows, sequence_length: int, chosen: Chosen = None) -> None:
-        count, self.tokens_dropped = divmod(rows.total, sequence_length)
+    def __init__(self, rows: EncodedRows, length: int, chosen: Chosen = None) -> None:
+        count, rest = divmod(rows.total, length)
         if not count:
             raise DataError(
-                f"expected at least one sample of {sequence_length} tokens "
+                f"expected at least one sample of {length} tokens "
                 f"(data.sequence_length), all documents together hold {rows.total}; give "
                 f"more text or set data.sequence_length to at most {max(rows.total, 2)}"
             )
-        self.rows, self.sequence_length = rows, sequence_length
+        self.rows, self.length, self.cut, self.dropped = rows, length, 0, {"tokens": rest}
         self.chosen = range(count) if chosen is None else chosen
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, index: int) -> Sample:
-        length = self.sequence_length
-        if index == FILLER:
-            return padded_sample(np.zeros(length, np.int64), np.full(length, IGNORED))
-        begin = self.chosen[_within(index, len(self))] * length
-        ids, labels = self.rows.joined(begin, length)
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.full(len(self), self.length)
+
+    def __getitem__(self, window: int) -> Piece:
+        return self.rows.joined(self.chosen[window] * self.length, self.length)
 
 
 class Pieces:
     """What packing and padding put into samples: rows, long ones as pieces of `limit` tokens and a
-    rest; rows without a token become none.
+    rest; rows without a token become none and are `dropped`.
     """
 
     def __init__(self, rows: EncodedRows, limit: int, chosen: Chosen = None) -> None:
@@ -145,7 +210,7 @@ class Pieces:
         used = np.arange(len(rows)) if chosen is None else np.asarray(chosen)
         lengths = rows.lengths()[used]
         pieces = -(-lengths // limit)
-        self.empty, self.cut = int((pieces == 0).sum()), int((pieces > 1).sum())
+        self.dropped, self.cut = {"empty rows": int((pieces == 0).sum())}, int((pieces > 1).sum())
         self.of_row = np.repeat(used, pieces)
         nth = np.arange(len(self.of_row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         self.begins = (nth * limit).astype(np.int32)
@@ -162,100 +227,26 @@ class Pieces:
         return self.rows.ids(row)[here], self.rows.labels(row)[here]
 
 
-class Padded(Dataset):
-    """One piece, one sample: `{"input_ids": [T], "labels": [T]}`, T its own length."""
+class Samples(Dataset):
+    """Windows or pieces as samples of a shape, packed where it says so; see `SampleShape.sample`.
 
-    def __init__(self, pieces: Pieces) -> None:
-        self.pieces = pieces
+    `FILLER` gives a sample without a label that counts. Pickles as the path of its file with its
+    plan.
+    """
+
+    def __init__(self, pieces: Windows | Pieces, shape: SampleShape) -> None:
+        self.pieces, self.shape = pieces, shape
+        self.plan: BinPlan | None = None
+        if shape.packing == "bfd" and isinstance(pieces, Pieces):
+            self.plan = best_fit(pieces.lengths, shape.sequence_length)
 
     def __len__(self) -> int:
-        return len(self.pieces)
+        return len(self.pieces if self.plan is None else self.plan)
 
     def __getitem__(self, index: int) -> Sample:
         if index == FILLER:
-            return padded_sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
-        return padded_sample(*self.pieces[_within(index, len(self))])
-
-
-def padded_sample(ids: np.ndarray, labels: np.ndarray) -> Sample:
-    """Return ids and labels as a sample of their own length."""
-    labels[0] = IGNORED
-    return {
-        "input_ids": torch.from_numpy(ids.astype(np.int64)),
-        "labels": torch.from_numpy(labels),
-    }
-
-
-class Packed(Dataset):
-    """Whole pieces that share a sample of `sequence_length` tokens and do not see each other.
-
-    `packed[i]` is `{"input_ids": [L], "labels": [L], "position_ids": [L]}`, L the limit of the
-    pieces. Positions restart where a piece begins, by which transformers keeps the pieces apart
-    where there is no attention mask. The rest of the sample is one more piece, of padding.
-    """
-
-    def __init__(self, pieces: Pieces, pad_id: int = 0) -> None:
-        self.pieces, self.pad_id = pieces, pad_id
-        self.plan = best_fit(pieces.lengths, pieces.limit)
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, index: int) -> Sample:
-        chosen = () if index == FILLER else self.plan.bin(_within(index, len(self)))
-        pieces = [self.pieces[piece] for piece in chosen]
-        return packed_sample(pieces, self.pieces.limit, self.pad_id)
-
-
-def packed_sample(pieces: list[Piece], sequence_length: int, pad_id: int) -> Sample:
-    """Return pieces as one sample of `sequence_length` tokens; see `Packed`."""
-    room = sequence_length - sum(len(ids) for ids, _ in pieces)
-    pieces = [*pieces, (np.full(room, pad_id), np.full(room, IGNORED))]
-    for _, labels in pieces:
-        labels[:1] = IGNORED
-    ids, labels = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    positions = np.concatenate([np.arange(len(piece)) for piece, _ in pieces])
-    return {
-        "input_ids": torch.from_numpy(ids.astype(np.int64)),
-        "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(positions),
-    }
-
-
-def collate_documents(samples: list[Sample]) -> dict[str, Any]:
-    """Stack windows or packed samples into a micro-batch that carries `document_borders`."""
-    batch = default_collate(samples)
-    return batch | document_borders(batch)
-
-
-@dataclass(frozen=True)
-class PadCollate:
-    """Put samples into one micro-batch: `{"input_ids", "labels", "attention_mask"}`, each int64
-    [samples, T], padded on the right with label `IGNORED` and attention 0.
-
-    T is the longest length rounded up to a multiple of 8, but not beyond `sequence_length`, which
-    may be all the positions that a model has.
-    """
-
-    pad_id: int
-    sequence_length: int
-
-    def __call__(self, samples: list[Sample]) -> Sample:
-        longest = max(len(s["input_ids"]) for s in samples)
-        width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
-
-        def filled(rows: list[torch.Tensor], value: int) -> torch.Tensor:
-            return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])
-
-        ids, labels = ([s[name] for s in samples] for name in ("input_ids", "labels"))
-        return {
-            "input_ids": filled(ids, self.pad_id),
-            "labels": filled(labels, IGNORED),
-            "attention_mask": filled([torch.ones_like(row) for row in ids], 0),
-        }
-
-
-def _within(index: int, count: int) -> int:
-    if not 0 <= index < count:
-        raise IndexError(f"no sample {index} of {count}")
-    return int(index)
+            return self.shape.sample([])
+        if not 0 <= index < len(self):
+            raise IndexError(f"no sample {index} of {len(self)}")
+        numbers = [index] if self.plan is None else self.plan.bin(index)
+        return self.shape.sample([self.pieces[int(number)] for number in numbers])
