@@ -54,9 +54,7 @@ def pretrain(run: Path, fresh: bool) -> int:
     ran = launch("pretrain", run) or call("toolkit", "consolidate", run, "--output", export)
     if ran:
         return ran
-    model, tokenizer = load(export)
-    ids = generate(model, tokenizer(PROMPT, return_tensors="pt"), 80)
-    print(RULE, tokenizer.decode(ids, skip_special_tokens=True), RULE, sep="\n")
+    print(RULE, write(load(export), export, PROMPT, 80), RULE, sep="\n")
     say_losses(run)
     print(f"export   {export.resolve()}")
     return 0
@@ -80,10 +78,10 @@ def finetune(base_run: Path, fresh: bool) -> int:
     )
     if failed:
         return failed
-    model, tokenizer = load(merged)
+    model, turns = load(merged), [{"role": "user", "content": QUESTION}]
     print(f"\nThe question:\n{indent(QUESTION, '    ')}")
-    for what, asked in (("before", load(base, quiet=True)[0]), ("after, merged", model)):
-        print(f"\n{what}:", RULE, answer(asked, tokenizer), RULE, sep="\n")
+    for what, asked in (("before", str(base)), ("after, merged", model)):
+        print(f"\n{what}:", RULE, write(asked, merged, turns, 60), RULE, sep="\n")
     say_losses(run)
     print(f"adapter  {adapter.resolve()}\nmerged   {merged.resolve()}")
     return 0
@@ -129,39 +127,27 @@ def call(script: str, *arguments: object) -> int:
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
-def load(folder: Path, quiet: bool = False) -> tuple[Any, Any]:
+def load(folder: Path) -> Any:
     """Load an export with plain transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
+    print(f"\n$ AutoModelForCausalLM.from_pretrained({str(folder)!r})", flush=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     model, info = loaded
-    if not quiet:
-        print(f"\n$ AutoModelForCausalLM.from_pretrained({str(folder)!r})", flush=True)
-        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        print(f"missing keys: {missing}, unexpected keys: {unexpected}")
-    return model, AutoTokenizer.from_pretrained(folder)
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    print(f"missing keys: {missing}, unexpected keys: {unexpected}")
+    return model
 
 
-def answer(model: Any, tokenizer: Any) -> str:
-    """Return what the model answers to the question."""
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    ids = generate(model, prompt, 60)
-    return tokenizer.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+def write(model: Any, tokenizer: Path, prompt: Any, tokens: int) -> str:
+    """Return a text with what the model writes on, or its answer to turns; the same each time."""
+    from transformers import pipeline, set_seed
 
-
-def generate(model: Any, prompt: Any, tokens: int) -> Any:
-    """Return the ids of the prompt and of what the model writes; the same at every call."""
-    import torch
-
-    torch.manual_seed(0)
-    return model.generate(
-        **prompt, max_new_tokens=tokens, do_sample=True, temperature=0.7, top_p=0.9
-    )[0]
+    set_seed(0)
+    writer = pipeline("text-generation", model=model, tokenizer=str(tokenizer))
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": tokens}
+    written = writer(prompt, return_full_text=isinstance(prompt, str), **options)
+    return written[0]["generated_text"]
 
 
 def say_losses(run: Path) -> None:

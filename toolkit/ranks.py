@@ -25,7 +25,6 @@ P = ParamSpec("P")
 _PATIENCE = datetime.timedelta(days=1)
 _groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
 _channel = threading.local()
-_endings: list[Callable[[float | None], object]] = []
 
 
 def rank() -> int:
@@ -130,20 +129,6 @@ def main_first(fn: Callable[[], T]) -> T:
     if world_size() == 1:
         return result  # type: ignore[return-value]
     return on_all((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
-
-
-def at_end(fn: Callable[[float | None], object]) -> None:
-    """Let `end` call `fn` with the seconds it may wait at most, None for as long as it takes: what
-    runs behind the loop needs the process group to the last.
-    """
-    if fn not in _endings:
-        _endings.append(fn)
-
-
-def end(seconds: float | None = None) -> None:
-    """Wait for what runs behind the loop, before the process group is taken down."""
-    for fn in _endings:
-        fn(seconds)
 
 
 def object_group(channel: str = "main") -> dist.ProcessGroup | None:

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from toolkit import ranks
-
 _current: tuple[str, Future[object]] | None = None
 
 
@@ -17,7 +15,6 @@ def start(name: str, work: Callable[[], object]) -> None:
     """Run `work` behind the loop. What was started before is waited for first, and may raise."""
     global _current
     wait()
-    ranks.at_end(wait)
     pool = ThreadPoolExecutor(1, name)
     _current = name, pool.submit(work)
     pool.shutdown(wait=False)  # its thread ends with this piece

@@ -151,7 +151,7 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
             device.refuse_shared(accelerator.device)
         with device.attention_order(accelerator.device, deterministic=deterministic):
             yield Run(accelerator, accelerator.device, rank, world)
-        ranks.end()
+        background.wait()
     except BaseException:
         _let_finish()  # a second Ctrl-C ends the wait
         # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
@@ -165,7 +165,7 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
 def _let_finish() -> None:
     """Give a checkpoint in flight the time to become whole; what it fails with comes second."""
     try:
-        ranks.end(_LET_FINISH.total_seconds())
+        background.wait(_LET_FINISH.total_seconds())
     except Exception as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
 

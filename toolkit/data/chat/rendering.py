@@ -80,7 +80,7 @@ class Rendering:
 def check_printed(view: Rendering, has_tools: bool) -> None:
     """Raise BadRow where the template leaves out a content, a tool call, or the tools.
 
-    Costs a rendering each for the tool calls, the tools, and contents too short to be looked for.
+    Costs a rendering for each tool call, each content too short to be looked for, and the tools.
     """
     _check_contents(view)
     _check_calls(view)
@@ -93,31 +93,18 @@ def check_printed(view: Rendering, has_tools: bool) -> None:
 
 
 def _check_contents(view: Rendering) -> None:
-    contents = {i: (m.get("content") or "").strip() for i, m in enumerate(view.messages)}
-    unsure = {i: s for i, s in contents.items() if s and (len(s) < SURELY or s not in view.text)}
-    changes = {i: with_content(view.messages[i], view.word(i)) for i in unsure}
-    together = view.changed(changes) if changes else ""
-    for i, content in unsure.items():
-        # Where the template judges contents, it is asked turn by turn.
-        text = view.changed({i: changes[i]}) if together is None else together
-        printed = content in view.text if text is None else view.word(i) in text
-        if not printed:
-            beside = " beside its tool calls" if view.messages[i].get("tool_calls") else ""
+    for i, message in enumerate(view.messages):
+        content = (message.get("content") or "").strip()
+        if not content or (len(content) >= SURELY and content in view.text):
+            continue
+        text = view.changed({i: with_content(message, view.words[0])})
+        if (content not in view.text) if text is None else (view.words[0] not in text):
+            beside = " beside its tool calls" if _calls(message) else ""
             raise _not_printed(f"content of {view.named(i)}{beside}", "content")
 
 
 def _check_calls(view: Rendering) -> None:
-    calls = [(i, k) for i, m in enumerate(view.messages) for k in range(len(_calls(m)))]
-    changes: dict[int, Message] = {}
-    marks = []
-    for number, (i, at) in enumerate(calls, NUMBERS[0]):
-        message, word = changes.get(i, view.messages[i]), f"{view.word(i)}c{at}c"
-        change = with_call(message, at, "argument", word, number)
-        changes[i], mark = change or with_call(message, at, "name", word, 0) or (message, "")
-        marks.append(mark)
-    together = view.changed(changes) if calls else ""
-    if together is not None and all(mark in together for mark in marks):
-        return
+    calls = [(i, at) for i, m in enumerate(view.messages) for at in range(len(_calls(m)))]
     for i, at in calls:
         name = _calls(view.messages[i])[at]["function"]["name"]
         text, mark = view.text, name

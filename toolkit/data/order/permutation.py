@@ -1,13 +1,11 @@
 """A permutation of `range(n)` that is computed, not stored, and seeds made of seeds."""
 
 import hashlib
-from functools import partial
 
 import numpy as np
 
 _ROUNDS = 6
 _MIN_HALF_BITS = 3
-_TABLE_HALF_BITS = 5
 
 
 def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -26,14 +24,10 @@ def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarra
     half = max(_MIN_HALF_BITS, ((n - 1).bit_length() + 1) // 2)
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
-    if half <= _TABLE_HALF_BITS:  # cheaper to know all than to ask again and again
-        follow = _feistel(np.arange(1 << 2 * half, dtype=np.uint64), half, keys).__getitem__
-    else:
-        follow = partial(_feistel, half=half, keys=keys)
-    out = follow(index.astype(np.uint64).reshape(-1))
+    out = _feistel(index.astype(np.uint64).reshape(-1), half, keys)
     outside = np.flatnonzero(out >= n)
     while len(outside):
-        out[outside] = follow(out[outside])
+        out[outside] = _feistel(out[outside], half, keys)
         outside = outside[out[outside] >= n]
     return out.astype(np.int64).reshape(index.shape)
 

@@ -123,7 +123,7 @@ class Position:
                 f"the checkpoint's position is one in {kinds['stream' in state]}, this run reads "
                 f"{kinds['stream' in here]}; give the same, or start anew in another output_dir"
             )
-        saved, now = _depends_on(state, self.reading), _depends_on(here, self.reading)
+        saved, now = _depends_on(state), _depends_on(here)
         for name in saved | now:
             if saved.get(name) != now.get(name):
                 said = ["nothing" if d.get(name) is None else d[name] for d in (saved, now)]
@@ -136,11 +136,9 @@ class Position:
         self.stream, self.after_step = state.get("stream"), None
 
 
-def _depends_on(state: dict[str, Any], reading: dict[str, Any]) -> dict[str, Any]:
+def _depends_on(state: dict[str, Any]) -> dict[str, Any]:
     """Return what the samples depend on, by names for a message."""
-    # Checkpoints of before there was a choice hold nothing of it: they read windows of one text.
-    old = reading | {"data.packing": "wrapped"} if reading else {}
-    return (state.get("reading") or old) | {
+    return state["reading"] | {
         "the number of training samples": state.get("n_samples"),
         "the seed": state["seed"],
     }

@@ -3,9 +3,7 @@
 import itertools
 import logging
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -191,18 +189,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     tokenizer.train_from_iterator(texts, trainer)
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.tmp-"))
     try:
-        scratch.chmod(0o755)
-        wrapped.save_pretrained(scratch)
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        os.rename(scratch, folder)
+        wrapped.save_pretrained(folder)
     except OSError as error:
         raise DataError(f"cannot write the tokenizer to {folder}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]:
