@@ -185,7 +185,7 @@ def run_case(place: Any, fn: Callable[[Any], None], log: Path) -> None:
     try:
         fn(place)
     except gpu_common.NotHere as error:
-        gpu_common.append(place.out, {"case": place.name, "status": "not here", "why": str(error)})
+        gpu_common.append(place.out, {"case": place.name, "status": "skipped", "why": str(error)})
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
         os._exit(1)  # threads of a process group that failed may never end
@@ -366,6 +366,9 @@ def bars(results: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
             bar(f"mean loss of {ours} / {other}", "1 +- 0.01", apart, lambda x: abs(x - 1) <= 1e-2)
         busy = profiles.get(ours, {}).get("busy")
         bar(f"{ours} device busy", ">= 0.97", busy, lambda x: x >= 0.97)
+    for group in ("lora8b", "full1b"):
+        ours, peer = f"{group}_toolkit_liger", f"{group}_trainer_liger"
+        bar(f"{ours} / Trainer", ">= 1.0", ratio(rate, ours, peer), lambda x: x >= 1.0)
     for name in ("full1b_toolkit", "full3b_toolkit"):
         best = best_of(speed, name, "of_ceiling")
         bar(f"{name} of measured product", ">= 0.55", best, lambda x: x >= 0.55)

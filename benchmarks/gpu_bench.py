@@ -23,12 +23,12 @@ from gpu_common import (
     TIMED,
     WARMUP,
     Clock,
-    NotHere,
     Place,
     ToolkitLoop,
     folder,
     measure,
     model_config,
+    need_liger,
     peaks,
     profiled,
     rates,
@@ -82,6 +82,8 @@ def bench(place: Place, shape: str, **changes: Any) -> FinetuneConfig:
 def toolkit(place: Place, shape: str, **changes: Any) -> None:
     """The recipe's loop, its loader and metrics included; then one step under the profiler."""
     cfg = bench(place, shape, **changes)
+    if cfg.model.kernels == "liger":
+        need_liger(place)
     with launch.start() as run:
         loop = ToolkitLoop(place, cfg, run)
         steps = loop.steps()
@@ -167,8 +169,8 @@ class Marks(TrainerCallback):
 
 def trainer(place: Place, shape: str, *, liger: bool = False, **changes: Any) -> None:
     """transformers' Trainer, with PEFT where there are adapters, with or without Liger kernels."""
-    if liger and not (place.cuda and importlib.util.find_spec("liger_kernel")):
-        raise NotHere("liger-kernel is not installed, or there is no GPU")
+    if liger:
+        need_liger(place)
     cfg = bench(place, shape, **changes)
     if cfg.data.packing == "bfd":
         rows, tokens = packed_rows(place, cfg)
@@ -423,6 +425,7 @@ def saving(place: Place) -> None:
 # Case, its function, and the seconds that it is expected to take on a GPU.
 _PACKED = {"data": {"packing": "bfd"}}
 _COMPILED = {"sharding": {"torch_compile": "layer"}}
+_LIGER = {"model": {"kernels": "liger"}}
 _LORA_8B: dict[str, Any] = {"shape": "8b", "lora": LORA}
 CASES = (
     ("weights", weights, 45),
@@ -447,6 +450,8 @@ CASES = (
         partial(toolkit, shape="1b", sharding={"cpu_offload": True}),
         30,
     ),
+    ("lora8b_toolkit_liger", partial(toolkit, **_LORA_8B, **_LIGER), 40),
+    ("full1b_toolkit_liger", partial(toolkit, shape="1b", **_LIGER), 22),
     ("lora8b_trainer_liger", partial(trainer, **_LORA_8B, liger=True), 40),
     ("full1b_trainer_liger", partial(trainer, shape="1b", liger=True), 22),
 )

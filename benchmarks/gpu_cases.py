@@ -29,6 +29,7 @@ from gpu_common import (
     changed,
     folder,
     model_config,
+    need_liger,
     peaks,
     reset_peak,
     settings,
@@ -220,6 +221,16 @@ def compiling(place: Place) -> None:
     compare(place, small(place), {"full parameters": layers, "recomputed (selective)": recomputed})
     compare(place, small(place, lora=LORA), {"adapters": layers})
     compare(place, small(place, data={"packing": "bfd"}), {"packed rows": layers})
+
+
+def liger(place: Place) -> None:
+    """Liger's kernels against none: full parameters, recomputed, adapters on packed rows."""
+    need_liger(place)
+    kernels = {"model": {"kernels": "liger"}}
+    recomputed = {"sharding": {"activation_checkpointing": "full"}, **kernels}
+    compare(place, small(place), {"full parameters": kernels, "recomputed (full)": recomputed})
+    packed = small(place, lora=LORA, data={"packing": "bfd"})
+    compare(place, packed, {"adapters, packed": kernels})
 
 
 def attention(place: Place) -> None:
@@ -516,6 +527,7 @@ CASES = (
     (memory_settings, 25),
     (unit_settings, 25),
     (attention, 45),
+    (liger, 30),
     (experts, 20),
     (smoothing_and_noise, 20),
     (not_a_number, 12),

@@ -4,6 +4,7 @@ clock on the device, programs that are started. Nothing comes from a network.
 
 import functools
 import gc
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -62,6 +63,13 @@ _TINY = (64, 2, 128, 4, 2, 320)
 
 class NotHere(Exception):
     """A case that this machine cannot run; says what is missing."""
+
+
+def need_liger(place: "Place") -> None:
+    if not place.cuda:
+        raise NotHere("no GPU, which Liger's kernels need")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise NotHere("liger-kernel is not installed")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.lora.r else None)
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
-    models.check_usable(cfg.model, cfg.data.sequence_length)
+    models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
     model_cfg = own_tokenizer(model_settings(cfg))
     base = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(base, cfg.model)

@@ -28,7 +28,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     hub.check(cfg.hub, run.say)
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
-    models.check_usable(cfg.model, cfg.data.sequence_length)
+    models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(model, cfg.model)

@@ -30,10 +30,12 @@ def test_dry_run_of_both_parts(tmp_path):
     assert ended == dict.fromkeys(expected, "ended")
     text = written.read_text()
     measured = text.split("## Bars")[1].split("## Speed")[0].splitlines()
-    # Memory is not counted on a CPU; every other bar has its figure.
+    # Memory is not counted on a CPU, which has no Triton; every other bar has its figure.
     assert {line.split(" | ")[0] for line in measured if line.endswith("|  | not measured |")} <= {
-        f"| {group}_toolkit peak memory / bare" for group in ("lora8b", "full1b", "full3b")
+        *(f"| {group}_toolkit peak memory / bare" for group in ("lora8b", "full1b", "full3b")),
+        *(f"| {group}_toolkit_liger / Trainer" for group in ("lora8b", "full1b")),
     }
+    assert "| liger | skipped | no GPU, which Liger's kernels need |" in text
 
 
 def test_without_a_gpu_it_says_what_to_do(tmp_path):

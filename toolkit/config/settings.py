@@ -64,6 +64,9 @@ class ModelConfig:
     """Patterns of parameters that are not trained: `model.embed_tokens.*`; `*` is anything."""
     attn_implementation: str | None = None
     """Attention kernel, such as `sdpa` or `flash_attention_2`; empty: transformers' choice."""
+    kernels: Literal["none", "liger"] = "none"
+    """`liger`: Liger's Triton kernels for norms, rotary positions and gated MLPs, for who does not
+    compile (needs liger-kernel and a GPU); the loss stays the toolkit's."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False
@@ -524,6 +527,12 @@ class RunConfig:
         }.items():
             if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
                 raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
+        if self.model.kernels == "liger" and self.sharding.activation_checkpointing == "selective":
+            what = "keeps queries and keys, which Liger's rotary kernel overwrites"
+            raise ConfigError(
+                f"model.kernels: liger: sharding.activation_checkpointing: selective {what}, "
+                "unseen by torch: gradients would be wrong. Set it to full, or leave kernels out"
+            )
         if self.data.streaming and self.train.max_steps == -1:
             what = "the length of a pass is not known before it"
             raise ConfigError(f"data.streaming needs train.max_steps: {what}")

@@ -41,6 +41,7 @@ from toolkit.formats import (
     transformers_private,
     weight_files,
 )
+from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import tied_names
 from toolkit.models.patterns import matching_parameters
 
@@ -123,10 +124,13 @@ def model_on_meta(folder: Path) -> PreTrainedModel:
 
 
 @ranks.collective
-def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
-    """Refuse what is no causal LM, has too few positions, or lacks its weights, by the config and
-    the headers of the weights. Collective. Raises ModelError or LoadingError.
+def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
+    """Refuse what is no causal LM, has too few positions, lacks its weights, or asks for kernels
+    that `device` cannot run, by the config and the headers of the weights. Collective. Raises
+    ModelError, LoadingError or ConfigError.
     """
+    if cfg.kernels == "liger":
+        check_kernels(device)
     if cfg.trust_remote_code:
         what = f"Python code that comes with {cfg.name_or_path} runs with your rights"
         ranks.say(f"WARNING: model.trust_remote_code is on: {what}")
@@ -146,8 +150,9 @@ def check_usable(cfg: ModelConfig, sequence_length: int) -> None:
 
 @ranks.collective
 def prepare(cfg: ModelConfig) -> PreTrainedModel:
-    """Return the model of `cfg` on meta, after `check_usable`. Collective. ModelError also where it
-    sees future tokens (BERT and its kin without `is_decoder`), or drops layers at random.
+    """Return the model of `cfg` on meta, with its kernels, after `check_usable`. Collective.
+    ModelError also where it sees future tokens (BERT and its kin without `is_decoder`), or drops
+    layers at random.
     """
     model = build_on_meta(cfg)
     marks = [(getattr(m, "is_decoder", 1), getattr(m, "is_causal", 1)) for m in model.modules()]
@@ -163,6 +168,8 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
                 f"{name} is {value} in config.json: ranks would skip different layers, whose "
                 "shards then mix. Set it to 0.0 there"
             )
+    if cfg.kernels == "liger":
+        use_kernels(model)
     return model
 
 

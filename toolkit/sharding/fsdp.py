@@ -89,7 +89,7 @@ def apply_fsdp(
     `units`), in its storage dtype; on a meta model nothing is allocated. Recomputation goes inside,
     then compilation, then sharding. Build the optimizer afterwards. Collective. See PyTorch's
     `torch.distributed.fsdp.fully_shard`. `fixed_length`: all samples have one length, which
-    `torch_compile: auto` asks for.
+    `torch_compile: auto` asks for, beside a model without kernels of its own.
 
     Raises:
         ShardingError: nothing would be sharded, the model is sharded already, a dtype cannot be
@@ -104,7 +104,8 @@ def apply_fsdp(
     plan = plan_units(model, cfg)
     _refuse_dtypes(model, plan, cfg)
     recomputed = _recompute(model, plan, cfg)
-    if _compiles_layers(plan, cfg, mesh.device_type, fixed_length):
+    own_kernels = "kernels" in vars(base_of(model))
+    if _compiles_layers(plan, cfg, mesh.device_type, fixed_length and not own_kernels):
         for name in plan.layers:
             model.get_submodule(name).compile(**_compile_options(cfg))
     offload = offload_policy(cfg, mesh.device_type)
