@@ -42,8 +42,8 @@ from toolkit.models import build_on_meta, decoder_layers
 from toolkit.models.peft_model import (
     adapted_modules,
     base_of,
+    copied_modules,
     copies,
-    saved_modules,
     trained_tensors,
     unwrapped_base,
 )
@@ -706,7 +706,7 @@ def test_layers_and_fit_are_those_of_the_base(folders):
 
 def test_a_name_is_whole_or_ends_at_a_dot(folders):
     lora = LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"])
-    copies = saved_modules(adapt(folders["llama"], lora))
+    copies = copied_modules(adapt(folders["llama"], lora))
     assert set(copies) == {"model.norm"}  # and no input_layernorm, which PEFT would take too
 
 

@@ -80,7 +80,7 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
 
 
 def _entry(model: nn.Module) -> dict[str, Any]:
-    """Return what is known of base and adapters; the digest is None of a base that is not there."""
+    """Return `adapter_entry` with the digest None of a base that is not there yet."""
     assets, quantised = assets_of(model), quantisation_settings(model)
     digest = assets.digest
     if digest is None and assets.drawn_from is not None:

@@ -12,9 +12,9 @@ from toolkit.models.layers import numbers_of_experts
 from toolkit.models.peft_model import (
     adapted_parameters,
     adapter_config,
+    copied_modules,
     has_adapters,
     layer_parameters,
-    saved_modules,
     unwrapped_base,
 )
 from toolkit.tables import fold, table, without_numbers
@@ -40,16 +40,12 @@ class CoverageRow:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def covered(self) -> bool:
-        return self.how != "-"
-
 
 def coverage(model: nn.Module) -> list[CoverageRow]:
     """Return a row for every matrix of the base of adapted `model`, tied ones once."""
     layers = adapted_parameters(model)
-    saved = saved_modules(model).items()
-    copied = {f"{name}.{leaf}": p for name, m in saved for leaf, p in m.named_parameters()}
+    saved = copied_modules(model).items()
+    copied = {f"{name}.{leaf}": p for name, (_, m) in saved for leaf, p in m.named_parameters()}
     rows = []
     with unwrapped_base(model) as base:
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
@@ -76,7 +72,7 @@ def covered_share(rows: Iterable[CoverageRow]) -> float:
     """Return the share, by elements, of the matrices between embedding and head that learn."""
     counted = [row for row in rows if row.part != "embedding"]
     total = sum(row.elements for row in counted)
-    return sum(row.elements for row in counted if row.covered) / total if total else 0.0
+    return sum(row.elements for row in counted if row.trained) / total if total else 0.0
 
 
 def coverage_lines(model: nn.Module) -> list[str]:
@@ -90,7 +86,7 @@ def coverage_lines(model: nn.Module) -> list[str]:
         f"{covered_share(rows):.1%} of what lies between embedding and head is covered",
         *_table(rows),
     ]
-    if left := [row for row in rows if row.part == "experts" and not row.covered]:
+    if left := [row for row in rows if row.part == "experts" and not row.trained]:
         names = ", ".join(sorted({_short(row.name) for row in left}))
         share = sum(r.elements for r in left) / total
         remedy = "PEFT has no adapter for them"
@@ -100,7 +96,7 @@ def coverage_lines(model: nn.Module) -> list[str]:
             f"WARNING    the routed experts are not adapted: {names} ({share:.0%} of the base's "
             f"matrices). {remedy}"
         )
-    if routers := [row for row in rows if row.part == "router" and row.covered]:
+    if routers := [row for row in rows if row.part == "router" and row.trained]:
         shown = fold([row.name for row in routers])[0][0]
         lines.append(
             f"WARNING    the router is adapted too ({shown}): which expert a token goes to will "
@@ -131,11 +127,10 @@ def idle_adapters(model: nn.Module) -> list[str]:
 def idle_adapter_lines(model: nn.Module) -> list[str]:
     """Return a warning where adapters of `model` get no gradient; see `idle_adapters`."""
     idle = idle_adapters(model) if has_adapters(model) else []
-    if not idle:
-        return []
     return [
-        f"WARNING: {len(idle)} adapters get no gradient, such as {idle[0]}: the model reads their "
+        f"WARNING: {len(idle)} adapters get no gradient, such as {name}: the model reads their "
         "weights without a forward; name them in lora.exclude_modules"
+        for name in idle[:1]
     ]
 
 
@@ -166,6 +161,6 @@ def _table(rows: list[CoverageRow]) -> list[str]:
     for name, indices in fold([row.name for row in rows], [(row.shape, row.how) for row in rows]):
         first, count = rows[indices[0]], len(indices)
         shape = " x ".join(map(str, first.shape))
-        trained = f"{first.trained * count:,}" if first.covered else ""
+        trained = f"{first.trained * count:,}" if first.trained else ""
         lines.append([f"  {name}", str(count), shape, first.how, trained])
     return table(lines, right={1, 4})

@@ -31,23 +31,17 @@ def first_values(
     round; values depend on `seed` and the parameter's name alone. DoRA's magnitudes are the row
     norms of the base weight, modules trained in full begin as the base's, which must be loaded.
     Collective where a norm runs over several ranks, which exchange tensors on `device`. Draws a
-    whole adapter matrix at a time, on the CPU. LoadingError for what has no first value.
+    whole adapter matrix at a time, on the CPU. LoadingError for a first value of another shape.
     """
     rules = _rules(model, seed, device)
     for name, parameter in list(model.named_parameters()):  # the caller replaces them on the way
         if not parameter.requires_grad:
             continue
-        if id(parameter) not in rules:
-            raise LoadingError(
-                f"{name} is trained and nothing says with which value it begins; leave its module "
-                "out of lora.target_modules"
-            )
         part, shape = rules[id(parameter)](parameter), local_tensor(parameter).shape
         if part.shape != shape:
             raise LoadingError(
-                f"{name} holds {list(shape)} on this rank and its first value is of shape "
-                f"{list(part.shape)}; its base weight is not stored as a matrix of that size. "
-                "Leave its module out of lora.target_modules"
+                f"{name} holds {list(shape)} on this rank and its first value is {list(part.shape)}"
+                "; leave its module out of lora.target_modules"
             )
         yield name, part
 

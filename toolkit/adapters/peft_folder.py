@@ -65,10 +65,7 @@ _KNOWN = {
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
     *("init_lora_weights", "qalora_group_size", "ensure_weight_tying"),
 }
-_SCOPE = (
-    "known are LoRA, DoRA and rsLoRA of linear layers, embeddings and fused experts, and whole "
-    "modules (modules_to_save)"
-)
+_SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, and modules_to_save"
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -144,7 +141,7 @@ def _keys(model: Any) -> dict[str, str]:
     # PEFT passes the values on untouched: here they say which parameter they stand for.
     state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
     with warnings.catch_warnings(action="ignore"):
-        # No embedding layers: PEFT would add the frozen matrix of an embedding that is adapted.
+        # Else PEFT would add the frozen matrix of an embedding that is adapted.
         return get_peft_model_state_dict(
             model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False
         )
@@ -152,7 +149,7 @@ def _keys(model: Any) -> dict[str, str]:
 
 def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
     """Yield the layers of the adapter; `names`: id of a parameter of the base -> its name."""
-    from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
     first = _first_names(model)
@@ -169,11 +166,6 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
             found = layer_parameters(module).items()
             own = {_ROLE.match(n)[1]: first[id(p)] for n, p in found}  # type: ignore[index]
             yield AdapterLayer(names[id(parameter)], kind, path, own, module.r[ADAPTER])
-        elif isinstance(module, LoraLayer):
-            raise ExportError(
-                f"{path} is adapted by {type(module).__name__}, which the export does not know; "
-                "leave it out with lora.exclude_modules"
-            )
 
 
 def _first_names(module: nn.Module) -> dict[int, str]:

@@ -19,7 +19,7 @@ from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import plain_name
 from toolkit.models.patterns import no_match, numbered
-from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, saved_modules
+from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
 
 ALL_LINEAR = "all-linear"
 # What the export knows; PEFT adapts convolutions, too, which no merge or proof of ours can follow.
@@ -60,22 +60,19 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
     modules = _expected(model, cfg, named) - excluded - _inside(named, saved)
     tied = _tied_modules(model)
-    _refuse_ties_apart(model, tied, modules, saved)
+    _refuse_ties_apart(tied, modules, saved)
     _refuse_new_rows(model, saved | tied if saved & tied else saved)
     if unfit := {n: why for n in sorted(modules) if (why := _misfit(named[n]))}:
-        raise _not_adaptable(model, " ".join(next(iter(unfit.items()))), _excluding(cfg, unfit))
+        why = " ".join(next(iter(unfit.items())))
+        raise ModelError(f"{plain_name(model)} cannot be adapted ({why}); {_excluding(cfg, unfit)}")
     return Targets(cfg, tuple(named), modules, excluded, saved, tied)
-
-
-def _not_adaptable(model: nn.Module, why: str, remedy: str) -> ModelError:
-    return ModelError(f"PEFT cannot adapt {plain_name(model)} as asked ({why}); {remedy}")
 
 
 def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
     """Return which of `names` the patterns name: whole or their end at a dot. None may miss."""
     found: set[str] = set()
     for pattern in patterns:
-        matched = {n for n in names if _is_end(pattern, n)}
+        matched = _ending(pattern, names)
         if not matched:
             raise ModelError(_unknown(setting, pattern, names))
         found |= matched
@@ -87,12 +84,8 @@ def _unknown(setting: str, pattern: str, names: Iterable[str]) -> str:
     return no_match(setting, pattern, what, {numbered(n) for n in names})
 
 
-def _is_end(pattern: str, name: str) -> bool:
-    return name == pattern or name.endswith("." + pattern)
-
-
-def _names_any(pattern: str, names: Iterable[str]) -> bool:
-    return any(_is_end(pattern, name) for name in names)
+def _ending(pattern: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if f".{name}".endswith(f".{pattern}")}
 
 
 def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
@@ -124,7 +117,7 @@ def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Modul
     """Return the modules that `target_modules` names."""
     targets = cfg.target_modules
     if isinstance(targets, list):
-        return {n for n in named if any(_is_end(pattern, n) for pattern in targets)}
+        return set().union(*(_ending(pattern, named) for pattern in targets))
     if targets.lower() == ALL_LINEAR:
         head = model.get_output_embeddings()
         linear = (nn.Linear, Conv1D)
@@ -151,26 +144,20 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
     return found if len(found) > 1 else set()
 
 
-def _refuse_ties_apart(
-    model: PreTrainedModel, tied: set[str], expected: set[str], saved: set[str]
-) -> None:
+def _refuse_ties_apart(tied: set[str], expected: set[str], saved: set[str]) -> None:
     ends = {name.rpartition(".")[2] for name in tied}
     if name := min(tied & expected, default=""):
         setting = "target_modules"
-        why = (
-            "an adapter on one of them would untie them. Train it in full (lora.modules_to_save), "
-            "or leave it out (lora.exclude_modules)"
-        )
+        why = "an adapter would untie them. Train it in full (lora.modules_to_save), or"
     elif (name := min(saved & tied, default="")) and ends != {"embed_tokens", "lm_head"}:
         setting = "modules_to_save"
-        why = (
-            "PEFT keeps such a tie only between embed_tokens and lm_head, so that "
-            f"{plain_name(model)} would come apart. Leave it out"
-        )
+        why = "they would come apart, as PEFT keeps a tie of embed_tokens and lm_head only:"
     else:
         return
     others = ", ".join(sorted(tied - {name}))
-    raise ModelError(f"lora.{setting} names {name}, which is one matrix with {others}: {why}")
+    raise ModelError(
+        f"lora.{setting} names {name}, which is one matrix with {others}: {why} leave it out"
+    )
 
 
 def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
@@ -222,16 +209,15 @@ def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
     remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if "lora_dropout" in problem or "use_dora" in problem:
         remedy = (
-            "PEFT adapts fused experts of this model as parameters, which works without "
-            "lora.lora_dropout and lora.use_dora only; leave those out, or list the modules in "
-            "lora.target_modules"
+            "fused experts are adapted as parameters, without lora.lora_dropout and lora.use_dora "
+            "only; leave those out, or list the modules in lora.target_modules"
         )
     elif named := re.search(r"[Mm]odule '([\w.]+)'", problem):
         also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", problem)
         others = re.findall(r"'([\w.]+)'", also[1]) if also else []
-        unfit = {named[1], *(o for o in others if _names_any(o, targets.modules))}
+        unfit = {named[1], *(o for o in others if _ending(o, targets.modules))}
         remedy = _excluding(targets.cfg, unfit)
-    return _not_adaptable(model, one_line(error), remedy)
+    return ModelError(f"{plain_name(model)} cannot be adapted ({one_line(error)}); {remedy}")
 
 
 def check_adapted(adapted: PeftModel, targets: Targets) -> None:
@@ -242,26 +228,25 @@ def check_adapted(adapted: PeftModel, targets: Targets) -> None:
     # as older checkpoints of some types have them.
     left_over = getattr(adapted.peft_config[ADAPTER], "target_modules", None) or ()
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
-        if _names_any(pattern, modules):
+        if _ending(pattern, modules):
             continue
-        if not _names_any(pattern, targets.names):
+        if not _ending(pattern, targets.names):
             if pattern in left_over:
                 raise ModelError(_unknown("lora.target_modules", pattern, targets.names))
-        elif not _names_any(pattern, expected):
+        elif not _ending(pattern, expected):
             raise ModelError(
                 f"lora.target_modules: every module that {pattern!r} names is in "
                 "lora.exclude_modules or lora.modules_to_save; leave it out of one of them"
             )
     for pattern in cfg.target_parameters:
-        if not _names_any(pattern, parameters):
+        if not _ending(pattern, parameters):
             raise ModelError(
                 f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
                 "itself (mlp.experts.gate_up_proj), and not its module too"
             )
     if touched := sorted(_inside(parameters, targets.excluded)):
         raise ModelError(
-            f"PEFT adapts {touched[0]} although lora.exclude_modules names its module: it takes it "
-            "for a part of the fused experts, or lora.target_parameters names it too. Give "
+            f"PEFT adapts {touched[0]} although lora.exclude_modules names its module; give "
             "lora.target_modules as a list of the names that are meant"
         )
     by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
@@ -273,17 +258,16 @@ def check_adapted(adapted: PeftModel, targets: Targets) -> None:
     if lost := sorted(expected - modules):
         raise ModelError(
             f"PEFT left {len(lost)} module(s) unadapted that lora.target_modules names, such as "
-            f"{lost[0]}: of this type it takes them for parts of the fused experts; "
-            f"{_excluding(cfg, lost)}"
+            f"{lost[0]}; {_excluding(cfg, lost)}"
         )
-    saved, tied = saved_modules(adapted), targets.tied
+    saved, tied = copied_modules(adapted), targets.tied
     asked = targets.saved | (tied if targets.ties else set())
     if saved.keys() != asked:
         raise ModelError(
             f"lora.modules_to_save names {', '.join(sorted(asked))}, and PEFT would train "
             f"{', '.join(sorted(saved))}, since it compares the ends of names; name other modules"
         )
-    if targets.ties and len({id(saved[name].weight) for name in tied}) != 1:
+    if targets.ties and len({id(saved[name][1].weight) for name in tied}) != 1:
         raise ModelError(
             f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not; leave them out "
             "of lora.modules_to_save"

@@ -121,8 +121,7 @@ def _mesh(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
     }
     notes += [
         f"parallelism_config_{name}_size {size[name]}: there is no {what} parallelism here; its "
-        "ranks join sharding.dp_shard and take samples of their own, which makes the global batch "
-        f"{size[name]} times as large"
+        f"ranks join sharding.dp_shard, which makes the global batch {size[name]} times as large"
         for name, what in _AXES.items()
         if size[name] > 1
     ]
@@ -138,9 +137,8 @@ def _units(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
         settings["sharding.reshard_after_forward"] = False
     if (strategy := _text(env, "FSDP_SHARDING_STRATEGY")) not in ("", "1", "FULL_SHARD"):
         notes.append(
-            f"fsdp_sharding_strategy {strategy} belongs to fsdp_version 1 and has no effect with "
-            "2, also in Accelerate; set fsdp_reshard_after_forward, sharding.dp_shard and "
-            "sharding.dp_replicate"
+            f"fsdp_sharding_strategy {strategy} belongs to fsdp_version 1, with 2 it does nothing; "
+            "set fsdp_reshard_after_forward, sharding.dp_shard and sharding.dp_replicate"
         )
     for name, (setting, value) in _SWITCHES.items():
         if _truth(env, name):

@@ -25,8 +25,8 @@ from toolkit.config.ranges import WORDS
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
 
-# (section, setting) that runs of earlier versions have in their config.yaml.
-_GONE = (("train", "sync_each_batch"),)
+# A section and its setting that runs of earlier versions have in their config.yaml.
+_GONE = "train", "sync_each_batch"
 
 
 def parse(
@@ -84,11 +84,9 @@ def load(cls: type, file: str | Path) -> Any:
     wrote. Raises as `parse` does.
     """
     content = _read(Path(file)) if Path(file).is_file() else {}
-    gone = [s for s, name in _GONE if isinstance(content.get(s), dict) and name in content[s]]
-    if not gone:
+    section, gone = content.get(_GONE[0]), _GONE[1]
+    if not isinstance(section, dict) or section.pop(gone, _GONE) is _GONE:
         return parse(cls, ["--config", str(file)])
-    for section, name in _GONE:
-        content.get(section, {}).pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, Path(file).name)
         copy.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -122,8 +120,7 @@ def _parser(cls: type) -> ArgumentParser:
         formatter_class=partial(DefaultHelpFormatter, width=110, max_help_position=44),  # type: ignore[arg-type]
         parser_mode="bounded_yaml",
     )
-    about = "YAML file with any of the settings below"
-    parser.add_argument("--config", action="config", help=about)
+    parser.add_argument("--config", action="config", help="YAML file with settings as below")
     parser.add_class_arguments(cls)
     return parser
 
@@ -260,10 +257,8 @@ def _in_plain_words(cls: type, said: str) -> str:
         expected = _in_words(_check_path(cls, match[1], ""))
         return f"{match[1]} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
-        return (
-            f"{match[1]} is required; set it in the file of --config, or with "
-            f"--{match[1].split(',')[0]} VALUE"
-        )
+        flag = f"--{match[1].split(',')[0]} VALUE"
+        return f"{match[1]} is required; set it in the file of --config, or with {flag}"
     if match := re.fullmatch(r"unrecognized arguments: (.*)", said):
         return (
             f"unexpected on the command line: {match[1]}. A setting is given as --section.field "

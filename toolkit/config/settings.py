@@ -184,26 +184,20 @@ class ShardingConfig:
         if self.layers_per_unit > 1 and self.sublayer_units:
             what = "makes units coarser than a layer, sublayer_units finer"
             raise ConfigError(f"sharding.layers_per_unit {what}; set one of them")
-        if self.accumulation == "keep_gathered" and self.reshard_after_forward not in (
-            "auto",
-            False,
-        ):
+        freed = self.reshard_after_forward not in ("auto", False)
+        if self.accumulation == "keep_gathered" and freed:
             what = "keeps what reshard_after_forward frees; set one of them to auto"
             raise ConfigError(f"sharding.accumulation: keep_gathered {what}")
         if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
             what = "without forward_prefetch or backward_prefetch does nothing; set one of them"
             raise ConfigError(f"sharding.prefetch_order {what}")
         if self.activation_offload and self.torch_compile not in (False, "none", "auto"):
-            raise ConfigError(
-                "sharding.activation_offload runs uncompiled code in each layer, so that "
-                "torch_compile would compile none of it; leave out one of them"
-            )
+            what = "runs uncompiled code in each layer: torch_compile would compile none of it"
+            raise ConfigError(f"sharding.activation_offload {what}; leave out one of them")
         for name in ("activation_checkpointing_modules", "activation_offload"):
             if getattr(self, name) and self.activation_checkpointing in (False, "none"):
-                raise ConfigError(
-                    f"sharding.{name} without activation_checkpointing does nothing; set "
-                    "sharding.activation_checkpointing: full"
-                )
+                what = "does nothing without activation_checkpointing: full, selective or a number"
+                raise ConfigError(f"sharding.{name} {what}; set that")
 
 
 @dataclass(frozen=True)
@@ -427,10 +421,7 @@ class LoraConfig:
         fields = dataclasses.fields(self)
         changed = [f"lora.{f.name}" for f in fields if getattr(self, f.name) not in (f.default, [])]
         if changed and not self.r:
-            raise ConfigError(
-                f"{', '.join(changed)} without lora.r does nothing; set the rank of the adapters, "
-                "such as lora.r: 16"
-            )
+            raise ConfigError(f"{', '.join(changed)} without lora.r does nothing; set it, as to 16")
 
 
 @dataclass(frozen=True)
@@ -581,15 +572,11 @@ class FinetuneConfig(RunConfig):
         if not self.lora.r:
             return
         if self.model.frozen_parameters:
-            raise ConfigError(
-                "model.frozen_parameters with lora.r does nothing: adapters freeze the whole base; "
-                "name what learns in lora.target_modules and lora.modules_to_save"
-            )
+            what = "does nothing: adapters freeze the whole base; leave it out"
+            raise ConfigError(f"model.frozen_parameters with lora.r {what}")
         if self.model.trust_remote_code:
-            raise ConfigError(
-                "lora.r with model.trust_remote_code: adapters are proven on a base that is built "
-                "again, without code from outside. Train all parameters, or another model"
-            )
+            what = "adapters are proven on a base built without code from outside"
+            raise ConfigError(f"lora.r with model.trust_remote_code: {what}; leave one of them out")
         if self.checkpoint.async_save:
             what = "gains nothing: a save of an adapter is proven at once; leave it out"
             raise ConfigError(f"checkpoint.async_save with lora.r {what}")

@@ -216,53 +216,28 @@ def _each_document(
     """Return attention [tokens, heads, width] document by document, at most `_BLOCK` rows of
     scores at a time. On a device the host waits for `borders`, once a micro-batch.
     """
-    lengths = _lengths(borders)
+    if not hasattr(borders, "lengths"):  # every layer is handed the same tensor
+        borders.lengths = borders.diff().tolist()  # type: ignore[attr-defined]
     out_width = value.shape[-1]
     width = max(query.shape[-1], out_width)  # unlike widths would have SDPA hold all scores
     query, key, value = (_widened(t, width) for t in (query, key, value))
     key, value = _repeated(query, key, value)
-    q, k, v = (t.transpose(0, 1)[None].split(lengths, dim=2) for t in (query, key, value))
-    parts = zip(q, k, v, strict=True)
-    out = [_document(*part, scaling=scaling, window=window, dropout=dropout) for part in parts]
-    return torch.cat(out, dim=2)[0].transpose(0, 1)[..., :out_width]
-
-
-def _lengths(borders: torch.Tensor) -> list[int]:
-    # Every layer is handed the same tensor.
-    if not hasattr(borders, "_host_lengths"):
-        borders._host_lengths = borders.diff().tolist()  # type: ignore[attr-defined]
-    return borders._host_lengths  # type: ignore[attr-defined]
-
-
-def _document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scaling: float,
-    window: int | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Return causal attention of one document [1, heads, tokens, width]."""
-    tokens = query.shape[2]
-    if (window is None or window >= tokens) and not (dropout and tokens > _BLOCK):
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=dropout, scale=scaling
-        )
-    window = tokens if window is None else window
+    lengths: list[int] = borders.lengths  # type: ignore[attr-defined]
+    parts = (t.transpose(0, 1)[None].split(lengths, dim=2) for t in (query, key, value))
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     out = []
-    for begin in range(0, tokens, _BLOCK):
-        end, first = min(begin + _BLOCK, tokens), max(0, begin - window + 1)
-        positions = torch.arange(first, end, device=query.device)
-        back = positions[begin - first :, None] - positions
-        seen = (back >= 0) & (back < window)
-        keys, values = key[:, :, first:end], value[:, :, first:end]
-        out.append(
-            F.scaled_dot_product_attention(
-                query[:, :, begin:end], keys, values, seen, dropout_p=dropout, scale=scaling
-            )
-        )
-    return torch.cat(out, dim=2)
+    for tokens, q, k, v in zip(lengths, *parts, strict=True):  # [1, heads, tokens, width]
+        if (window is None or window >= tokens) and not (dropout and tokens > _BLOCK):
+            out.append(attend(q, k, v, is_causal=True))
+            continue
+        reach = tokens if window is None else window
+        for begin in range(0, tokens, _BLOCK):
+            end, first = min(begin + _BLOCK, tokens), max(0, begin - reach + 1)
+            positions = torch.arange(first, end, device=q.device)
+            back = positions[begin - first :, None] - positions
+            seen = (back >= 0) & (back < reach)
+            out.append(attend(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], seen))
+    return torch.cat(out, dim=2)[0].transpose(0, 1)[..., :out_width]
 
 
 def _flash(

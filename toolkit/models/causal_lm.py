@@ -64,8 +64,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
-            "values of the model it assists (shared_kv_states): it cannot be trained on text by "
-            "itself. Give the model that it assists as model.name_or_path"
+            "values of another model (shared_kv_states). Give that one as model.name_or_path"
         )
     wanted, text = model_class.config_class, config.get_text_config()
     if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
@@ -77,10 +76,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
     except Exception as error:  # config.json comes from outside: it may ask for anything
-        raise ModelError(
-            f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
-            f"{one_line(error, 400)}"
-        ) from error
+        what = f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json"
+        raise ModelError(f"{what}: {one_line(error, 400)}") from error
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # of no use in training; the export keeps the pristine config
     if dtype != torch.float32:
@@ -98,10 +95,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
         model.get_parameter(name).requires_grad_(False)
     if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(
-            f"model.frozen_parameters {cfg.frozen_parameters} names every parameter of "
-            f"{type(model).__name__}: nothing would be trained; leave some out"
-        )
+        what = f"names every parameter of {type(model).__name__}: nothing would be trained"
+        raise ModelError(f"model.frozen_parameters {cfg.frozen_parameters} {what}")
     is_folder = os.path.isdir(os.path.expanduser(cfg.name_or_path))
     model.hf_assets = HFAssets(
         config=pristine,
@@ -186,25 +181,17 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
         )
     kind, has_code = content.get("model_type"), "auto_map" in content
     if kind is not None and kind not in CONFIG_MAPPING and not (has_code and cfg.trust_remote_code):
-        advice = (
-            "needs Python code that comes with the checkpoint; read that code, then set "
-            "model.trust_remote_code: true to run it"
-            if has_code
-            else f"transformers {transformers.__version__} does not know; check the file, or "
-            "install the transformers that the model asks for"
-        )
+        advice = f"transformers {transformers.__version__} does not know; install one that does"
+        if has_code:
+            advice = "needs its own Python code; read that, then set model.trust_remote_code: true"
         raise ModelError(f"{file} is of model_type {kind!r}, which {advice}")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the file comes from outside: it may hold anything
-        raise ModelError(
-            f"{file} cannot be used: {one_line(error, 400)}; correct it or get it again"
-        ) from error
+        raise ModelError(f"{file} cannot be used: {one_line(error, 400)}; correct it") from error
 
 
-def _causal_lm_class(
-    config: PreTrainedConfig, cfg: ModelConfig, folder: Path
-) -> type[PreTrainedModel]:
+def _causal_lm_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
     """Return the causal LM class for `config`; ModelError for an encoder, a classifier, ..."""
     custom = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if cfg.trust_remote_code and custom:
@@ -244,10 +231,8 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
         return torch.float32 if set(source.values()) == {"F32"} else torch.bfloat16
     dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     if dtype == torch.float16:
-        raise ModelError(
-            f"{cfg.name_or_path} is stored in float16, in which AdamW's second moment underflows "
-            "to 0; set model.dtype: float32"
-        )
+        what = "is stored in float16, in which AdamW's second moment underflows to 0"
+        raise ModelError(f"{cfg.name_or_path} {what}; set model.dtype: float32")
     return dtype
 
 
@@ -290,9 +275,7 @@ def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
     raise ModelError(f"model.tokenizer_name_or_path {name} is neither a folder nor on the Hub")
 
 
-def _resize(
-    model: PreTrainedModel, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
-) -> bool:
+def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig) -> bool:
     """Give embedding and head a row per token of the tokenizer; whether that changed them."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     multiple = cfg.pad_to_multiple_of or 1

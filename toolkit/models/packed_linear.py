@@ -74,12 +74,11 @@ class PackedLinear(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the matrix that is stored."""
+        """Of the matrix that is stored."""
         return self.out_features, self.in_features
 
     @property
     def elements(self) -> int:
-        """Number of values of the matrix."""
         return self.in_features * self.out_features
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:

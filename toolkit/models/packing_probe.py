@@ -5,8 +5,9 @@ other without a word (state spaces, linear attention, position biases, masks bui
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,6 +20,8 @@ from toolkit.models.causal_lm import mapped_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
 
+Batch = list[tuple[int, ...]]  # of each row the lengths of its samples
+Batches = list[Batch]
 # Samples of the rows that are tried: other lengths a row, single tokens, and longer than a window.
 _WHOLE: tuple[int, ...] = (24,)
 _PACKED: tuple[tuple[int, ...], ...] = ((7, 1, 11, 5), (3, 9, 2, 2, 8), _WHOLE, (12, 12))
@@ -83,22 +86,17 @@ def keeps_apart(
             elif size > _MOST_PARAMETERS:
                 why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
             else:
-                return _try(model_class, small, rows, torch.device(device), packed)
+                batches = list(_batches(rows)) if packed else [[_WHOLE] * rows]
+                make = partial(_copy, model_class, small, torch.device(device))
+                return _try(make, batches, torch.device(device))
         except Exception as error:  # an architecture may refuse in any way
             why = f"a tiny copy does not run packed: {one_line(error, 400)}"
     return Verdict(not packed, why, mask=why)
 
 
-def _try(
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    rows: int,
-    device: torch.device,
-    packed: bool,
-) -> Verdict:
-    """Return what copies of `config` show: by the borders of documents, else by a mask."""
-    batches = list(_batches(rows)) if packed else [[_WHOLE] * rows]
-    model = _copy(model_class, config, device)
+def _try(make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device) -> Verdict:
+    """Return what tiny copies show: by the borders of documents, else by a mask."""
+    model = make()
     try:
         check_kernel(device)
         attend_within_documents(model)
@@ -107,18 +105,14 @@ def _try(
         verdict = Verdict(False, one_line(error, 400))
     if verdict.ok:
         return verdict
-    mask = verdict.why
-    if not packed:
-        return Verdict(True, "each row is one document", mask)
-    model = _copy(model_class, config, device)
-    return replace(_judged(model, batches, borders=False), mask=mask)
+    if all(len(lengths) == 1 for batch in batches for lengths in batch):
+        return Verdict(True, "each row is one document", verdict.why)
+    return replace(_judged(make(), batches, borders=False), mask=verdict.why)
 
 
-def _copy(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, device: torch.device
-) -> PreTrainedModel:
-    # Flash attention runs in half precision only.
-    dtype = torch.bfloat16 if _is_flash(config) else torch.float32
+def _copy(model_class: Any, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    is_flash = "flash" in str(config._attn_implementation)  # which runs in half precision only
+    dtype = torch.bfloat16 if is_flash else torch.float32
     with forked_rng(device):
         torch.manual_seed(0)
         model = model_class._from_config(copy.deepcopy(config), dtype=dtype).eval()
@@ -129,13 +123,7 @@ def _copy(
     return model.to(device)
 
 
-def _is_flash(config: PreTrainedConfig) -> bool:
-    return "flash" in str(config._attn_implementation)
-
-
-def _judged(
-    model: PreTrainedModel, batches: list[list[tuple[int, ...]]], *, borders: bool
-) -> Verdict:
+def _judged(model: PreTrainedModel, batches: Batches, *, borders: bool) -> Verdict:
     """Return what `model` shows, in fp64 where it is not sure."""
     is_half = next(model.parameters()).dtype == torch.bfloat16
     # Flex attention is not worth a compilation.
@@ -151,9 +139,7 @@ def _judged(
 
 
 @torch.no_grad()
-def _compare(
-    model: PreTrainedModel, batches: list[list[tuple[int, ...]]], borders: bool
-) -> Verdict:
+def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Verdict:
     """Return what packed rows show; `borders` go along with them."""
     parameter = next(model.parameters())
     device, tolerance = parameter.device, _ROUNDING[parameter.dtype]
@@ -193,7 +179,7 @@ def _compare(
     return Verdict(True, "packed samples stay apart, as tried on a tiny copy of the model")
 
 
-def _batches(rows: int) -> Iterator[list[tuple[int, ...]]]:
+def _batches(rows: int) -> Iterator[Batch]:
     """Yield packings of `rows` rows, other ones a row."""
     for first in range(len(_PACKED) if rows == 1 else 2):
         packed = [_PACKED[(first + i) % len(_PACKED)] for i in range(rows)]

@@ -78,26 +78,17 @@ def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     return found
 
 
-def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return name -> (the base's module, its copy), of the modules that are trained in full."""
-    held: Any = {name: module._modules for name, module in model.named_modules()}
-    return {
-        name: (inner["original_module"], inner["modules_to_save"][ADAPTER])
-        for name, inner in held.items()
-        if "modules_to_save" in inner
-    }
-
-
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the base's name of each adapted module -> its outermost LoRA layer."""
     wrapped = _outermost(base_of(model), "")
     return {name: module for name, module in wrapped if "lora_A" in module._modules}
 
 
-def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the base's name of each module trained in full -> the copy that is trained."""
+def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Return the base's name of each module trained in full -> (the base's module, its copy)."""
     wrapped: Any = _outermost(base_of(model), "")
-    return {n: m.modules_to_save[ADAPTER] for n, m in wrapped if "modules_to_save" in m._modules}
+    pairs = ((n, m) for n, m in wrapped if "modules_to_save" in m._modules)
+    return {n: (m.original_module, m.modules_to_save[ADAPTER]) for n, m in pairs}
 
 
 def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:

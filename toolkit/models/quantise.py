@@ -45,16 +45,12 @@ def check_quantisation(
     """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Collective."""
     if not lora.load_in_4bit:
         return
-    if model.init == "random":
-        raise ConfigError(
-            "lora.load_in_4bit with model.init random: there is nothing to quantise but noise. Set "
-            "model.init: pretrained, or lora.load_in_4bit: false"
-        )
-    if lora.use_dora:
-        raise ConfigError(
-            "lora.load_in_4bit with lora.use_dora: DoRA needs the rows of the weights, which are "
-            "packed. Set lora.use_dora: false, or lora.load_in_4bit: false"
-        )
+    for with_what, on, why in (
+        ("model.init random", model.init == "random", "there is nothing to quantise but noise"),
+        ("lora.use_dora", lora.use_dora, "DoRA needs the rows of the weights, which are packed"),
+    ):
+        if on:
+            raise ConfigError(f"lora.load_in_4bit with {with_what}: {why}. Leave out one of them")
     check_device(torch.device(device), lora, getattr(torch, sharding.param_dtype))
 
 

@@ -49,26 +49,18 @@ def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
     for unit in sorted(plan.units, key=lambda u: order[u.modules[0]]):
         own = {name: parameters[name] for name in unit.parameters}
         freed = unit.reshard_after_forward
-        rows.append(
-            UnitRow(
-                unit.name,
-                len(unit.modules),
-                sum(packed[n].elements if n in packed else p.numel() for n, p in own.items()),
-                sum(local_tensor(p).numel() * p.element_size() for p in own.values()),
-                sum(p.numel() for p in own.values()) * unit.param_dtype.itemsize,
-                _stored(own, packed),
-                _short(unit.param_dtype),
-                cfg.reduce_dtype,
-                "no" if freed in (None, False) else "yes" if freed is True else f"to {freed} ranks",
-            )
-        )
+        values = sum(packed[n].elements if n in packed else p.numel() for n, p in own.items())
+        nbytes = sum(local_tensor(p).numel() * p.element_size() for p in own.values())
+        gathered = sum(p.numel() for p in own.values()) * unit.param_dtype.itemsize
+        dtypes = _stored(own, packed), _short(unit.param_dtype), str(cfg.reduce_dtype)
+        kept = "no" if freed in (None, False) else "yes" if freed is True else f"to {freed} ranks"
+        rows.append(UnitRow(unit.name, len(unit.modules), values, nbytes, gathered, *dtypes, kept))
     if plan.replicated:
         own = {name: parameters[name] for name in plan.replicated}
         values = sum(p.numel() for p in own.values())
         nbytes = sum(p.numel() * p.element_size() for p in own.values())
-        kept = _stored(own, {})
-        name = "(replicated)"
-        rows.append(UnitRow(name, len(own), values, nbytes, nbytes, kept, kept, kept, "no"))
+        dtypes = (_stored(own, {}),) * 3
+        rows.append(UnitRow("(replicated)", len(own), values, nbytes, nbytes, *dtypes, "no"))
     return rows
 
 
@@ -144,13 +136,13 @@ def plan_summary(
     dp_replicate and dp_shard (ConfigError). Other errors are those of the run itself.
     """
     sharding = cfg.sharding
-    if world_size is None:
-        world_size = sharding.dp_replicate * sharding.dp_shard
-        if -1 in (sharding.dp_replicate, sharding.dp_shard):
-            raise ConfigError(
-                "the number of processes is not known: give --world_size N, or set both "
-                "sharding.dp_replicate and sharding.dp_shard"
-            )
+    sizes = sharding.dp_replicate, sharding.dp_shard
+    if world_size is None and -1 in sizes:
+        raise ConfigError(
+            "the number of processes is not known: give --world_size N, or set both "
+            "sharding.dp_replicate and sharding.dp_shard"
+        )
+    world_size = sizes[0] * sizes[1] if world_size is None else world_size
     if world_size < 1:
         raise ConfigError(f"--world_size must be at least 1, got {world_size}")
     replicas, shards = mesh_shape(world_size, sharding)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,8 +107,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
         raise ShardingError(
             f"{plain_name(model)}: no unit but the root would hold a parameter; set "
-            "sharding.layer_classes to the class of its layers, or where "
-            "sharding.ignored_parameters leaves none to shard: name fewer"
+            "sharding.layer_classes, or ignored_parameters leaves none to shard: name fewer"
         )
     order = {name: i for i, name in enumerate(named)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
@@ -194,8 +194,7 @@ def _overrides(
         if len(asked) > 1:
             raise ShardingError(
                 f"sharding.param_dtype_overrides asks for {' and '.join(sorted(map(str, asked)))} "
-                f"in one unit ({', '.join(member)}), which computes in one dtype; name all of its "
-                "modules, or set sharding.layers_per_unit: 1"
+                f"in one unit ({', '.join(member)}), which computes in one dtype; name all it holds"
             )
         if asked != {default}:
             dtypes[member] = asked.pop()
@@ -306,20 +305,17 @@ def _unit(
     head: str | None,
 ) -> Unit:
     own = [dtypes[part] for part in dtypes if set(part) <= set(member)]
-    param_dtype = own[-1] if own else getattr(torch, cfg.param_dtype)
+    default = getattr(torch, cfg.param_dtype)
     output_dtype = None
     if member == (ROOT,):
         output_dtype = None if cfg.output_dtype is None else getattr(torch, cfg.output_dtype)
     elif own and head not in member:  # as what lies around it computes
-        around = _home(member[0], members)
-        output_dtype = dtypes.get(around, getattr(torch, cfg.param_dtype))
-    asked = cfg.reshard_after_forward
-    reshard: bool | int | None = asked if asked != "auto" else True  # type: ignore[assignment]
-    if member == (ROOT,) and (asked == "auto" or not isinstance(asked, bool)):
+        output_dtype = dtypes.get(_home(member[0], members), default)
+    asked: Any = cfg.reshard_after_forward
+    reshard = member != (head,) if asked == "auto" else asked
+    if member == (ROOT,) and not isinstance(asked, bool):
         reshard = None  # kept: the backward begins with it
-    elif member == (head,) and asked == "auto":
-        reshard = False
-    return Unit(member, parameters, param_dtype, output_dtype, reshard)
+    return Unit(member, parameters, own[-1] if own else default, output_dtype, reshard)
 
 
 def _override_reshard(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:

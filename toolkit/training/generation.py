@@ -65,7 +65,7 @@ def generate(
     texts = ranks.gather_results(
         lambda: {n: tokenizer.decode(ids, skip_special_tokens=True) for n, ids in mine.items()}
     )
-    found: dict[int, Any] = dict(answer for part in texts for answer in part.items())
+    found: dict[int, Any] = {n: text for part in texts for n, text in part.items()}
     return [found[number] for number in range(len(prompts))]
 
 

@@ -101,31 +101,23 @@ class HeadLoss:
         """Return the loss of `hidden` [rows, H]; add to `grads`: of `hidden`, and of `parameters`,
         None where it is not wanted.
         """
-        if not self.linear:
-            return self._add_through_autograd(hidden, targets, parameters, grads)
-        rule = (targets, self.logit_map, self.label_smoothing, any(g is not None for g in grads))
-        loss, grad = _cross_entropy(F.linear(hidden, *parameters), *rule)
-        of_hidden, of_weight, *of_bias = grads
-        if grad is not None and of_hidden is not None:
-            of_hidden += _product(grad, parameters[0])
-        if grad is not None and of_weight is not None:
-            _add_product(of_weight, grad.t(), hidden)
-        if grad is not None and of_bias and of_bias[0] is not None:
-            of_bias[0] += grad.sum(0, dtype=of_bias[0].dtype)
-        return loss
-
-    def _add_through_autograd(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        parameters: tuple[torch.Tensor, ...],
-        grads: list[torch.Tensor | None],
-    ) -> torch.Tensor:
         wanted = any(grad is not None for grad in grads)
+        rule = (targets, self.logit_map, self.label_smoothing, wanted)
+        if self.linear:
+            loss, grad = _cross_entropy(F.linear(hidden, *parameters), *rule)
+            if grad is None:
+                return loss
+            of_hidden, of_weight, *of_bias = grads
+            if of_hidden is not None:
+                of_hidden += _product(grad, parameters[0])
+            if of_weight is not None:
+                _add_product(of_weight, grad.t(), hidden)
+            if of_bias and of_bias[0] is not None:
+                of_bias[0] += grad.sum(0, dtype=of_bias[0].dtype)
+            return loss
         with torch.set_grad_enabled(wanted):
             leaf = hidden.detach().requires_grad_(wanted)
             output = self.forward(leaf[None])[0]
-        rule = (targets, self.logit_map, self.label_smoothing, wanted)
         loss, grad = _cross_entropy(output.detach(), *rule)
         if grad is not None:
             found = torch.autograd.grad(output, [leaf, *parameters], grad, allow_unused=True)

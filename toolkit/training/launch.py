@@ -167,7 +167,13 @@ def _let_finish() -> None:
     try:
         background.wait(_LET_FINISH.total_seconds())
     except Exception as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _print_error(error)
+
+
+def _print_error(error: object) -> None:
+    rank = os.environ.get("RANK", "0")
+    where = f"[rank {rank}] " if rank != "0" else ""
+    print(f"{where}error: {error}", file=sys.stderr, flush=True)
 
 
 def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path) -> None:
@@ -190,10 +196,8 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
 
 
 def guarded(main: Callable[[], None]) -> None:
-    """Run `main` as a program: a `ToolkitError` ends it with one line on stderr.
-
-    Exit codes: 1 for a failure, 2 for a configuration that cannot be read. Where all ranks fail
-    alike, one of them says so.
+    """Run `main` as a program: a `ToolkitError` ends it with one line on stderr, exit code 1; 2 for
+    a configuration that cannot be read. Where all ranks fail alike, one of them says so.
     """
     try:
         main()
@@ -205,8 +209,7 @@ def guarded(main: Callable[[], None]) -> None:
         # Before the ranks know each other each machine speaks for itself.
         alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
         if not getattr(error, "already_reported", False) and (alone or not before_ranks_met):
-            where = f"[rank {rank}] " if rank != "0" else ""
-            print(f"{where}error: {error}", file=sys.stderr, flush=True)
+            _print_error(error)
             if os.environ.get("TOOLKIT_TRACEBACK"):
                 traceback.print_exc()
         elif before_ranks_met and not alone:
@@ -217,13 +220,10 @@ def guarded(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         code = 130
     except torch.OutOfMemoryError as error:
-        where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(
-            f"{where}error: {str(error).strip().splitlines()[0]} Lower "
-            "train.per_device_train_batch_size (with more gradient_accumulation_steps the global "
-            "batch stays), or set sharding.activation_checkpointing: full",
-            file=sys.stderr,
-            flush=True,
+        _print_error(
+            f"{str(error).strip().splitlines()[0]} Lower train.per_device_train_batch_size (with "
+            "more gradient_accumulation_steps the global batch stays), or set "
+            "sharding.activation_checkpointing: full"
         )
         code = 1
     except Exception:
@@ -264,10 +264,8 @@ def _asked() -> tuple[int, int, int]:
             if rank < world:
                 return rank, world, local
         raise LaunchError(
-            "the environment names no process of a run "
-            f"({', '.join(f'{n} {v}' for n, v in said.items())}); "
-            "start with accelerate launch or torchrun, which set all of them, or unset them for "
-            "one process"
+            f"{', '.join(f'{n} {v}' for n, v in said.items())} in the environment name no process "
+            "of a run; start with accelerate launch or torchrun, or unset them for one process"
         )
     for name, launcher in _OTHER_LAUNCHERS.items():
         if os.environ.get(name, "1") not in ("0", "1"):
@@ -291,10 +289,11 @@ def _uses_cpu(rank: int, world: int) -> bool:
     if _flag("ACCELERATE_USE_CPU"):
         return True
     if torch.accelerator.is_available():
-        if not device.has_collectives() and rank == 0:
+        alone = not device.has_collectives()
+        if alone and rank == 0:
             kind = torch.accelerator.current_accelerator()
             print(f"WARNING: torch has no collectives for {kind}: training on the CPU", flush=True)
-        return not device.has_collectives()
+        return alone
     built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and _accelerate_was_told_cpu():
@@ -352,12 +351,10 @@ def _take_yaml(notes: list[str]) -> None:
     """Refuse the YAML of another engine; print notes on it, once for all processes; remove from the
     environment what is translated (see `accelerate_yaml.is_translated`).
     """
-    for name, engine in {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron"}.items():
-        if _flag(f"ACCELERATE_USE_{name}"):
-            raise LaunchError(
-                f"the launch configuration is for {engine}; the toolkit shards with PyTorch FSDP2. "
-                "Use a file of accelerate_configs/"
-            )
+    for engine in ("DeepSpeed", "Megatron_LM"):
+        if _flag(f"ACCELERATE_USE_{engine.upper()}"):
+            what = f"the launch configuration is for {engine}; the toolkit shards with FSDP2"
+            raise LaunchError(f"{what}. Use a file of accelerate_configs/")
     for note in notes if os.environ.get("RANK", "0") == "0" else []:
         print(f"note: {note}", file=sys.stderr, flush=True)
     for name in [n for n in os.environ if accelerate_yaml.is_translated(n)]:

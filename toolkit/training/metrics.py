@@ -71,13 +71,9 @@ class Metrics:
                     total=max_steps, initial=first_step, unit="step", dynamic_ncols=True
                 )
 
-    def due(self, step: int) -> bool:
-        """Whether `step` (from 1) gets a line: every `logging_steps`, the first and the last."""
-        return step % self._every == 0 or step in (self._first + 1, self._last)
-
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
-        """Take the `StepStats` of `step`; write its line when it is due or `more` is given, after
-        `check_finite`.
+        """Take the `StepStats` of `step`; write its line, after `check_finite`: every
+        `logging_steps`, at the first and the last, and where there is `more`.
         """
         self._pending.append(stats.tokens)
         bad = ~(torch.isfinite(stats.loss) & torch.isfinite(stats.grad_norm))
@@ -85,7 +81,7 @@ class Metrics:
         self._steps += 1
         if self._bar is not None:
             self._bar.update(1)
-        if not (self.due(step) or more):
+        if not (more or due(step, self._every) or step in (self._first + 1, self._last)):
             return
         self.check_finite(step)
         line = self._line(step, stats, learning_rate) | more
@@ -131,13 +127,11 @@ class Metrics:
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""
-        text = (
+        more = f", eval perplexity {last['eval_perplexity']:.1f}" if "eval_loss" in last else ""
+        return (
             f"\ndone: step {self._first + 1} to {last['step']} in {seconds:.0f} s, "
-            f"loss {self._first_loss:.4f} -> {last['loss']:.4f}"
+            f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{more}"
         )
-        if "eval_loss" in last:
-            text += f", eval perplexity {last['eval_perplexity']:.1f}"
-        return text
 
     def _line(self, step: int, stats: Any, learning_rate: float) -> dict[str, Any]:
         line: dict[str, Any] = {  # waits for the device

@@ -53,11 +53,9 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
         own = False
         if cfg.optim == "muon":
             own = 2 <= parameter.ndim <= 3 and id(parameter) not in embeddings | ends
-        elif cfg.optim == "adamw_8bit":
-            row = parameter.shape[1:].numel() if parameter.ndim >= 2 else 0
-            # Embeddings keep 32 bits, as transformers' Trainer has it.
-            whole = row > 0 and row % BLOCK == 0 and parameter.numel() >= _SMALL
-            own = whole and id(parameter) not in embeddings
+        elif cfg.optim == "adamw_8bit":  # embeddings keep 32 bits, as transformers' Trainer has it
+            blocks = parameter.ndim >= 2 and parameter.shape[1:].numel() % BLOCK == 0
+            own = blocks and parameter.numel() >= _SMALL and id(parameter) not in embeddings
         end = cfg.embedding_learning_rate is not None and id(parameter) in ends
         # One call does not take sharded and replicated parameters together.
         key = (end, own, not isinstance(parameter, DTensor), not decays)
@@ -119,9 +117,8 @@ def build_scheduler(
                 f"optim.warmup_steps {warmup} and num_decay_steps {decay} are more than the "
                 f"{max_steps} steps of the run; lower one of them (optim.lr_scheduler_kwargs)"
             )
-    ignores = kind in ("constant", "constant_with_warmup") and extra
     try:
-        if ignores:
+        if extra and kind in ("constant", "constant_with_warmup"):
             raise TypeError(f"{kind} takes none")
         return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)
     except (TypeError, ValueError) as error:

@@ -86,9 +86,7 @@ class AdamW8bit(_PartlyAdamW):
     def step_own(self, group: dict[str, Any]) -> None:
         names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
         for parameter in (p for p in group["params"] if p.grad is not None):
-            state = self.state[parameter]
-            if not state:
-                state.update(self.init_state(parameter))
+            state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
             state["step"] += 1
             held = [parameter.grad, parameter.detach(), *(state[n] for n in names)]
             parts = [local_tensor(t) for t in held]
@@ -128,9 +126,7 @@ class Muon(_PartlyAdamW):
         used = [p for p in group["params"] if p.grad is not None]
         updates: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in used:
-            state = self.state[parameter]
-            if not state:
-                state.update(self.init_state(parameter))
+            state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
             grad, momentum = (local_tensor(t) for t in (parameter.grad, state["momentum_buffer"]))
             momentum.lerp_(grad, 1 - _MOMENTUM)
             updates[parameter] = grad.lerp(momentum, _MOMENTUM).bfloat16()
@@ -142,8 +138,7 @@ class Muon(_PartlyAdamW):
             _orthogonalise_together(apart[i : i + ranks], updates)
         for parameter in set(used).difference(apart):
             part = updates[parameter]
-            matrices = part if part.ndim == 3 else part[None]
-            for matrix in matrices:  # in place
+            for matrix in part if part.ndim == 3 else part[None]:  # in place
                 matrix.copy_(orthogonal(matrix))
         for parameter in used:
             values = local_tensor(parameter.detach())
@@ -192,11 +187,8 @@ def _orthogonalise_together(
     matrix = exchange(torch.cat(parts), mine, whole)
     if me < len(parameters):
         matrix = orthogonal(matrix.view(parameters[me].shape)).flatten()
-    for parameter, part in zip(
-        parameters,
-        exchange(matrix.contiguous(), whole, mine).split(mine[: len(parts)]),
-        strict=True,
-    ):
+    back = exchange(matrix.contiguous(), whole, mine).split(mine[: len(parts)])
+    for parameter, part in zip(parameters, back, strict=True):
         updates[parameter].copy_(part.view_as(updates[parameter]))
 
 
@@ -219,10 +211,8 @@ class Adafactor(torch.optim.Optimizer):
             columns = local_tensor(parameter.detach()).new_zeros(1, shape[1])
         else:
             columns = _rows_like(parameter, (*shape[1:-2], 1, shape[-1]), dtype)
-        return step | {
-            "row_var": _rows_like(parameter, (*shape[1:-1], 1), dtype),
-            "col_var": columns,
-        }
+        rows = _rows_like(parameter, (*shape[1:-1], 1), dtype)
+        return step | {"row_var": rows, "col_var": columns}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -231,9 +221,7 @@ class Adafactor(torch.optim.Optimizer):
         pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
         first, second = _Sums(), _Sums()
         for _, parameter in pairs:
-            state = self.state[parameter]
-            if not state:
-                state.update(self.init_state(parameter))
+            state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
             state["step"] += 1
             forget = float(state["step"]) ** -0.8
             grad = local_tensor(parameter.grad)
@@ -245,13 +233,12 @@ class Adafactor(torch.optim.Optimizer):
                 means = grad.square().mean(-1, keepdim=True)
                 rows = local_tensor(state["row_var"]).lerp_(means, forget)
                 columns = grad.square().sum(-2, keepdim=True)
+            first[parameter] = [square]
             if parameter.ndim == 2:
-                first.add(parameter, square, columns, rows.sum(-2, keepdim=True))
-            else:
-                first.add(parameter, square)
-                if parameter.ndim > 2:
-                    columns.div_(parameter.shape[-2])
-                    local_tensor(state["col_var"]).lerp_(columns, forget)
+                first[parameter] += [columns, rows.sum(-2, keepdim=True)]
+            elif parameter.ndim > 2:
+                columns.div_(parameter.shape[-2])
+                local_tensor(state["col_var"]).lerp_(columns, forget)
         first.reduce()
         for _, parameter in pairs:
             state, grad = self.state[parameter], local_tensor(parameter.grad)
@@ -263,41 +250,32 @@ class Adafactor(torch.optim.Optimizer):
                 rows, columns = (local_tensor(state[n]) for n in ("row_var", "col_var"))
                 mean = rows.mean(-2, keepdim=True)
                 if parameter.ndim == 2:
-                    _, total, mean = first.of(parameter)
+                    _, total, mean = first[parameter]
                     columns.lerp_(total / parameter.shape[0], forget)
                     mean = mean / parameter.shape[0]
                 estimate = (rows @ columns).div_(mean.clamp(min=epsilon))
             grad.mul_(estimate.clamp_(min=epsilon**2).rsqrt_())  # the update, from here on
-            second.add(parameter, grad.square().sum())
+            second[parameter] = [grad.square().sum()]
         second.reduce()
         for group, parameter in pairs:
             values, update = local_tensor(parameter.detach()), local_tensor(parameter.grad)
             step, root = float(self.state[parameter]["step"]), math.sqrt(parameter.numel())
-            size = (first.of(parameter)[0].sqrt() / root).clamp(min=1e-3)
-            clipped = (second.of(parameter)[0].sqrt() / root).clamp(min=1.0)
+            size = (first[parameter][0].sqrt() / root).clamp(min=1e-3)
+            clipped = (second[parameter][0].sqrt() / root).clamp(min=1.0)
             values.mul_(1 - group["lr"] * group["weight_decay"])
             values.addcmul_(update, -min(group["lr"], step**-0.5) * size / clipped)
         return None
 
 
-class _Sums:
+class _Sums(dict[nn.Parameter, list[torch.Tensor]]):
     """Tensors of several parameters, summed over the ranks that share them in one all-reduce."""
 
-    def __init__(self) -> None:
-        self._held: dict[nn.Parameter, list[torch.Tensor]] = {}
-
-    def add(self, parameter: nn.Parameter, *parts: torch.Tensor) -> None:
-        self._held[parameter] = list(parts)
-
-    def of(self, parameter: nn.Parameter) -> list[torch.Tensor]:
-        return self._held[parameter]
-
     def reduce(self) -> None:
-        sharded = [p for p in self._held if isinstance(p, DTensor)]
+        sharded = [p for p in self if isinstance(p, DTensor)]
         if not sharded:
             return
         mesh = sharded[0].device_mesh
-        parts = [part for p in sharded for part in self._held[p]]
+        parts = [part for p in sharded for part in self[p]]
         flat = torch.cat([part.float().flatten() for part in parts]).to(mesh.device_type)
         dist.all_reduce(flat, group=mesh.get_group(mesh.ndim - 1))
         for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):

@@ -148,11 +148,7 @@ def _average_replicated(model: nn.Module, world: int) -> None:
     flat = torch.cat([g.float().flatten() for g in grads])
     dist.all_reduce(flat)
     for parameter, total in zip(used, flat.split([p.numel() for p in used]), strict=True):
-        mean = (total / world).view_as(parameter).to(parameter.dtype)
-        if parameter.grad is None:
-            parameter.grad = mean
-        else:
-            parameter.grad.copy_(mean)
+        parameter.grad = (total / world).view_as(parameter).to(parameter.dtype)
 
 
 @torch.no_grad()
