@@ -8,7 +8,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed.feed import Feed, samples_of
@@ -26,7 +25,7 @@ FEATURES = datasets.Features(
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of several, as a feed sees it; its batches are dealt out by Accelerate's sampler."""
+    """One rank of several, as a feed sees it."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,10 +34,9 @@ class Rank:
     def loader(self, dataset, batches=None, workers=0, collate_fn=None):
         if batches is None:
             return DataLoader(dataset, batch_size=None, num_workers=workers)
-        shard = BatchSamplerShard(
-            batches, num_processes=self.world_size, process_index=self.rank, even_batches=True
+        return DataLoader(
+            dataset, batch_sampler=batches, num_workers=workers, collate_fn=collate_fn
         )
-        return DataLoader(dataset, batch_sampler=shard, num_workers=workers, collate_fn=collate_fn)
 
 
 def encode_row(raw: dict[str, Any], number: int) -> EncodedExample | BadRow:

@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.order.permutation import permute
-from toolkit.data.order.position import EvalBatches, GlobalBatches, Position, accumulation_for
+from toolkit.data.order.position import EvalBatches, Position, TrainBatches, accumulation_for
 from toolkit.errors import DataError
 
 
@@ -23,10 +22,6 @@ class Numbers(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor(index)
-
-
-def rank_batches(batches, world: int, rank: int) -> list[list[int]]:
-    return list(BatchSamplerShard(batches, num_processes=world, process_index=rank))
 
 
 # The permutation
@@ -97,8 +92,10 @@ def test_positions_run_across_epochs():
 def test_a_global_batch_is_the_same_for_every_layout(world, accumulation):
     order, start, steps, size = SampleOrder(100, 1), 13, 9, 16
     each = size // world // accumulation
-    batches = GlobalBatches(order, start, steps, each, accumulation, world)
-    ranks = [rank_batches(batches, world, rank) for rank in range(world)]
+    ranks = [
+        list(TrainBatches(order, start, steps, each, accumulation, rank, world))
+        for rank in range(world)
+    ]
     assert {len(r) for r in ranks} == {steps * accumulation}
     for step in range(steps):
         expected = order.indices(start + step * size, size)
@@ -110,18 +107,18 @@ def test_a_global_batch_is_the_same_for_every_layout(world, accumulation):
 
 def test_resuming_continues_exactly():
     order = SampleOrder(50, 2)
-    whole = list(GlobalBatches(order, 0, 10, 2, 2, 2))
+    whole = list(TrainBatches(order, 0, 10, 2, 2, 1, 2))
     position = Position(50, 2, global_batch=8)
     for _ in range(4):
         position.advance()
-    rest = list(GlobalBatches(order, position.samples_seen, 6, 2, 2, 2))
-    assert whole[16:] == rest
+    rest = list(TrainBatches(order, position.samples_seen, 6, 2, 2, 1, 2))
+    assert whole[8:] == rest
 
 
 def test_eval_batches_are_even_and_read_each_sample_once():
     for n in (1, 5, 8, 9, 16, 17):
         for world in (1, 2, 4):
-            ranks = [rank_batches(EvalBatches(range(n), 2, world), world, r) for r in range(world)]
+            ranks = [list(EvalBatches(range(n), 2, r, world)) for r in range(world)]
             assert len({len(r) for r in ranks}) == 1
             assert all(len(batch) == 2 for rank in ranks for batch in rank)
             seen = [i for rank in ranks for batch in rank for i in batch if i != -1]
@@ -129,21 +126,13 @@ def test_eval_batches_are_even_and_read_each_sample_once():
 
 
 def test_through_accelerate():
-    batches = GlobalBatches(SampleOrder(100, 0), 0, 3, 2, 2, 1)
-    loader = Accelerator(cpu=True).prepare_data_loader(DataLoader(Numbers(), batch_sampler=batches))
-    assert [batch.tolist() for batch in loader] == list(batches)
-    two = GlobalBatches(SampleOrder(100, 0), 0, 3, 2, 1, 2)
-    ranks = []
     for rank in range(2):
-        loader = DataLoader(Numbers(), batch_sampler=two)
-        prepared = prepare_data_loader(loader, num_processes=2, process_index=rank)
-        ranks.append([batch.tolist() for batch in prepared])
-        assert len(prepared) == len(ranks[rank]) == 3
-    order = SampleOrder(100, 0)
-    for step in range(3):
-        positions = order.indices(4 * step, 4)
-        assert ranks[0][step] == positions[0::2].tolist()
-        assert ranks[1][step] == positions[1::2].tolist()
+        batches = TrainBatches(SampleOrder(100, 0), 0, 3, 2, 2, rank, 2)
+        loader = prepare_data_loader(
+            DataLoader(Numbers(), batch_sampler=batches), num_processes=1, process_index=0
+        )
+        assert [batch.tolist() for batch in loader] == list(batches)
+        assert len(loader) == len(batches) == 6
 
 
 # The position

@@ -9,7 +9,6 @@ between, the Hub refuses it, and the whole attempt is repeated.
 """
 
 import contextlib
-import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -223,17 +222,9 @@ class _Repository:
 
     def check_access(self) -> None:
         """Refuse a token that may not write; create the repository when missing."""
-        with self.request("asking whose the token is"):
-            who = self.api.whoami()
-        if ((who.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
-            raise HubError(
-                "the Hugging Face token may only read; make one with the write role at "
-                f"{self.api.endpoint}/settings/tokens and run `hf auth login`, or set HF_TOKEN"
-            )
         self.open_main()
-        if "write" in inspect.signature(self.api.auth_check).parameters:  # huggingface_hub 2
-            with self.request("asking for permission to write"):
-                self.api.auth_check(self.repo_id, write=True)
+        with self.request("asking for permission to write"):
+            self.api.auth_check(self.repo_id, write=True)
 
     def publish(self, export: LocalExport) -> str:
         """Make the commit, or find that it is there; return its URL. May be called again."""

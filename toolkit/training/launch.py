@@ -13,7 +13,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands.config import default_config_file
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
@@ -65,15 +65,14 @@ class Run:
     def loader(
         self,
         dataset: Dataset,
-        batches: Sampler | None = None,
+        batches: Iterable[list[int]] | None = None,
         workers: int = 0,
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
         """Return Accelerate's loader, whose batches are on this rank's device.
 
-        Batch i of `batches` goes to rank i % world_size; there must be a multiple of world_size:
-        Accelerate would repeat samples to fill up. Without `batches` the data set yields this
-        rank's batches itself; reading ahead takes one worker, more would each read everything.
+        `batches` are this rank's samples. Without them the data set yields its batches itself;
+        reading ahead takes one worker, more would each read everything.
         """
         by_itself = batches is None
         loader = DataLoader(
@@ -88,8 +87,8 @@ class Run:
         return prepare_data_loader(
             loader,
             self.device,
-            num_processes=1 if by_itself else self.world_size,
-            process_index=0 if by_itself else self.rank,
+            num_processes=1,  # what is given is this rank's already
+            process_index=0,
             put_on_device=True,
             dispatch_batches=False,
             non_blocking=True,

@@ -240,7 +240,8 @@ def _conversation(
     row: dict[str, Any], messages: list[dict[str, Any]], supervised_from: int = 0
 ) -> Conversation:
     for i, turn in enumerate(messages):
-        if turn["role"] == "assistant" and not turns.says_something(turn):
+        said = turn.get("tool_calls") or (turn.get("content") or "").strip()
+        if turn["role"] == "assistant" and not said:
             raise BadRow(
                 f"expected an answer in turn {i} (assistant), got content "
                 f"{shown(turn.get('content'))} and no tool_calls",

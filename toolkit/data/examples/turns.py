@@ -95,11 +95,6 @@ def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def says_something(message: dict[str, Any]) -> bool:
-    """Whether a turn has a tool call, or a content that is more than white space."""
-    return bool(message.get("tool_calls") or (message.get("content") or "").strip())
-
-
 def _turns(
     value: Any, where: str, keys: tuple[str, ...], *more: str
 ) -> Iterator[tuple[dict[str, Any], str]]:

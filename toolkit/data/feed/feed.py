@@ -47,9 +47,7 @@ class Processes(Protocol):
         workers: int = 0,
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
-        """Return this rank's `batches` of a map-style data set, or what `dataset` yields, on its
-        device.
-        """
+        """Return `batches` of a map-style data set, or what `dataset` yields, on the device."""
 
 
 def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
@@ -131,7 +129,7 @@ class Feed(ABC):
             order: Any = range(len(samples))
             if self.shape.packing == "none":
                 order = np.argsort(samples.pieces.lengths, kind="stable")
-            batches = EvalBatches(order, per_device_batch_size, run.world_size)
+            batches = EvalBatches(order, per_device_batch_size, run.rank, run.world_size)
             found[name] = run.loader(samples, batches, collate_fn=self.shape.batch)
         return found
 

@@ -71,14 +71,7 @@ class StreamFeed(Feed):
         self._mixed()  # refuses what cannot be streamed before anything long begins
 
     def _mixed(self) -> "MixedStream":
-        position = self.position
-        group = self.group if self.shape.packing == "none" else 1
-        streams = [
-            SourceStream(source, i, self.shape, position.seed, self.window)
-            for i, source in enumerate(self.sources)
-        ]
-        weights = [source.weight or 1 for source in self.sources]
-        return MixedStream(streams, weights, position.seed, position.global_batch, group)
+        return MixedStream(self.sources, self.shape, self.position, self.window, self.group)
 
     def lines(self) -> list[str]:
         evals = sum(len(samples) for samples in self.eval_sets.values())
@@ -155,15 +148,20 @@ class MixedStream:
 
     def __init__(
         self,
-        streams: list[SourceStream],
-        weights: Sequence[float],
-        seed: int,
-        global_batch: int,
+        sources: Sequence[StreamSource],
+        shape: SampleShape,
+        position: Position,
+        window: int,
         group: int,
     ) -> None:
-        self.streams, self.shares = {s.source.name: s for s in streams}, shares(weights)
-        self.seed, self.global_batch = derived_seed(seed, "lengths"), global_batch
-        self.group = group
+        seed, self.global_batch = position.seed, position.global_batch
+        self.streams = {
+            source.name: SourceStream(source, i, shape, seed, window)
+            for i, source in enumerate(sources)
+        }
+        self.shares = shares([source.weight or 1 for source in sources])
+        self.seed = derived_seed(seed, "lengths")
+        self.group = group if shape.packing == "none" else 1
         self._turn, self._used_up = 0, list[str]()
         self._begin(0)
 

@@ -1,11 +1,8 @@
 """Global batches dealt out to ranks, and how far a run has come."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch.utils.data import BatchSampler
 
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture
@@ -13,24 +10,14 @@ from toolkit.data.samples.sequences import FILLER
 from toolkit.errors import DataError
 
 
-class _Batches(BatchSampler):
-    """What Accelerate asks of a sampler of batches beside them."""
-
-    drop_last = False
-    sampler: Any = None
-
-
 @dataclass(eq=False)
-class GlobalBatches(_Batches):
-    """Micro-batches of all ranks in the order in which Accelerate deals them out.
+class TrainBatches:
+    """The micro-batches of one rank: what a loader reads, one after another.
 
     The global batch of a step is the next B positions of the order, whatever the number W of ranks
     and the accumulation are: rank r has `positions[r::W]`, cut into its micro-batches of b. With
     B = 4, two ranks and b = 1 rank 0 reads [0] then [2] and rank 1 [1] then [3]; one rank with
     b = 2 reads [0 1] then [2 3].
-
-    Accelerate's `BatchSamplerShard` gives batch i to rank i % W. Every batch is full and every rank
-    gets as many, so it neither repeats nor drops any.
     """
 
     order: Mixture | ByLength
@@ -38,35 +25,38 @@ class GlobalBatches(_Batches):
     steps: int
     batch_size: int  # samples of a micro-batch, b
     accumulation: int
+    rank: int
     world_size: int
 
     def __len__(self) -> int:
-        return self.steps * self.accumulation * self.world_size
+        return self.steps * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
-        shape = (self.accumulation, self.batch_size, self.world_size)
-        size = math.prod(shape)  # B
+        size = self.batch_size * self.accumulation * self.world_size  # B
         for first in range(self.start, self.start + self.steps * size, size):
-            for micro_batch in self.order.indices(first, size).reshape(shape):
-                yield from micro_batch.T.tolist()
+            mine = self.order.indices(first, size)[self.rank :: self.world_size]
+            yield from mine.reshape(-1, self.batch_size).tolist()
 
 
 @dataclass(eq=False)
-class EvalBatches(_Batches):
-    """Every one of `samples` once, in order; every rank gets the same number of full batches.
+class EvalBatches:
+    """One rank's batches of `samples`: all ranks together read each once, in order.
 
-    What is missing in the last round is filled with `FILLER`, whose labels the loss leaves out.
+    Every rank gets the same number of full batches: what is missing in the last round is filled
+    with `FILLER`, whose labels the loss leaves out.
     """
 
     samples: Sequence[int]
     batch_size: int
+    rank: int
     world_size: int
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // (self.batch_size * self.world_size)) * self.world_size
+        return -(-len(self.samples) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for first in range(0, len(self) * self.batch_size, self.batch_size):
+        for number in range(len(self)):
+            first = (number * self.world_size + self.rank) * self.batch_size
             batch = [int(i) for i in self.samples[first : first + self.batch_size]]
             yield batch + [FILLER] * (self.batch_size - len(batch))
 

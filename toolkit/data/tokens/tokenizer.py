@@ -17,7 +17,7 @@ from toolkit.config.settings import DataConfig, ModelConfig
 from toolkit.data.examples.recognise import Text
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.sources.tables import as_data_error, digest_of
+from toolkit.data.sources.tables import as_data_error
 from toolkit.errors import ConfigError, DataError, ModelError, one_line
 from toolkit.formats import check_config, local_folder
 
@@ -27,7 +27,6 @@ _FILES = (  # any of these makes a folder a tokenizer's
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json"),
     *("sentencepiece.bpe.model", "tekken.json", "vocab.txt"),
 )
-_MADE_OF = "made_of.txt"  # beside a trained tokenizer: digest of its text, vocabulary size
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +37,14 @@ def prepare_tokenizer(
     """Return `model` with `tokenizer_name_or_path` set to the tokenizer that the run will use.
 
     The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
-    byte-level BPE of the model's vocabulary size, trained on the text into `folder` (or found there
-    from an earlier start on the same text; with `keep`, on any); none, where the data is tokenised
-    already, else a DataError. Collective: rank 0 writes.
+    byte-level BPE of the model's vocabulary size, trained on the text into `folder` (with `keep`
+    the one that is there); none, where the data is tokenised already, else a DataError. Collective:
+    rank 0 writes.
     """
     model = own_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
         return model
-    return ranks.main_first(lambda: _trained(model, data, folder, keep))
+    return ranks.on_main(lambda: _trained(model, data, folder, keep))
 
 
 @ranks.collective
@@ -72,7 +71,7 @@ def own_tokenizer(model: ModelConfig) -> ModelConfig:
 
 
 def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
-    """Return `model` with the tokenizer in `folder`, trained anew where it is of other text."""
+    """Return `model` with the tokenizer in `folder`, trained anew but where it is to be kept."""
     trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     with_trained = replace(model, tokenizer_name_or_path=str(folder))
     if trained and keep:
@@ -94,20 +93,15 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
     if not any(texts):
         where = ", ".join(source.where for source in sources)
         raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
-    made_of = f"{digest_of(*texts)} {vocab_size}"
-    note = folder / _MADE_OF
-    if trained and note.is_file() and note.read_text("utf-8") == made_of:
-        return with_trained
     if trained:
-        shutil.rmtree(folder)  # of an earlier start on other text, which came to nothing
-    if model.init == "pretrained" and ranks.rank() == 0:
+        shutil.rmtree(folder)  # of an earlier start, which came to nothing
+    if model.init == "pretrained":
         log.warning(
             "training a new tokenizer for the pretrained weights of %s: their embeddings were "
             "learned with another one. Set model.tokenizer_name_or_path where that one is known",
             model.name_or_path,
         )
     train_tokenizer(texts, vocab_size, folder)
-    note.write_text(made_of, "utf-8")
     return with_trained
 
 
