@@ -75,20 +75,46 @@ def test_a_rank_with_cores_to_spare_writes_several_files(tmp_path, monkeypatch, 
     dcp.save(tensors, storage_writer=writer, no_dist=True)
     names = ["__0_0.distcp", *(f"__0_{i}_0.distcp" for i in range(1, files))]
     assert sorted(writer.files) == sorted(names)
+    data, blobs = read_metadata(tmp_path).storage_data, dict.fromkeys(writer.files, "")
+    for index, place in sorted(data.items(), key=lambda item: item[1].offset):
+        blob = (tmp_path / place.relative_path).read_bytes()[place.offset :][: place.length]
+        assert torch.load(io.BytesIO(blob)).equal(tensors[index.fqn])
+        blobs[place.relative_path] += xxhash.xxh3_64(blob).hexdigest()
     for name, said in writer.files.items():
         content = (tmp_path / name).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
-        assert said == {"size": len(content), "sha256": sha256}
+        assert said == {"size": len(content), "sha256": sha256, "blobs": blobs[name]}
         assert len(content) > 400_000  # about as much in each
-    data = read_metadata(tmp_path).storage_data
-    for index, place in data.items():
-        blob = (tmp_path / place.relative_path).read_bytes()[place.offset :][: place.length]
-        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
-            assert archive.testzip() is None, index
     found = {name: torch.zeros_like(t) for name, t in tensors.items()}
     dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_other_threads_save_with_the_checksums_they_asked_for(tmp_path, monkeypatch, asked):
+    write, others, own = shards.HashingStream.write, [], []
+
+    def beside(self, content):
+        own.append(torch.serialization.get_crc32_options())
+        if len(own) == 1:
+            thread = threading.Thread(target=lambda: torch.save(torch.ones(9), tmp_path / "other"))
+            thread.start()
+            thread.join()
+            with zipfile.ZipFile(tmp_path / "other") as archive:
+                others.append(archive.testzip())
+        return write(self, content)
+
+    monkeypatch.setattr(shards.HashingStream, "write", beside)
+    torch.serialization.set_crc32_options(asked)
+    try:
+        writer = shards.HashingWriter(tmp_path / "saved")
+        dcp.save({"a": torch.ones(5)}, storage_writer=writer, no_dist=True)
+        assert torch.serialization.get_crc32_options() is asked
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert others == [None]
+    assert set(own) == {False}
 
 
 def test_the_failure_of_one_file_stops_the_others(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from distributed import run_recipe_ranks
 from safetensors.torch import load_file
 
 from toolkit.export import consolidate
+from toolkit.formats import read_metadata
 from toolkit.verify import verify_checkpoint, verify_export
 
 # What `base.yaml` left to the defaults of then: pretraining has others now.
@@ -75,8 +76,12 @@ def test_what_was_written_then_verifies_and_exports_alike(stored: Path) -> None:
 
 
 def test_a_damaged_stored_checkpoint_is_found(stored: Path) -> None:
-    shard = next((stored / "run/checkpoints/step-00000004/dcp").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    assert not verify_checkpoint("run").ok
+    dcp = stored / "run/checkpoints/step-00000004/dcp"
+    index, blob = max(read_metadata(dcp).storage_data.items(), key=lambda item: item[1].length)
+    content = bytearray((dcp / blob.relative_path).read_bytes())
+    content[blob.offset + blob.length // 2] ^= 1
+    (dcp / blob.relative_path).write_bytes(content)
+    (found,) = verify_checkpoint("run").findings  # its manifest has no hash of a blob
+    assert found[0].endswith(f"dcp/{blob.relative_path}")
+    assert found[1] == index.fqn
+    assert "CRC" in found[2]

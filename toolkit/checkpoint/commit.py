@@ -171,12 +171,15 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     """Return the manifest that `content` is; `source` names it in errors."""
     manifest = parse_json(content, source, CheckpointError)
     try:
-        files = [(n, e["size"], e["sha256"]) for n, e in manifest["files"].items()]
+        files = [
+            (n, e["size"], e["sha256"], e.get("blobs", "")) for n, e in manifest["files"].items()
+        ]
         tensors = [(e["shape"], e["dtype"], e["digest"]) for e in manifest["tensors"].values()]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{source} is not a manifest of this toolkit: {error!r}") from error
-    for name, size, sha256 in files:
-        if not is_inner_path(name) or type(size) is not int or not isinstance(sha256, str):
+    for name, size, *hashes in files:
+        texts = all(isinstance(text, str) for text in hashes)
+        if not is_inner_path(name) or type(size) is not int or not texts:
             raise CheckpointError(f"{source} names {name!r}, which is no file of the checkpoint")
     if not all(isinstance(s, list) and isinstance(d, str) for s, d, _ in tensors):
         raise CheckpointError(f"{source} is not a manifest of this toolkit: shapes and dtypes")

@@ -27,7 +27,7 @@ from torch.futures import Future
 from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place, write_behind
 from toolkit.errors import CheckpointError
-from toolkit.formats import check_blob, coverage_fault
+from toolkit.formats import blob_hash, check_blob, coverage_fault
 
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
@@ -59,8 +59,11 @@ class HashingWriter(FileSystemWriter):
         most = min(_FILES, (cores or 1) // self.ranks_here)
         count = max(1, min(most, sum(map(_size, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
-        # Not by torch's own threads: what fails in one of those is lost.
-        with ThreadPoolExecutor(_FILES, "shards") as pool:
+        checksums = torch.serialization.get_crc32_options()
+        # Not by torch's own threads: what fails in one of those is lost. torch's checksums of blobs
+        # cost as much as sha256 does; `HashingStream` has its own.
+        pool = ThreadPoolExecutor(_FILES, "shards", torch.serialization.set_crc32_options, (False,))
+        try:
             jobs = []
             for i, items in enumerate(filter(None, spread(plan.items, _size, count))):
                 names = dataclasses.replace(
@@ -68,11 +71,13 @@ class HashingWriter(FileSystemWriter):
                 )
                 part = dataclasses.replace(plan, items=items, storage_data=names)
                 jobs.append(pool.submit(write, part, planner))
-            try:
-                return _done([result for job in jobs for result in job.result().wait()])
-            except BaseException:  # of one file, or an interrupt: the others need not go on
-                self._files.stopped = True
-                raise
+            return _done([result for job in jobs for result in job.result().wait()])
+        except BaseException:  # of one file, or an interrupt: the others need not go on
+            self._files.stopped = True
+            raise
+        finally:
+            pool.shutdown()
+            torch.serialization.set_crc32_options(checksums)  # of all threads in older versions
 
 
 class ShardReader(FileSystemReader):
@@ -121,7 +126,11 @@ class _Files(FileSystem):
             stream = HashingStream(path.name, file, self) if is_shard and mode == "wb" else file
             yield stream
         if isinstance(stream, HashingStream):
-            self.hashed[path.name] = {"size": stream.size, "sha256": stream.sha256.hexdigest()}
+            self.hashed[path.name] = {
+                "size": stream.size,
+                "sha256": stream.sha256.hexdigest(),
+                "blobs": stream.blobs,
+            }
 
 
 class HashingStream:
@@ -130,6 +139,7 @@ class HashingStream:
     def __init__(self, name: str, file: Any, files: _Files) -> None:
         self.name, self.file, self.files = name, file, files
         self.sha256, self.size, self.given = hashlib.sha256(), 0, 0
+        self.blob, self.blobs, self.begun = blob_hash(), "", 0
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
@@ -139,6 +149,7 @@ class HashingStream:
         for begin in range(0, size, _BLOCK):
             block = view[begin : begin + _BLOCK]  # written while the processor's cache has it
             self.sha256.update(block)
+            self.blob.update(block)
             self.file.write(block)
         self.size += size
         if not isinstance(self.files.shards, Place):
@@ -146,6 +157,10 @@ class HashingStream:
         return size
 
     def tell(self) -> int:
+        """Return the size; torch asks for it before each blob and behind it."""
+        if self.size > self.begun:
+            self.blobs += self.blob.hexdigest()
+            self.blob, self.begun = blob_hash(), self.size
         return self.size
 
 

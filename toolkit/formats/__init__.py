@@ -4,6 +4,7 @@ from toolkit.formats import export_manifest
 from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
 from toolkit.formats.dcp_tensors import (
     Chunk,
+    blob_hash,
     boxes_fault,
     check_blob,
     coverage_fault,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,6 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError, one_line
+
+blob_hash = xxhash.xxh3_64
+"""Of a blob, to say which of a damaged file's are damaged; `hexdigest` is BLOB_HASH letters."""
+BLOB_HASH = 16
 
 _MAX_RECORD = 2**20  # bytes of a record that is not a tensor's, and of the directory
 
@@ -146,7 +151,8 @@ def payload(blob: "BlobView") -> tuple[int, int]:
     """Return place and length, in the blob, of the tensor's bytes, its record data/0 (0, 0: none).
 
     Nothing may be compressed, or a small blob could become a large tensor. The CRCs of the other
-    records are checked. CheckpointError or zipfile.BadZipFile where torch.save did not write it.
+    records are checked where there are any. CheckpointError or zipfile.BadZipFile where torch.save
+    did not write it.
     """
     blob.most = _MAX_RECORD  # while the directory is read
     with zipfile.ZipFile(blob) as archive:
@@ -165,6 +171,8 @@ def payload(blob: "BlobView") -> tuple[int, int]:
                 raise CheckpointError(
                     f"its record {record.filename:.80} has {record.file_size} bytes"
                 )
+            if record.CRC == 0:  # torch.save was told to leave it out
+                record.CRC = None  # type: ignore[assignment]
             content = archive.read(record)
             if record.filename.endswith("/byteorder") and content.decode() != sys.byteorder:
                 raise CheckpointError(f"it was written {content.decode()} endian")
@@ -173,37 +181,50 @@ def payload(blob: "BlobView") -> tuple[int, int]:
     return place
 
 
-def damaged_blobs(file: Path, places: Iterable[tuple[str, int, int]]) -> list[tuple[str, str]]:
+def damaged_blobs(
+    file: Path, places: list[tuple[str, int, int]], hashes: str = ""
+) -> list[tuple[str, str]]:
     """Return (tensor, what is wrong) for the blobs of a shard that are not what was written.
 
-    CRCs guard the records of a blob; the rest (headers, padding, the directory) is compared with
-    what torch.save makes of the blob's own tensor. Where every blob is whole by itself the list is
-    empty: then the shard is of another checkpoint, or the damage lies between the blobs. Memory:
-    twice the largest blob. `places` are (tensor, offset, length) of the blobs.
+    `places` are (tensor, offset, length) of the blobs, `hashes` their `blob_hash`es in the order of
+    the file. Older manifests have none: there CRCs guard the records of a blob, and the rest of it
+    (headers, padding, the directory) is compared with what torch.save makes of the blob's own
+    tensor, in twice its memory. Where every blob is whole the list is empty: then the shard is of
+    another checkpoint, or the damage lies between the blobs.
     """
     size, whole = file.stat().st_size, 0
+    places = sorted(places, key=lambda place: place[1])
+    expected = [hashes[i : i + BLOB_HASH] for i in range(0, len(hashes), BLOB_HASH)]
     found: dict[str, str] = {}
     unlike: dict[str, str] = {}
     with open(file, "rb", buffering=0) as f:
-        for name, begin, length in sorted(places, key=lambda place: place[1]):
+        for i, (name, begin, length) in enumerate(places):
+            blob = BlobView(f.fileno(), begin, length)
             if begin + length > size:
                 found[name] = f"is lost: {max(0, size - begin)} of its {length} bytes are there"
-                continue
-            blob = BlobView(f.fileno(), begin, length)
-            try:
-                with zipfile.ZipFile(blob) as archive:
-                    for record in archive.infolist():
-                        _check_stored(record)  # zipfile looks at the CRC only of such records
-                    if broken := archive.testzip():
-                        raise zipfile.BadZipFile(f"the CRC of {broken!a} is another")
-            except Exception as error:  # what a damaged zip file raises has no common class
-                found[name] = f"is damaged: {one_line(error, 120)}"
-                continue
-            whole += 1
-            if not _as_saved(blob):
-                unlike[name] = "is damaged: a header, padding or the directory of its blob"
+            elif len(expected) == len(places):
+                if blob.hash() != expected[i]:
+                    found[name] = "is damaged: its blob has other bytes than were saved"
+            elif fault := _crc_fault(blob):
+                found[name] = f"is damaged: {fault}"
+            else:
+                whole += 1
+                if not _as_saved(blob):
+                    unlike[name] = "is damaged: a header, padding or the directory of its blob"
     # Where no blob is as this torch would write it, another version of torch wrote them.
     return list(({**unlike, **found} if len(unlike) < max(2, whole) else found).items())
+
+
+def _crc_fault(blob: "BlobView") -> str | None:
+    """Return what the CRCs of a blob's records say of it, None where it is whole."""
+    try:
+        with zipfile.ZipFile(blob) as archive:
+            for record in archive.infolist():
+                _check_stored(record)  # zipfile looks at the CRC only of such records
+            broken = archive.testzip()
+    except Exception as error:  # what a damaged zip file raises has no common class
+        return one_line(error, 120)
+    return f"the CRC of {broken!a} is another" if broken else None
 
 
 def _check_stored(record: zipfile.ZipInfo) -> None:
@@ -237,6 +258,12 @@ class BlobView(io.RawIOBase):
         if self.most is not None and count > self.most:
             raise CheckpointError(f"its directory has {count} bytes")
         return os.pread(self.descriptor, count, self.offset + position)
+
+    def hash(self) -> str:
+        hashed, step = blob_hash(), 2**20
+        for position in range(0, self.length, step):
+            hashed.update(self.at(position, step))
+        return hashed.hexdigest()
 
     def load(self, device: str) -> Any:
         """Return what torch.save wrote here; without its values for `meta`."""

@@ -126,7 +126,7 @@ class CheckpointCheck:
             found = [(tensor, f"is lost: its shard {what}") for tensor, _, _ in places]
             self.add(name, None, what)
         elif places:
-            found = damaged_blobs(file, places)
+            found = damaged_blobs(file, places, self.files[name].get("blobs", ""))
             if not found and file.stat().st_size == self.files[name]["size"]:
                 what += "; every blob in it is whole: it is the shard of another checkpoint"
         elif name.endswith(".safetensors"):
