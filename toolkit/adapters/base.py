@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import CheckpointError, LoadingError
-from toolkit.formats import DTYPE_NAMES, TensorEntry, assets_of, read_weights, weight_files
+from toolkit.formats import DTYPE_NAMES, assets_of, read_weights, weight_files
 from toolkit.models.causal_lm import vocabulary_size
 from toolkit.models.peft_model import ADAPTER, adapter_config, base_of, has_adapters
 from toolkit.models.quantise import quantisation_settings
@@ -34,22 +34,16 @@ def base_digest(folder: Path, name_or_path: str | None = None, revision: str | N
     whole = hashlib.sha256()
     for name, entry in sorted(read_weights(weight_files(folder, name_or_path, revision)).items()):
         about = f"{name} {DTYPE_NAMES[entry.dtype]} {list(entry.shape)}\n"
-        whole.update(about.encode() + _sample(entry))
+        whole.update(about.encode())
+        last = max(0, entry.nbytes - _BLOCK)
+        try:
+            with open(entry.file, "rb") as file:  # evenly spread, from the first byte to the last
+                for begin in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+                    file.seek(entry.begin + begin)
+                    whole.update(file.read(min(_BLOCK, entry.nbytes - begin)))
+        except OSError as error:
+            raise LoadingError(f"{entry.file} cannot be read: {error.strerror}") from error
     return whole.hexdigest()
-
-
-def _sample(entry: TensorEntry) -> bytes:
-    """Return blocks of a tensor, evenly spread from its first byte to its last."""
-    last = max(0, entry.nbytes - _BLOCK)
-    found = b""
-    try:
-        with open(entry.file, "rb") as file:
-            for begin in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
-                file.seek(entry.begin + begin)
-                found += file.read(min(_BLOCK, entry.nbytes - begin))
-    except OSError as error:
-        raise LoadingError(f"{entry.file} cannot be read: {error.strerror}") from error
-    return found
 
 
 def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""An adapter switched off, or turned up, in place on local shards; everything is put back."""
+"""Whether an adapter does anything: it is turned up, in place, and put back."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,36 +7,8 @@ import torch
 from torch import nn
 
 from toolkit.adapters.first_values import original_part
-from toolkit.errors import ExportError
 from toolkit.formats import local_tensor
 from toolkit.models.peft_model import copies, layer_parameters
-
-
-@contextlib.contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let an adapted model compute as its base does.
-
-    PEFT's own `disable_adapter` also turns the adapters' gradients off and on, which sharded
-    parameters do not follow: only the switch itself is moved here.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    switched = BaseTunerLayer | AuxiliaryTrainingWrapper
-    layers = [module for module in model.modules() if isinstance(module, switched)]
-    if not layers or any(not hasattr(m, "_disable_adapters") for m in layers):
-        raise ExportError(
-            "this model has no adapters that can be switched off (_disable_adapters); install a "
-            "peft from 0.18 to 0.21"
-        )
-    before = [m._disable_adapters for m in layers]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
 
 
 @contextlib.contextmanager

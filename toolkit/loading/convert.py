@@ -36,7 +36,7 @@ from toolkit.formats import (
     whole,
 )
 from toolkit.loading.materialisation import parameter_device, place, replace
-from toolkit.models.causal_lm import plain_class
+from toolkit.models.causal_lm import build, plain_class
 from toolkit.models.packed_linear import packed_weights
 
 _WRAP = "_dtensor_from_local_like"  # by which the loader makes DTensors
@@ -214,9 +214,7 @@ def convert_then_slice(
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed, home = packed_weights(model), parameter_device(model, device)
     with torch.device("meta"):
-        unsharded = plain_class(model)._from_config(
-            copy.deepcopy(model.config), dtype=next(model.parameters()).dtype
-        )
+        unsharded = build(plain_class(model), model.config, next(model.parameters()).dtype)
     unsharded.hf_assets = assets_of(model)
     for name, parameter in unsharded.named_parameters():  # some stay fp32 where others are halved
         dtype = packed[name].source_dtype if name in packed else live[name].dtype

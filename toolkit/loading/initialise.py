@@ -12,7 +12,6 @@ constructors leave it (openai-gpt's Conv1D): the model is built once more with m
 """
 
 import contextlib
-import copy
 import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import LoadingError, one_line
-from toolkit.models.causal_lm import plain_class
+from toolkit.models.causal_lm import build, plain_class
 from toolkit.models.modes import forked_rng
 
 
@@ -38,7 +37,7 @@ def with_buffers(
     with forked_rng(), _parameters_on_meta(set(kept)):
         torch.default_generator.manual_seed(seed)
         try:
-            return plain_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
+            return build(plain_class(model), model.config, torch.float32)
         except Exception as error:  # an architecture may do anything on its way
             name = plain_class(model).__name__
             raise LoadingError(f"{name} cannot be built anew ({one_line(error)})") from error

@@ -70,11 +70,11 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
         config = text  # without images and sound, as `AutoModelForCausalLM` does
     dtype = _storage_dtype(cfg, config, folder)
-    if cfg.attn_implementation is not None:
-        config._attn_implementation = cfg.attn_implementation
+    kernel = cfg.attn_implementation
     try:
         with torch.device("meta"):
-            model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
+            options = {} if kernel is None else {"attn_implementation": kernel}
+            model = build(model_class, config, dtype, **options)
     except Exception as error:  # config.json comes from outside: it may ask for anything
         what = f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json"
         raise ModelError(f"{what}: {one_line(error, 400)}") from error
@@ -253,6 +253,11 @@ def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of the input embedding."""
     return cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+
+
+def build(model_class: Any, config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Return a new model; the config stays as it is."""
+    return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 
 
 def plain_class(model: nn.Module) -> Any:

@@ -4,7 +4,6 @@ There is no list of types: of those that transformers knows, more than a third l
 other without a word (state spaces, linear attention, position biases, masks built elsewhere).
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import one_line
 from toolkit.models.attention import attend_within_documents, check_kernel, document_borders
-from toolkit.models.causal_lm import mapped_class
+from toolkit.models.causal_lm import build, mapped_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
 
@@ -115,7 +114,7 @@ def _copy(model_class: Any, config: PreTrainedConfig, device: torch.device) -> P
     dtype = torch.bfloat16 if is_flash else torch.float32
     with forked_rng(device):
         torch.manual_seed(0)
-        model = model_class._from_config(copy.deepcopy(config), dtype=dtype).eval()
+        model = build(model_class, config, dtype).eval()
         with torch.no_grad():  # noise on all it has: zeros and ones of a start would hide a leak
             for parameter in model.parameters():
                 if parameter.is_floating_point():

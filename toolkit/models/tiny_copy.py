@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from toolkit.models.causal_lm import build
 from toolkit.models.layers import decoder_layers
 from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import numbered
@@ -57,9 +58,9 @@ _WIDTHS = (
 
 
 def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model of a config without bytes; the config stays as it is."""
+    """Return the model of a config without bytes."""
     with forked_rng(), torch.device("meta"):
-        return model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
+        return build(model_class, config, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import LaunchError
@@ -33,13 +32,6 @@ def prepare(*, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory finds faults, and costs a pass over it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def has_collectives() -> bool:
-    """Whether the accelerator has a library of collectives of its own; Apple's has none."""
-    device = torch.accelerator.current_accelerator()
-    backends = dist.Backend.default_device_backend_map
-    return device is not None and backends.get(device.type, "gloo") != "gloo"
 
 
 def choose(local: int, here: int) -> int:

@@ -152,21 +152,17 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
             yield Run(accelerator, accelerator.device, rank, world)
         background.wait()
     except BaseException:
-        _let_finish()  # a second Ctrl-C ends the wait
+        # A checkpoint in flight gets the time to become whole; a second Ctrl-C ends the wait.
+        try:
+            background.wait(_LET_FINISH.total_seconds())
+        except Exception as error:
+            _print_error(error)
         # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
         # a rank that fails just leaves, so that the launcher ends the others.
         if world == 1 and not background.busy():
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def _let_finish() -> None:
-    """Give a checkpoint in flight the time to become whole; what it fails with comes second."""
-    try:
-        background.wait(_LET_FINISH.total_seconds())
-    except Exception as error:
-        _print_error(error)
 
 
 def _print_error(error: object) -> None:
@@ -288,9 +284,9 @@ def _uses_cpu(rank: int, world: int) -> bool:
     if _flag("ACCELERATE_USE_CPU"):
         return True
     if torch.accelerator.is_available():
-        alone = not device.has_collectives()
-        if alone and rank == 0:
-            kind = torch.accelerator.current_accelerator()
+        kind: Any = torch.accelerator.current_accelerator()
+        alone = dist.Backend.default_device_backend_map.get(kind.type, "gloo") == "gloo"
+        if alone and rank == 0:  # such as Apple's
             print(f"WARNING: torch has no collectives for {kind}: training on the CPU", flush=True)
         return alone
     built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"

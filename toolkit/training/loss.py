@@ -58,27 +58,19 @@ def loss_sum(
     if model not in _known:
         _known[model] = _find_out(model, inputs, labels)
     if (found := _known[model]) is None:
-        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
-        return cross_entropy_sum(logits, labels[:, 1:].flatten(), label_smoothing)
+        return F.cross_entropy(
+            model(**inputs).logits[:, :-1].flatten(0, 1).float(),
+            labels[:, 1:].flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+        )
     head = _head(model)
     task = HeadLoss(head, head.forward, *found, label_smoothing)
     inside = _InHead(task, labels, batch.get(SUPERVISED))
     with replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
     return inside.loss + answer.sum(dtype=torch.float32)
-
-
-def cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0
-) -> torch.Tensor:
-    """Return the summed cross entropy of flat `logits` [N, V] and shifted `labels` [N], in fp32."""
-    return F.cross_entropy(
-        logits.float(),
-        labels,
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
 
 
 def _head(model: nn.Module) -> nn.Module:

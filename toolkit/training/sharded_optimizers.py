@@ -38,7 +38,7 @@ class _PartlyAdamW(torch.optim.AdamW):
         super().__init__(groups, fused=True, **defaults)
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        if not self._is_own(parameter):
+        if not any(parameter is p for g in self.param_groups if g["own"] for p in g["params"]):
             zeros = {n: torch.zeros_like(parameter.detach()) for n in ("exp_avg", "exp_avg_sq")}
             return {"step": torch.zeros(()), **zeros}
         return self.init_own(parameter)
@@ -61,9 +61,6 @@ class _PartlyAdamW(torch.optim.AdamW):
             if group["own"]:
                 self.step_own(group)
         return loss
-
-    def _is_own(self, parameter: nn.Parameter) -> bool:
-        return any(parameter is p for g in self.param_groups if g["own"] for p in g["params"])
 
 
 class AdamW8bit(_PartlyAdamW):

@@ -22,7 +22,7 @@ from toolkit.adapters.peft_folder import (
     read_config,
     without_storage,
 )
-from toolkit.adapters.switch import amplified, has_moved, without_adapters
+from toolkit.adapters.switch import amplified, has_moved
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.errors import ExportError, ModelError, ToolkitError
 from toolkit.formats import export_manifest, in_file, local_folder, whole
@@ -168,7 +168,7 @@ class AdapterCheck(ExportCheck):
         return self._load(load_base(self.base, like))
 
     def judge(self, loaded: Any, actual: torch.Tensor) -> None:
-        with without_adapters(loaded):
+        with loaded.disable_adapter():
             plain = logits_of(loaded)
         effect = float((actual - plain).abs().max())
         self.findings.note(f"logits with and without the adapter: largest difference {effect:.3g}")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.adapters.switch import without_adapters
 from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.formats import (
@@ -355,7 +354,7 @@ class MergedCheck(ExportCheck):
         """
         model = load_adapted(self.base, loaded, self.adapter)
         expected = logits_of(model)
-        with without_adapters(model):
+        with model.disable_adapter():
             effect = float((logits_of(model) - expected).abs().max())
         allowed = max(noise(loaded, expected), 0.5 * effect)
         self.compare(actual, expected, allowed, f" (the adapter's own: {effect:.3g})")
