@@ -23,7 +23,7 @@ from toolkit import checkpoint
 from toolkit.adapters.base import adapter_entry, base_digest, check_same_adapters
 from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
 from toolkit.adapters.lora import add_adapters
-from toolkit.adapters.switch import has_moved
+from toolkit.adapters.switch import amplified
 from toolkit.checkpoint import disk, resuming
 from toolkit.checkpoint.summary import render, summarise
 from toolkit.config import (
@@ -812,10 +812,12 @@ def copy_beside_a_whole_original(world: int, folder: str) -> tuple[bool, bool]:
     wrapped = next(m for m in model.modules() if hasattr(m, "original_module"))
     original = wrapped.original_module
     original.weight = nn.Parameter(whole(original.weight), requires_grad=False)
-    before = has_moved(model)
+    with amplified(model) as before:
+        pass
     with torch.no_grad():
         original.weight[-1] += 1  # of the last rank's part alone
-    return before, has_moved(model)
+    with amplified(model) as after:
+        return before, after
 
 
 def test_a_sharded_copy_is_compared_with_its_part_of_the_original(served):

@@ -12,31 +12,25 @@ from toolkit.models.peft_model import copies, layer_parameters
 
 
 @contextlib.contextmanager
-def amplified(model: nn.Module) -> Iterator[None]:
+def amplified(model: nn.Module) -> Iterator[bool]:
     """Let an adapted model compute with what moved scaled to 1: a difference after little training
-    then survives rounding, unless the adapter takes no part in the forward.
+    then survives rounding, unless the adapter takes no part in the forward. Gives whether any of
+    it, on this rank, is no longer what adds nothing to the base.
     """
-    kept = []
+    kept, has_moved = [], False
     try:
         with torch.no_grad():
             for tensor, start in _moving(model):
                 kept.append((tensor, tensor.clone()))
                 moved = tensor if start is None else tensor - start
                 most = moved.abs().max() if moved.numel() else moved.sum()
+                has_moved |= bool(most > 0)
                 tensor.add_(torch.where(most > 0, moved / most - moved, 0.0))
-        yield
+        yield has_moved
     finally:
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
-
-
-def has_moved(model: nn.Module) -> bool:
-    """Whether this rank's part of the adapter is no longer what adds nothing to the base."""
-    return any(
-        bool(tensor.any()) if start is None else not torch.equal(tensor, start)
-        for tensor, start in _moving(model)
-    )
 
 
 def _moving(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:

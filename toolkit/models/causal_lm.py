@@ -255,7 +255,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
 
 
-def build(model_class: Any, config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def build(model_class: Any, config: Any, dtype: torch.dtype, **options: Any) -> Any:
     """Return a new model; the config stays as it is."""
     return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 

@@ -22,7 +22,7 @@ from toolkit.adapters.peft_folder import (
     read_config,
     without_storage,
 )
-from toolkit.adapters.switch import amplified, has_moved
+from toolkit.adapters.switch import amplified
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.errors import ExportError, ModelError, ToolkitError
 from toolkit.formats import export_manifest, in_file, local_folder, whole
@@ -172,11 +172,10 @@ class AdapterCheck(ExportCheck):
             plain = logits_of(loaded)
         effect = float((actual - plain).abs().max())
         self.findings.note(f"logits with and without the adapter: largest difference {effect:.3g}")
-        if effect == 0.0 and has_moved(loaded):
-            with amplified(loaded):
-                stronger = logits_of(loaded)
-            if torch.equal(stronger, plain):
-                self.add("", None, "has no effect: the logits are those of the base")
+        if effect == 0.0:
+            with amplified(loaded) as has_moved:
+                if has_moved and torch.equal(logits_of(loaded), plain):
+                    self.add("", None, "has no effect: the logits are those of the base")
         if self.source is not None:
             # The checkpoint's tensors, put in without PEFT's loading.
             reference = load_adapted(self.base, self.layout.base, self.source)
