@@ -1,4 +1,4 @@
-"""Where files are: a folder of a disk, with fsync, or a place on an object store (fsspec)."""
+"""Storage of checkpoints: a folder of a disk, with fsync, or an object store (fsspec)."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Of a model with adapters: what is the base, and what is trained.
+"""A model with adapters: which of its modules are the base, and which parameters are trained.
 
 Told by the modules alone, without PEFT, whose import costs seconds.
 """

@@ -1,4 +1,4 @@
-"""What a process says to its accelerator: before it starts, and for the whole run.
+"""The accelerator of a process: its choice, environment, attention kernels, garbage collection.
 
 torch reads these variables when the device is first used, so they are set before.
 """

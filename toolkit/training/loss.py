@@ -1,8 +1,7 @@
-"""The causal-LM loss: a sum over supervised tokens that never holds all logits at once.
+"""The causal-LM loss of a micro-batch, by `head_loss`: what a model makes of its logits is tried.
 
-It is computed inside the head, chunk by chunk (`head_loss`). What a model makes of its head's
-output (nothing, a scale, a soft cap) is found out by trying; where that is something else, the loss
-is computed from the model's own logits.
+A sum over supervised tokens, computed inside the head, chunk by chunk. Where what a model makes of
+its head's output is neither itself, a scale nor a soft cap, it comes from the model's logits.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The check that a path asks for: of a run, a checkpoint, an export, an adapter or a merge."""
+"""`verify_checkpoint` and `verify_export`: the checks that fit what lies at a path."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a run reads, step by step, and where it stands.
+"""The data feed: micro-batches of each step, evaluation batches, and the position in the data.
 
     feed.position.load_state_dict(saved["data"])            # resuming
     for micro_batches in feed.steps(run, count, per_device_batch_size=8):
