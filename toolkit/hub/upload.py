@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -315,16 +316,15 @@ def _repository(
         raise HubError(_NO_TOKEN)
     api = HfApi(token=token, library_name="fsdp2-toolkit")
 
-    def clean(record: logging.LogRecord) -> bool:
-        # Signed addresses, when it tries again.
-        record.msg, record.args = scrub(record.getMessage(), [str(token or "")]), None
-        return True
+    record_of = logging.getLogRecordFactory()
 
-    handlers = [*logging.getLogger("huggingface_hub").handlers, *logging.getLogger().handlers]
-    for handler in handlers:
-        handler.addFilter(clean)
+    def clean(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = record_of(*args, **kwargs)  # of signed addresses, when the client tries again
+        record.msg, record.args = scrub(record.getMessage(), [str(token or "")]), None
+        return record
+
+    logging.setLogRecordFactory(clean)
     try:
         yield _Repository(api, repo_id, private, revision, say)
     finally:
-        for handler in handlers:
-            handler.removeFilter(clean)
+        logging.setLogRecordFactory(record_of)

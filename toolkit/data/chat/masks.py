@@ -16,13 +16,10 @@ start   where the prompt for this turn ends, if the rendering begins with it. If
         drops earlier reasoning, say), what follows the turn before is compared: all of the prompt
         but white space, or what all answers share with it: its header.
 
-A first try replaces the contents of all turns at once: where the true rendering is exactly what
-stands around the words with the true contents between, the ends are known. The search takes some
-four renderings for each turn. What cannot be found is refused: a mask that is wrong by one turn
-trains without an error.
+It takes four to nine renderings for each turn. What cannot be found is refused: a mask that is
+wrong by one turn trains without an error.
 """
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -94,62 +91,20 @@ class _Search:
         self.view, self.wanted, self.specials, self.known = view, wanted, specials, known
         self.text, self.messages, self.words = view.text, view.messages, view.words
         self.notes: Counter[str] = Counter()
-        # Headers of turns, and what prompts have after them that the turns do not have.
-        self.headers: set[tuple[str, str]] = set()
 
     def found(self) -> Rendered:
         """Return the turns with their edges, after the checks on them."""
-        contents = self._all_at_once()
         spans, before = [], 0
         for i in self.wanted:
-            low, end, call = (*contents[i], None) if i in contents else self._content(i)
+            low, end, call = self._content(i)
             stop = self._stop(i, end, call)
-            begin, exactly = self._start(i, low, end, before, whole=i in contents)
+            begin, exactly = self._start(i, low, end, before)
             self._check(i, begin, stop, before, exactly)
             spans.append((begin, stop))
             before = stop
         return Rendered(self.text, spans, self.notes)
 
     # ---- Contents
-
-    def _all_at_once(self) -> dict[int, Span]:
-        """Return turn -> its content's characters, found for all turns by one rendering."""
-        calls = {i for i in self.wanted if self.messages[i].get("tool_calls")}
-        for turns in (self.wanted, [i for i in self.wanted if i not in calls]):
-            changes = {i: only_content(self.messages[i], self.view.word(i)) for i in turns}
-            text = self.view.changed(changes) if turns else None
-            found = {} if text is None else self._filled(text, turns, calls)
-            if found and all(self._before_next(i, found[i][1]) for i in calls & {*found}):
-                return found
-            if not calls:
-                break
-        return {}
-
-    def _filled(self, text: str, turns: list[int], calls: set[int]) -> dict[int, Span]:
-        """Return the contents where they and what stands around the words are all of the text."""
-        start, *rest = re.split(rf"{self.words[0]}n(\d+)n", text)
-        around = rest[1::2]
-        once = [int(n) for n in rest[::2]] == turns
-        if not once or any(self.words[0] in part for part in (start, *around)):
-            return {}
-        at, found = len(start), {}
-        for i, following in zip(turns, around, strict=True):
-            end = self._end_of(i, at, following, i in calls)
-            if end is None:
-                return {}
-            found[i] = (at, end)
-            at = end + len(following)
-        return found if at == len(self.text) and self.text.startswith(start) else {}
-
-    def _end_of(self, i: int, at: int, following: str, calls: bool) -> int | None:
-        if calls:  # where what follows it comes for the only time
-            end = self.text.find(following, at) if following else -1
-            return end if end >= 0 and self.text.find(following, end + 1) < 0 else None
-        content = self.messages[i].get("content") or ""
-        for said in (content, content.strip(), content.rstrip(), content.lstrip()):
-            if self.text.startswith(said + following, at):
-                return at + len(said)
-        return None
 
     def _content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
         """Return a bound for the start of turn `i`, its end but for the stop token, and the change
@@ -269,18 +224,10 @@ class _Search:
 
     # ---- Starts
 
-    def _start(self, i: int, low: int, end: int, before: int, whole: bool) -> tuple[int, bool]:
-        """Return where turn `i` begins, after its prompt, and whether all before is that prompt.
-
-        `whole`: its content begins at `low`.
-        """
+    def _start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
+        """Return where turn `i` begins, after its prompt, and whether all before is that prompt."""
         asked = self.view.tried(self.messages[:i], prompt=True)
         if asked is not None and i and not self.text.startswith(asked):
-            for header, further in self.headers if whole else ():
-                repeated = self.text[low:].lstrip()[:1] == further.lstrip()[:1]
-                here = self.text.endswith(header, before, low)
-                if here and not repeated and asked.endswith(header + further):
-                    return low, False
             return self._after_the_turn_before(i), False
         if asked is None or not self.text.startswith(asked):
             header = self.known.header or self.known.prompt
@@ -365,8 +312,6 @@ class _Search:
                 f"{prompt[held:][:60]!r}, the conversation does not; other chat_template_kwargs "
                 "may fit it (enable_thinking, say)"
             )
-        if not constant:
-            self.headers.add((prompt[:shared], prompt[shared:]))
         return shared
 
     # ---- Checks

@@ -42,10 +42,6 @@ class Rendering:
         # Two unlike words that are not in it, plain, so that no template escapes or trims them.
         self.words = [_absent(word, self.text) for word in (_USER, _ANSWER)]
 
-    def word(self, i: int) -> str:
-        """Return a word for turn `i`, when several turns are changed."""
-        return f"{self.words[0]}n{i}n"
-
     def words_like(self, content: str) -> list[str]:
         """Return two words as long as `content`; none where it is too short."""
         words = [(word * (1 + len(content) // len(word)))[: len(content)] for word in self.words]

@@ -65,8 +65,8 @@ class Chat:
     def render(self, conversation: Conversation) -> Rendered | BadRow:
         """Return the text of a conversation, or what is wrong with it.
 
-        Costs some five short renderings, about half a millisecond; more where turns must be
-        searched for (see `masks.py`). Raises DataError where there is no template for it.
+        Costs some four renderings for each learned turn (see `masks.py`), about half a millisecond
+        for a short chat. Raises DataError where there is no template for it.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:

@@ -17,10 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Samples that are packed at a time. It bounds the memory (some 50 bytes a sample); only the last
-# bins of a window could have been filled with samples of another.
-WINDOW = 1 << 22
-
 
 @dataclass(frozen=True)
 class BinPlan:
@@ -37,24 +33,16 @@ class BinPlan:
         return self.samples[self.starts[index] : self.starts[index + 1]]
 
 
-def best_fit(lengths: np.ndarray, capacity: int, window: int = WINDOW) -> BinPlan:
+def best_fit(lengths: np.ndarray, capacity: int) -> BinPlan:
     """Return a best-fit decreasing packing of samples of `lengths` into bins of `capacity` tokens.
 
     Lengths are from 1 to the capacity. No sample is split, each lies in one bin, and the plan
     depends on nothing but the arguments. See [Note: best fit by counting]. A million samples take
-    well under a second.
+    well under a second and some 50 bytes each, of which 8 stay.
     """
-    samples, sizes = [], []
-    for first in range(0, len(lengths), window):
-        bins = _bins(lengths[first : first + window], capacity)
-        # Stable, so that the samples of a bin stay in their own order.
-        samples.append(np.argsort(bins, kind="stable") + first)
-        sizes.append(np.bincount(bins))
-    starts = np.zeros(sum(map(len, sizes)) + 1, np.int64)
-    if sizes:
-        np.cumsum(np.concatenate(sizes), out=starts[1:])
-    order = np.concatenate(samples) if samples else np.zeros(0, np.int64)
-    return BinPlan(order, starts)
+    bins = _bins(lengths, capacity) if len(lengths) else np.zeros(0, np.int64)
+    # Stable, so that the samples of a bin stay in their own order.
+    return BinPlan(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins + 1, minlength=1)))
 
 
 def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
