@@ -211,6 +211,10 @@ def unit_settings(place: Place) -> None:
         "prefetch 2": {"forward_prefetch": 2, "backward_prefetch": 2},
     }
     compare(place, small(place), {n: {"sharding": s} for n, s in settings_of.items()})
+    base = {
+        f"frozen base {how}": {"sharding": {"frozen": how}} for how in ("sharded", "replicated")
+    }
+    compare(place, small(place, lora=LORA), base)
 
 
 def compiling(place: Place) -> None:

@@ -72,6 +72,7 @@ WAYS = {
     "bf16, fp32 base": (LORA, BF16, "float32"),
     "recomputed": (LORA, dataclasses.replace(FP32, activation_checkpointing=True), "float32"),
     "offloaded": (LORA, dataclasses.replace(FP32, cpu_offload=True), "float32"),
+    "whole": (LORA, dataclasses.replace(FP32, frozen="replicated"), "float32"),
     "kept": (LORA, dataclasses.replace(FP32, reshard_after_forward=False), "float32"),
     "replicas": (LORA, dataclasses.replace(FP32, dp_shard=1), "float32"),
     "a layer in full": (

@@ -293,9 +293,10 @@ def test_what_auto_is_on_a_gpu(kind, device, changes, split, compiled, folders):
     model = build_on_meta(ModelConfig(folders[kind]))
     assert fsdp.splits_ends(model, cfg, device) is split
     plan = fsdp.plan_units(model, cfg)
-    assert fsdp._compiles_layers(plan, cfg, device, True) is compiled
+    assert fsdp._compiles_layers(plan, cfg, device, True)[0] is compiled
     if cfg.torch_compile == "auto":  # each new length would compile anew
-        assert not fsdp._compiles_layers(plan, cfg, device, False)
+        assert not fsdp._compiles_layers(plan, cfg, device, False)[0]
+        assert not fsdp._compiles_layers(plan, cfg, device, True, own_kernels=True)[0]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -549,6 +550,7 @@ class Collectives:
 
     def __enter__(self) -> "Collectives":
         self.calls: collections.Counter = collections.Counter()
+        self.elements: collections.Counter = collections.Counter()  # of what they give
         self.dtypes: dict[str, set[torch.dtype]] = collections.defaultdict(set)
         self.groups: set[tuple[str, int]] = set()
         self._saved = {n: getattr(dist, n) for n in NAMES if hasattr(dist, n)}
@@ -560,6 +562,7 @@ class Collectives:
         def counted(*args: Any, **kwargs: Any) -> Any:
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
             self.calls[name] += 1
+            self.elements[name] += tensors[0].numel()
             self.groups.add((name, kwargs["group"].size()))
             self.dtypes[name].add(tensors[0].dtype)
             return real(*args, **kwargs)

@@ -120,6 +120,11 @@ class ShardingConfig:
     ignored_parameters: list[str] = field(default_factory=list)
     """Patterns of parameter names that are not sharded: a full copy on every rank, in the storage
     dtype, with its gradient averaged over the ranks."""
+    frozen: Literal["auto", "sharded", "replicated"] = "auto"
+    """What is not trained, such as the base under adapters: `sharded` is gathered in each forward
+    and backward like the rest; `replicated` lies whole on every rank, and no step gathers it.
+    `auto`: replicated on an accelerator where the rest of the copy takes at most 0.4 of the free
+    memory, and is stored in the dtype that it computes in; else sharded."""
 
     # ---- Precision
     param_dtype: Dtype = "bfloat16"
@@ -188,6 +193,9 @@ class ShardingConfig:
         if self.accumulation == "keep_gathered" and freed:
             what = "keeps what reshard_after_forward frees; set one of them to auto"
             raise ConfigError(f"sharding.accumulation: keep_gathered {what}")
+        if self.frozen == "replicated" and self.cpu_offload:
+            what = "keeps on the device what cpu_offload moves to the host; leave out one of them"
+            raise ConfigError(f"sharding.frozen: replicated {what}")
         if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
             what = "without forward_prefetch or backward_prefetch does nothing; set one of them"
             raise ConfigError(f"sharding.prefetch_order {what}")

@@ -194,7 +194,7 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
 
 
 def describe(model: nn.Module, shards: int) -> str | None:
-    """Return in two lines what is in 4 bits and what not, on each of `shards` ranks; or None."""
+    """Return in two lines what is in 4 bits, shared by `shards` ranks, and what not; or None."""
     with unwrapped_base(model) as base:
         packed = packed_weights(base)
         decoders = decoder_layers(base).values()
@@ -213,6 +213,7 @@ def describe(model: nn.Module, shards: int) -> str | None:
         f"{len(packed)} linear layers, {elements / (elements + others):.1%} of the decoder layers"
         + (f"; not: {left}" if left else "")
         + f"\n{elements / 2 / 1e6:,.2f} MB of 4-bit values and "
-        f"{(nbytes - elements / 2) / 1e6:,.2f} MB of scales, both sharded: "
+        f"{(nbytes - elements / 2) / 1e6:,.2f} MB of scales, "
+        f"{'both sharded' if shards > 1 else 'whole on each rank'}: "
         f"{nbytes / shards / 1e6:,.2f} MB a rank, not {plain / shards / 1e6:,.2f}"
     )

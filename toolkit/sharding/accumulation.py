@@ -24,6 +24,7 @@ from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 
 _WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
+_FROZEN = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
 _MARGIN = 0.1  # of the device: fragments, and what a later step needs more
 _MEASURED = 2  # steps: the first makes the optimizer's state at its end
 
@@ -69,7 +70,13 @@ class Accumulation:
             return
         self._to_measure -= 1
         if not self._to_measure:
-            self.keep = all(ranks.gather(self._room(device) > 0))
+            room = min(ranks.gather(self._room(device)))
+            self.keep = room > 0
+            way = "reduce_each" if self.reduce_each else "reduce_once"
+            ranks.say(
+                f"auto       accumulation {'keep_gathered' if self.keep else way} (beside the "
+                f"gathered model {room / 1e9:,.2f} GB are left)"
+            )
 
     def _gradient_is_large(self, device: torch.device) -> bool:
         values = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
@@ -84,6 +91,16 @@ class Accumulation:
         # Of samples of many lengths two steps need not have seen the longest.
         longer = activations if len(self._shapes) > 1 else 0
         return free - _MARGIN * total - gathered - longer
+
+
+def frozen_fits(parameters: list[nn.Parameter], shards: int, device_type: str) -> tuple[bool, str]:
+    """Return whether whole copies of frozen parameters fit on every rank, and the figures; see
+    `sharding.frozen`. Collective.
+    """
+    more = sum(p.numel() * p.element_size() for p in parameters) * (1 - 1 / shards)
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+    free = min(ranks.gather(_memory(torch.device(device_type, index))[0]))
+    return more <= _FROZEN * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
 
 
 def accumulation_of(model: nn.Module) -> Accumulation | None:

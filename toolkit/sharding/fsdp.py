@@ -32,10 +32,10 @@ from toolkit.errors import ShardingError
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules
 from toolkit.models.peft_model import base_of
-from toolkit.sharding.accumulation import Accumulation
+from toolkit.sharding.accumulation import Accumulation, frozen_fits
 from toolkit.sharding.prefetch import Prefetch
 from toolkit.sharding.recompute import recompute_in_backward
-from toolkit.sharding.units import Unit, UnitPlan, plan_units
+from toolkit.sharding.units import Unit, UnitPlan, frozen_parameters, plan_units
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 _PLAN = "fsdp_units"  # where a sharded model keeps the plan of its units
@@ -100,15 +100,19 @@ def apply_fsdp(
         raise ShardingError("the model is sharded already; build it anew to shard it otherwise")
     _, shards = mesh_shape(mesh.size(), cfg)
     _refuse_idle_experts(model, mesh.size())
-    cfg = dataclasses.replace(cfg, embedding_units=splits_ends(model, cfg, mesh.device_type))
+    asked, device_type = cfg, mesh.device_type
+    cfg = dataclasses.replace(cfg, embedding_units=splits_ends(model, cfg, device_type))
+    replicated, frozen_why = _replicates_frozen(model, cfg, shards, device_type)
+    cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
     plan = plan_units(model, cfg)
     _refuse_dtypes(model, plan, cfg)
     recomputed = _recompute(model, plan, cfg)
     own_kernels = "kernels" in vars(base_of(model))
-    if _compiles_layers(plan, cfg, mesh.device_type, fixed_length and not own_kernels):
+    compiled, compile_why = _compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
+    if compiled:
         for name in plan.layers:
             model.get_submodule(name).compile(**_compile_options(cfg))
-    offload = offload_policy(cfg, mesh.device_type)
+    offload = offload_policy(cfg, device_type)
     parameters = dict(model.named_parameters())
     for unit in plan.units:
         modules = [model.get_submodule(name) for name in unit.modules]
@@ -145,6 +149,16 @@ def apply_fsdp(
             f"{len(forgotten)} parameter(s) were not sharded: {', '.join(forgotten[:5])}"
         )
     vars(model).update({_PLAN: plan, "unshard_early": cfg.unshard_early})
+    chosen = {
+        "embedding_units": (str(cfg.embedding_units).lower(), device_type),
+        "torch_compile": ("layer" if compiled else "none", compile_why),
+        "frozen": (cfg.frozen, frozen_why),
+    }
+    vars(model)["auto_line"] = ", ".join(
+        f"{name} {choice} ({why})"
+        for name, (choice, why) in chosen.items()
+        if getattr(asked, name) == "auto" and why
+    )
     # Where the bytes belong, for whoever brings them: host memory under offload.
     for part in {model, base_of(model)}:
         vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
@@ -255,24 +269,66 @@ def splits_ends(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool
     return weights[0] is not weights[1]
 
 
+def _replicates_frozen(
+    model: nn.Module, cfg: ShardingConfig, shards: int, device_type: str
+) -> tuple[bool, str]:
+    """Return whether what is not trained lies whole on every rank, and why."""
+    frozen = frozen_parameters(model)
+    if cfg.frozen == "sharded" or not frozen:
+        return False, ""
+    if cfg.frozen == "auto" and (cfg.cpu_offload or device_type == "cpu"):
+        return False, "cpu_offload" if cfg.cpu_offload else device_type
+    # A unit casts what it gathers; nothing casts what it does not.
+    parameters = dict(model.named_parameters())
+    units = plan_units(model, dataclasses.replace(cfg, frozen="sharded")).units
+    kept = set(map(id, frozen))
+    stored = ((n, parameters[n], u.param_dtype) for u in units for n in u.parameters)
+    for name, parameter, dtype in stored:
+        if id(parameter) in kept and parameter.dtype != dtype:
+            why = f"{name} is stored in {parameter.dtype} and computes in {dtype}"
+            if cfg.frozen == "replicated":
+                raise ShardingError(
+                    f"sharding.frozen: replicated: {why}, a cast that only gathering makes; set "
+                    "model.dtype to sharding.param_dtype, or sharding.frozen: sharded"
+                )
+            return False, why
+    if cfg.frozen == "replicated":
+        return True, ""
+    return frozen_fits(frozen, shards, device_type)
+
+
 def _compiles_layers(
-    plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool
-) -> bool:
-    """Return whether layers are compiled; refuse units inside one, whose hooks would not run."""
+    plan: UnitPlan,
+    cfg: ShardingConfig,
+    device_type: str,
+    fixed_length: bool,
+    own_kernels: bool = False,
+) -> tuple[bool, str]:
+    """Return whether layers are compiled, and why; refuse units inside one, whose hooks would not
+    run.
+    """
     units = (name for unit in plan.units for name in unit.modules)
     inside = next((name for name in units if _inside(name, plan.layers)), None)
     if cfg.torch_compile == "auto":
-        worth = device_type == "cuda" and fixed_length
-        return worth and inside is None and not cfg.activation_offload and plan.root_only is None
+        against = {
+            device_type: device_type != "cuda",
+            "samples of many lengths": not fixed_length,
+            "model.kernels": own_kernels,
+            f"the unit {inside} inside a layer": inside is not None,
+            "activation_offload": cfg.activation_offload,
+            "only the root is a unit": plan.root_only is not None,
+        }
+        why = next((reason for reason, holds in against.items() if holds), None)
+        return why is None, why or "samples of one length"
     if cfg.torch_compile not in (True, "layer"):
-        return False
+        return False, ""
     if inside is not None:
         raise ShardingError(
             f"torch_compile: layer compiles each layer as a whole, with the unit {inside} inside "
             "one; set sharding.torch_compile: model, or leave out what makes that unit "
             "(sublayer_units, param_dtype_overrides)"
         )
-    return True
+    return True, ""
 
 
 def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:

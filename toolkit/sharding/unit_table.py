@@ -91,7 +91,9 @@ def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
     return {
         "storage": _stored(parameters, packed_weights(model)),
         "compute": _counted([u.param_dtype for u in plan.units], [p.dtype for p in replicated]),
-        "reduction": _counted([reduced for _ in plan.units], [p.dtype for p in replicated]),
+        "reduction": _counted(
+            [reduced for _ in plan.units], [p.dtype for p in replicated if p.requires_grad]
+        ),
         "optimizer": _stored(trained, {}),
         "export": _exported(model),
     }

@@ -157,6 +157,8 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     """Return what is not sharded; see [Note: replicated parameters]."""
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
     found = {id(model.get_parameter(name)) for name in names}
+    if cfg.frozen == "replicated":
+        found |= set(map(id, frozen_parameters(model)))
     if cfg.param_dtype != "float32":
         with unwrapped_base(model) as base:
             found |= set(map(id, kept_in_fp32(base).values()))
@@ -173,6 +175,12 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     found |= {id(p) for p in stored if p.dtype == torch.float32 != commonest}
     # What is trained in full lies as its original does: the two are compared and copied by row.
     return found | {id(copy) for original, copy in copies(model) if id(original) in found}
+
+
+def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return what is not trained, but for the originals of what is trained in full instead."""
+    replaced = {id(original) for original, _ in copies(model)}
+    return [p for p in model.parameters() if not p.requires_grad and id(p) not in replaced]
 
 
 def _overrides(

@@ -21,9 +21,9 @@ from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import METRICS, keep_until
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
-from toolkit.models.packed_linear import count_values
+from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
-from toolkit.sharding.fsdp import mesh_shape
+from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.training.launch import Run
 from toolkit.training.model_flops import device_peak_flops, training_flops
@@ -184,13 +184,16 @@ def begin(
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
-    shards = mesh_shape(run.world_size, cfg.sharding)[1]
+    shards, auto_line = mesh_shape(run.world_size, cfg.sharding)[1], vars(model)["auto_line"]
+    if not packed_weights(model).keys().isdisjoint(plan_of(model).replicated):
+        shards = 1
     run.say(
         f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe(model, shards),
         *unit_table(model, cfg.sharding).splitlines(),
         f"dtypes     {ledger_line(model, cfg.sharding)}",
+        auto_line and f"auto       {auto_line}",
         *data.lines(),
     )
     if state.step == 0:
