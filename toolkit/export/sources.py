@@ -7,11 +7,11 @@ Memory of a merge: the largest adapted tensor of the base, and two of its size i
 of tensors that transformers converts (fused experts) their group.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from toolkit.export.writer import TensorValues
 from toolkit.formats import (
     LANES,
     ExportGroup,
+    StoredTensor,
     blocks,
     first_difference,
     hexadecimal,
@@ -43,8 +44,6 @@ from toolkit.formats import (
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
-_Item = TypeVar("_Item")
-
 
 class SavedTensors:
     """The weights of one checkpoint; `names`: of the model's parameters, where the prefix of the
@@ -55,6 +54,9 @@ class SavedTensors:
         self.source = source
         self.prefix, self.keys = parameter_names(source, names)
         self._digests = source.digests()
+        self._reading = ThreadPoolExecutor(1)
+        self._located: dict[str, Future[StoredTensor]] = {}
+        self._following: dict[str, str] = {}
 
     def shapes(self) -> TensorShapes:
         """Return parameter name -> dtype and shape."""
@@ -91,24 +93,38 @@ class SavedTensors:
             parameters = {name: self.whole(plan.stored[name]) for name in group.sources}
             return plan.convert(group, parameters)
         (name,), (output,) = group.sources, group.outputs
+        if not self._following:
+            plain = [plan.stored[g.sources[0]] for g in plan.groups if not g.converted]
+            self._following = dict(itertools.pairwise(plain))
         return {output: self.blocks(plan.stored[name])}
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the rows of a tensor in order, some at a time; CheckpointError after the last one
-        where they are not what was saved.
+        where they are not what was saved. A thread reads up to three blocks ahead, and finds where
+        the tensor after this one is.
         """
         key = self.keys[name]
-        total = torch.zeros(LANES, dtype=torch.int64)
-        known = key in self._digests
+        total, known = torch.zeros(LANES, dtype=torch.int64), key in self._digests
+        located = self._located.pop(name, None) or self._locate(name)
 
         def read() -> Iterator[tuple[torch.Tensor, torch.Tensor | int]]:
-            for first, rows in blocks(self.source.stored(key)):
+            for first, rows in blocks(located.result()):
                 yield rows, rows_digest(key, rows, first) if known else 0
 
-        for rows, lanes in _ahead(read()):
+        items = read()
+        coming = deque(self._reading.submit(next, items, None) for _ in range(3))
+        if following := self._following.get(name):
+            self._located[following] = self._locate(following)
+        while (item := coming.popleft().result()) is not None:
+            coming.append(self._reading.submit(next, items, None))
+            rows, lanes = item
             total += lanes
             yield rows
         self._compare(key, total)
+
+    def _locate(self, name: str) -> "Future[StoredTensor]":
+        """Find the chunks of a tensor on the reading thread: some ms of reading zip directories."""
+        return self._reading.submit(self.source.stored, self.keys[name])
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in memory; compares as `blocks` does."""
@@ -127,15 +143,6 @@ class SavedTensors:
                 f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use another "
                 "checkpoint of the run"
             )
-
-
-def _ahead(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Yield `items`; a thread makes up to three of them while the one before is in use."""
-    with ThreadPoolExecutor(1) as pool:
-        coming = deque(pool.submit(next, items, None) for _ in range(3))
-        while (item := coming.popleft().result()) is not None:
-            coming.append(pool.submit(next, items, None))
-            yield item
 
 
 class AdapterMerge:

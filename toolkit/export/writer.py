@@ -1,8 +1,13 @@
 """The one writer of exports: group by group read, convert back, cast, write, digest, free.
 
-In OUTPUT.tmp-export/ weight files are written one after the other: each is fsynced, read back and
-compared with what was written, beside the next one, and only then noted as finished. Memory: blocks
-of 1 MB, and what `read_group` holds of one group.
+In OUTPUT.tmp-export/ weight files are written one after the other, and read back behind the
+writing; each is fsynced beside the next one, and only then noted as finished. Memory: blocks of 1
+MB, 4 MB to read back, and what `read_group` holds of one group.
+
+[Note: one sha256, of what was read back] A thread follows the writer some MB behind, while the
+bytes are in the page cache and partly in the processor's. What it reads gives the file's sha256,
+and must have the XXH3 that each tensor had when it was written: so the sha256 is also that of what
+was written, and nothing is handed from thread to thread but offsets.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
@@ -19,7 +24,6 @@ import math
 import os
 import shutil
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,8 +41,8 @@ from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
-_PENDING = 4  # blocks that may wait for their hashes
 _BLOCK = 2**20  # bytes that are cast and written at a time
+_PORTION = 2**22  # bytes that are read back at a time: each call may wait for Python's lock
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
 TensorValues = torch.Tensor | Iterator[torch.Tensor]
@@ -90,8 +94,8 @@ def write_export(
                 written = _write_file(plan, path, names, values, bar.update)
                 for done in checks:
                     done.result()
-                # One file reaches the disk and is read back while the next one is written.
-                checks = [behind.submit(_check_written, staging, path, *written)]
+                # One file reaches the disk while the next one is written.
+                checks = [behind.submit(_finish, staging, path, written)]
             for done in checks:
                 done.result()
         for name, content in plan.assets.items():
@@ -134,28 +138,43 @@ def _write_file(
     names: Iterable[str],
     values: Iterator[TensorValues],
     advance: Callable[[int], object],
-) -> tuple[dict[str, Any], bytes]:
-    """Write one safetensors file; return its description, and the XXH3 of what was written."""
+) -> dict[str, Any]:
+    """Write one safetensors file, and read it back behind the writing; return its description.
+
+    See [Note: one sha256, of what was read back].
+    """
     described: dict[str, Any] = {}
     header = plan.headers[path.name]
-    sha256, xxh3, end, given = hashlib.sha256(header), xxhash.xxh3_128(header), len(header), 0
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
-        _write_all(file.fileno(), memoryview(header), 0)
+    end = given = sent = 0
+    sha256, written, read = hashlib.sha256(), [xxhash.xxh3_128()], [xxhash.xxh3_128()]
+    buffer, reads = bytearray(_PORTION), list[Future[None]]()
+    with open(path, "xb+", buffering=0) as file, ThreadPoolExecutor(1) as behind:
+
+        def write(content: memoryview) -> None:
+            nonlocal end, given
+            written[-1].update(content)
+            _write_all(file.fileno(), content, end)
+            end += len(content)
+            given = write_behind(file.fileno(), given, end)
+            if end - sent >= _PORTION:
+                read_back()
+
+        def read_back() -> None:
+            nonlocal sent
+            job = (file.fileno(), sent, end, buffer, (read[-1], sha256))
+            reads.append(behind.submit(_read_back, *job))
+            sent = end
+
+        write(memoryview(header))
         for name in names:
-            place, begin, own = plan.tensors[name], end, xxhash.xxh3_128()
-            hashed: deque[Future[None]] = deque()
+            read_back()  # to the end of what one hash of `written` is over
+            written.append(xxhash.xxh3_128())
+            read.append(xxhash.xxh3_128())
+            place, begin = plan.tensors[name], end
             for content in _contents(next(values), place.dtype, name):
-                # Blocks are hashed while they are written and the next ones are read.
-                while len(hashed) >= _PENDING:
-                    hashed.popleft().result()
-                hashed.append(hashing.submit(_update, (own, xxh3, sha256), content))
-                _write_all(file.fileno(), content, end)
-                end += len(content)
-                given = write_behind(file.fileno(), given, end)
+                write(content)
                 advance(len(content))
                 del content  # a view may keep its whole group while the next one is read
-            for done in hashed:
-                done.result()
             if (begin, end - begin) != (place.begin, place.nbytes):
                 raise ExportError(
                     f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
@@ -166,23 +185,34 @@ def _write_file(
                 "dtype": DTYPE_NAMES[place.dtype],
                 "shape": list(place.shape),
                 "begin": begin,
-                "xxh3": own.hexdigest(),
+                "xxh3": written[-1].hexdigest(),
             }
+        read_back()
+    for done in reads:
+        done.result()
+    if [each.digest() for each in read] != [each.digest() for each in written]:
+        raise ExportError(f"{path} reads back with other bytes than were written")
     size_and_hash = {"size": end, "sha256": sha256.hexdigest()}
-    return {"files": {path.name: size_and_hash}, "tensors": described}, xxh3.digest()
+    return {"files": {path.name: size_and_hash}, "tensors": described}
 
 
-def _update(hashers: Iterable[Any], content: memoryview) -> None:
-    for each in hashers:
-        each.update(content)
+def _read_back(
+    descriptor: int, begin: int, end: int, buffer: bytearray, hashers: Iterable[Any]
+) -> None:
+    """Update `hashers` with bytes `begin` to `end` of a file, whose blocks `buffer` takes."""
+    view = memoryview(buffer)
+    while begin < end:
+        count = os.preadv(descriptor, [view[: end - begin]], begin)
+        if count == 0:
+            raise ExportError("a file that is being written became shorter; export again")
+        for each in hashers:
+            each.update(view[:count])
+        begin += count
 
 
-def _check_written(staging: "_Staging", path: Path, described: dict[str, Any], xxh3: bytes) -> None:
-    """Wait until a file is on the disk, read it back, and note it as finished."""
+def _finish(staging: "_Staging", path: Path, described: dict[str, Any]) -> None:
+    """Wait until a file is on the disk, and note it as finished."""
     sync(path)
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, xxhash.xxh3_128).digest() != xxh3:
-            raise ExportError(f"{path} reads back with other bytes than were written")
     staging.finish(path.name, described)
 
 
