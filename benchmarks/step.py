@@ -31,7 +31,7 @@ from transformers import AutoConfig, get_scheduler
 
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.data.order.mixture import SampleOrder
-from toolkit.data.order.position import TrainBatches
+from toolkit.data.order.position import train_batches
 from toolkit.loading.pretrained import init_weights
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
@@ -132,7 +132,7 @@ def with_toolkit(run: launch.Run, folder: str, length: int, size: int, steps: in
     scheduler = build_scheduler(optimizer, cfg, steps)
     data = Tokens(model.config.vocab_size, length)
     loader = run.loader(
-        data, TrainBatches(SampleOrder(len(data), 0), 0, steps, size, 1, run.rank, 2)
+        data, train_batches(SampleOrder(len(data), 0), 0, steps, size, 1, run.rank, 2)
     )
     metrics = Metrics(
         scratch,
@@ -172,7 +172,7 @@ def with_bare_fsdp(rank: int, folder: str, length: int, size: int, steps: int):
     optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
     scheduler = get_scheduler("linear", optimizer, 0, steps)
     data = Tokens(model.config.vocab_size, length)
-    mine = TrainBatches(SampleOrder(len(data), 0), 0, steps, size, 1, rank, 2)
+    mine = train_batches(SampleOrder(len(data), 0), 0, steps, size, 1, rank, 2)
     model.train()
     for step, batch in enumerate(DataLoader(data, batch_sampler=mine), start=1):
         tokens = (batch["labels"][:, 1:] != -100).sum()

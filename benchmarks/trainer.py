@@ -112,7 +112,7 @@ def with_toolkit(
     """Return when each step ended, and its loss, by the parts of the recipe."""
     from toolkit.config import ModelConfig, ShardingConfig
     from toolkit.config.settings import OptimConfig
-    from toolkit.data.order.position import TrainBatches
+    from toolkit.data.order.position import train_batches
     from toolkit.loading import load_pretrained
     from toolkit.models import build_on_meta
     from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
@@ -132,7 +132,7 @@ def with_toolkit(
     optimizer, steps = build_optimizer(model, optim), WARM + args.steps
     scheduler = build_scheduler(optimizer, optim, steps)
     samples = [{"input_ids": w, "labels": w} for w in windows]
-    batches = TrainBatches(InOrder(), 0, steps, SIZE, ACCUMULATION, run.rank, WORLD)
+    batches = train_batches(InOrder(), 0, steps, SIZE, ACCUMULATION, run.rank, WORLD)
     stream = iter(run.loader(samples, batches))
     metrics = Metrics(
         args.folder,

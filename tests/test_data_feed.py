@@ -14,7 +14,7 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.mixture import Mixture, SampleOrder
-from toolkit.data.order.position import TrainBatches
+from toolkit.data.order.position import train_batches
 from toolkit.data.samples.sequences import SUPERVISED, SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import EncodedExample, EncodedSource
@@ -99,7 +99,7 @@ def test_one_text_is_read_as_ever():
     of = feed(EncodedSource("text", tokens), shape=SampleShape("wrapped", 16), eval_split=0.1)
     every = samples(tokens, "wrapped", 16)
     train = samples(tokens, "wrapped", 16, range(67))  # of 75 the last tenth is held out
-    batches = TrainBatches(SampleOrder(67, 1), 0, 20, 4, 1, 0, 1)
+    batches = train_batches(SampleOrder(67, 1), 0, 20, 4, 1, 0, 1)
     expected = [[train[i]["input_ids"].tolist() for i in batch] for batch in batches]
     assert read(of, 20) == expected
     (held,) = of.evals(Rank(), per_device_batch_size=7).values()

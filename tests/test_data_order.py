@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.order.permutation import permute
-from toolkit.data.order.position import EvalBatches, Position, TrainBatches, accumulation_for
+from toolkit.data.order.position import Position, accumulation_for, eval_batches, train_batches
 from toolkit.errors import DataError
 
 
@@ -93,7 +93,7 @@ def test_a_global_batch_is_the_same_for_every_layout(world, accumulation):
     order, start, steps, size = SampleOrder(100, 1), 13, 9, 16
     each = size // world // accumulation
     ranks = [
-        list(TrainBatches(order, start, steps, each, accumulation, rank, world))
+        list(train_batches(order, start, steps, each, accumulation, rank, world))
         for rank in range(world)
     ]
     assert {len(r) for r in ranks} == {steps * accumulation}
@@ -107,18 +107,18 @@ def test_a_global_batch_is_the_same_for_every_layout(world, accumulation):
 
 def test_resuming_continues_exactly():
     order = SampleOrder(50, 2)
-    whole = list(TrainBatches(order, 0, 10, 2, 2, 1, 2))
+    whole = list(train_batches(order, 0, 10, 2, 2, 1, 2))
     position = Position(50, 2, global_batch=8)
     for _ in range(4):
         position.advance()
-    rest = list(TrainBatches(order, position.samples_seen, 6, 2, 2, 1, 2))
+    rest = list(train_batches(order, position.samples_seen, 6, 2, 2, 1, 2))
     assert whole[8:] == rest
 
 
 def test_eval_batches_are_even_and_read_each_sample_once():
     for n in (1, 5, 8, 9, 16, 17):
         for world in (1, 2, 4):
-            ranks = [list(EvalBatches(range(n), 2, r, world)) for r in range(world)]
+            ranks = [eval_batches(range(n), 2, r, world) for r in range(world)]
             assert len({len(r) for r in ranks}) == 1
             assert all(len(batch) == 2 for rank in ranks for batch in rank)
             seen = [i for rank in ranks for batch in rank for i in batch if i != -1]
@@ -127,12 +127,16 @@ def test_eval_batches_are_even_and_read_each_sample_once():
 
 def test_through_accelerate():
     for rank in range(2):
-        batches = TrainBatches(SampleOrder(100, 0), 0, 3, 2, 2, rank, 2)
-        loader = prepare_data_loader(
-            DataLoader(Numbers(), batch_sampler=batches), num_processes=1, process_index=0
-        )
-        assert [batch.tolist() for batch in loader] == list(batches)
-        assert len(loader) == len(batches) == 6
+        loaders = [
+            train_batches(SampleOrder(100, 0), 0, 3, 2, 2, rank, 2),
+            DataLoader(
+                Numbers(), batch_sampler=train_batches(SampleOrder(100, 0), 0, 3, 2, 2, rank, 2)
+            ),
+        ]
+        loaders[1] = prepare_data_loader(loaders[1], num_processes=1, process_index=0)
+        plain, through = ([list(map(int, batch)) for batch in loader] for loader in loaders)
+        assert plain == through
+        assert len(plain) == 6
 
 
 # The position

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from toolkit.data.order.position import EvalBatches, Position, accumulation_for
+from toolkit.data.order.position import Position, accumulation_for, eval_batches
 from toolkit.data.samples.sequences import (
     Chosen,
     EncodedRows,
@@ -123,13 +123,13 @@ class Feed(ABC):
     def evals(
         self, run: Processes, *, per_device_batch_size: int
     ) -> dict[str, Iterable[MicroBatch]]:
-        """Return source name -> this rank's micro-batches; see `EvalBatches`."""
+        """Return source name -> this rank's micro-batches; see `eval_batches`."""
         found: dict[str, Iterable[MicroBatch]] = {}
         for name, samples in self.eval_sets.items():
             order: Any = range(len(samples))
             if self.shape.packing == "none":
                 order = np.argsort(samples.pieces.lengths, kind="stable")
-            batches = EvalBatches(order, per_device_batch_size, run.rank, run.world_size)
+            batches = eval_batches(order, per_device_batch_size, run.rank, run.world_size)
             found[name] = run.loader(samples, batches, collate_fn=self.shape.batch)
         return found
 

@@ -13,7 +13,7 @@ from toolkit.data.feed.feed import Feed, Processes, samples_of, units_of
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
-from toolkit.data.order.position import Position, TrainBatches
+from toolkit.data.order.position import Position, train_batches
 from toolkit.data.samples.sequences import MicroBatch, Samples, SampleShape
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
@@ -116,7 +116,7 @@ class PreparedFeed(Feed):
             lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
             order = ByLength(self.order, lengths, position.global_batch, position.seed)
         start = position.samples_seen
-        batches = TrainBatches(order, start, count, size, each, run.rank, run.world_size)
+        batches = train_batches(order, start, count, size, each, run.rank, run.world_size)
         return run.loader(self.data, batches, workers, self.shape.batch)
 
     def _means(self) -> list[tuple[float, float]]:

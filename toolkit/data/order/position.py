@@ -1,8 +1,9 @@
 """Global batches dealt out to ranks, and how far a run has come."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture
@@ -10,55 +11,40 @@ from toolkit.data.samples.sequences import FILLER
 from toolkit.errors import DataError
 
 
-@dataclass(eq=False)
-class TrainBatches:
-    """The micro-batches of one rank: what a loader reads, one after another.
+def train_batches(
+    order: Mixture | ByLength,
+    start: int,
+    steps: int,
+    batch_size: int,
+    accumulation: int,
+    rank: int,
+    world_size: int,
+) -> Iterator[list[int]]:
+    """Yield the samples of one rank's micro-batches of `batch_size`, from the position `start` on.
 
     The global batch of a step is the next B positions of the order, whatever the number W of ranks
-    and the accumulation are: rank r has `positions[r::W]`, cut into its micro-batches of b. With
-    B = 4, two ranks and b = 1 rank 0 reads [0] then [2] and rank 1 [1] then [3]; one rank with
-    b = 2 reads [0 1] then [2 3].
+    and the accumulation are: rank r has `positions[r::W]`, cut into its micro-batches. With B = 4,
+    two ranks and micro-batches of 1 rank 0 reads [0] then [2] and rank 1 [1] then [3]; one rank
+    with micro-batches of 2 reads [0 1] then [2 3].
     """
-
-    order: Mixture | ByLength
-    start: int  # position of the first sample (`Position.samples_seen`)
-    steps: int
-    batch_size: int  # samples of a micro-batch, b
-    accumulation: int
-    rank: int
-    world_size: int
-
-    def __len__(self) -> int:
-        return self.steps * self.accumulation
-
-    def __iter__(self) -> Iterator[list[int]]:
-        size = self.batch_size * self.accumulation * self.world_size  # B
-        for first in range(self.start, self.start + self.steps * size, size):
-            mine = self.order.indices(first, size)[self.rank :: self.world_size]
-            yield from mine.reshape(-1, self.batch_size).tolist()
+    size = batch_size * accumulation * world_size  # B
+    for first in range(start, start + steps * size, size):
+        mine = order.indices(first, size)[rank::world_size]
+        yield from mine.reshape(-1, batch_size).tolist()
 
 
-@dataclass(eq=False)
-class EvalBatches:
-    """One rank's batches of `samples`: all ranks together read each once, in order.
+def eval_batches(
+    samples: Sequence[int] | np.ndarray, batch_size: int, rank: int, world_size: int
+) -> list[list[int]]:
+    """Return one rank's batches of `samples`: all ranks together read each once, in order.
 
     Every rank gets the same number of full batches: what is missing in the last round is filled
     with `FILLER`, whose labels the loss leaves out.
     """
-
-    samples: Sequence[int]
-    batch_size: int
-    rank: int
-    world_size: int
-
-    def __len__(self) -> int:
-        return -(-len(self.samples) // (self.batch_size * self.world_size))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in range(len(self)):
-            first = (number * self.world_size + self.rank) * self.batch_size
-            batch = [int(i) for i in self.samples[first : first + self.batch_size]]
-            yield batch + [FILLER] * (self.batch_size - len(batch))
+    rounds = -(-len(samples) // (batch_size * world_size))
+    filled = np.full(rounds * world_size * batch_size, FILLER)
+    filled[: len(samples)] = samples
+    return filled.reshape(rounds, world_size, batch_size)[:, rank].tolist()
 
 
 class Position:
