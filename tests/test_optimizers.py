@@ -19,7 +19,12 @@ from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import sharded_optimizers
-from toolkit.training.optim import build_optimizer, build_scheduler, check_optimizer
+from toolkit.training.optim import (
+    build_optimizer,
+    build_scheduler,
+    check_optimizer,
+    state_dtypes,
+)
 from toolkit.training.sharded_optimizers import Adafactor, AdamW8bit, Muon
 from toolkit.training.step import train_step
 
@@ -261,6 +266,8 @@ def test_what_has_8_bits_and_what_is_orthogonalised(folder):
     assert not [n for n in eight if "norm" in n or "embed" in n or "mlp.gate.weight" in n]
     # o_proj has rows of 32 values, no block of 256.
     assert f"{layer}self_attn.o_proj.weight" not in eight
+    assert state_dtypes(build_optimizer(model, config("adamw_8bit"))) == "8 bits/float32"
+    assert state_dtypes(build_optimizer(model, config("muon"))) == "float32"
     turned = own("muon")
     assert {f"{layer}self_attn.o_proj.weight", f"{layer}mlp.experts.down_proj"} <= turned
     assert not [n for n in turned if "norm" in n or "embed" in n or "lm_head" in n]

@@ -266,6 +266,9 @@ def test_storage_dtype_is_its_own_choice_and_said_loudly(folders):
             assert (ledger["storage"], ledger["optimizer"]) == (dtype, dtype)
             assert ledger["compute"] == "bfloat16"
             assert ("WARNING" in ledger_line(model, ShardingConfig())) == (dtype == "bfloat16")
+            eight = ledger_line(model, ShardingConfig(), "8 bits/float32")
+            assert "optimizer 8 bits/float32, " in eight
+            assert ("WARNING" in eight) == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(

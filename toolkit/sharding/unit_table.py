@@ -99,10 +99,14 @@ def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
     }
 
 
-def ledger_line(model: nn.Module, cfg: ShardingConfig) -> str:
-    """Return the ledger as one line, with a warning under it where the storage is not fp32."""
+def ledger_line(model: nn.Module, cfg: ShardingConfig, optimizer: str | None = None) -> str:
+    """Return the ledger as one line, with a warning under it where the storage is not fp32.
+
+    `optimizer`: in what its state is held, where that is not the dtype of the parameters.
+    """
     ledger = dtype_ledger(model, cfg)
-    line = ", ".join(f"{purpose} {dtype}" for purpose, dtype in ledger.items())
+    said = ledger | ({} if optimizer is None else {"optimizer": optimizer})
+    line = ", ".join(f"{purpose} {dtype}" for purpose, dtype in said.items())
     if "bfloat16" in ledger["optimizer"]:
         line += (
             "\nWARNING    parameters and optimizer state are stored in bfloat16: an update below "

@@ -27,6 +27,7 @@ from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.training.launch import Run
 from toolkit.training.model_flops import device_peak_flops, training_flops
+from toolkit.training.optim import state_dtypes
 from toolkit.training.step import evaluate
 
 
@@ -192,7 +193,7 @@ def begin(
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe(model, shards),
         *unit_table(model, cfg.sharding).splitlines(),
-        f"dtypes     {ledger_line(model, cfg.sharding)}",
+        f"dtypes     {ledger_line(model, cfg.sharding, state_dtypes(state.optimizer))}",
         auto_line and f"auto       {auto_line}",
         *data.lines(),
     )

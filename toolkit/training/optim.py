@@ -5,6 +5,7 @@ Build the optimizer after sharding, so that its state is born sharded.
 """
 
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -79,6 +80,16 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     if cfg.optim == "adamw_torch_fused":
         return torch.optim.AdamW(listed, fused=True, **adam)
     return {"adamw_8bit": AdamW8bit, "muon": Muon}[cfg.optim](listed, **adam)
+
+
+def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
+    """Return what an optimizer of `build_optimizer` holds its state in, the largest part first."""
+    held: Counter[str] = Counter()
+    for group in optimizer.param_groups:
+        eight = group["own"] and isinstance(optimizer, AdamW8bit)
+        for p in group["params"]:
+            held["8 bits" if eight else str(p.dtype).removeprefix("torch.")] += p.numel()
+    return "/".join(kind for kind, _ in held.most_common())
 
 
 def _embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
