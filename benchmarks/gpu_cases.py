@@ -194,6 +194,8 @@ def memory_settings(place: Place) -> None:
     }
     offload = {"activation_checkpointing": "full", "activation_offload": True}
     variants["activation_offload"] = {"sharding": offload}
+    offload = offload | {"activation_checkpointing": "selective"}
+    variants["activation_offload, selective"] = {"sharding": offload}
     variants["cpu_offload, pinned"] = {"sharding": {"cpu_offload": True}}
     variants["cpu_offload, pageable"] = {"sharding": {"cpu_offload": True, "pin_memory": False}}
     compare(place, small(place), variants)

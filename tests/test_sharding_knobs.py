@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import types
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -28,9 +29,10 @@ from toolkit.errors import ModelError, ShardingError
 from toolkit.formats import reshard
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding import accumulation, fsdp, recompute
+from toolkit.sharding import accumulation, fsdp, host_memory, recompute
 from toolkit.sharding.accumulation import Accumulation, accumulation_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
+from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
 from toolkit.training.loss import loss_sum
 from toolkit.training.optim import build_optimizer
@@ -300,6 +302,55 @@ def test_what_auto_is_on_a_gpu(kind, device, changes, split, compiled, folders):
     if cfg.torch_compile == "auto":  # each new length would compile anew
         assert not fsdp._compiles_layers(plan, cfg, device, False)[0]
         assert not fsdp._compiles_layers(plan, cfg, device, True, own_kernels=True)[0]
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_what_waits_on_the_host_gives_the_same_gradients_and_is_let_go(selective):
+    """A layer's turn in the backward fetches that of the layer before, each tensor once."""
+
+    def gradients(host: HostMemory | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]
+        for layer in layers:
+            recompute.recompute_in_backward(layer, selective=selective, host=host)
+        model = torch.nn.Sequential(*layers)
+        for seed in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+            model(x).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    plain, order, alive = gradients(None), [], weakref.WeakSet()
+
+    class Watched(host_memory.OnHost):
+        def __init__(self, tensor, group, pin):
+            super().__init__(tensor, group, pin)
+            alive.add(self)
+            order.append(("kept", id(group)))
+
+        def start(self):
+            if self._back is None and not self._given:
+                order.append(("fetched", id(self._group)))
+            super().start()
+
+        def get(self):
+            order.append(("used", id(self._group)))
+            return super().get()
+
+    gc.disable()  # as in training
+    try:
+        with mock.patch.object(host_memory, "OnHost", Watched):
+            assert all(map(torch.equal, gradients(HostMemory(pin=False)), plain))
+        assert not alive
+    finally:
+        gc.enable()
+    kinds = [what for what, _ in order]
+    assert kinds.count("kept") == kinds.count("fetched") == kinds.count("used") > 0
+    first = order[: len(order) // 2]  # of two steps
+    last, middle, _ = reversed(list(dict.fromkeys(g for what, g in first if what == "kept")))
+    begins, fetched, used = (
+        first.index(key) for key in (("used", last), ("fetched", middle), ("used", middle))
+    )
+    assert begins < fetched < used
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -175,7 +175,8 @@ class ShardingConfig:
     activation_checkpointing_modules: list[str] = field(default_factory=list)
     """Patterns of the modules that activation_checkpointing covers; empty: the decoder layers."""
     activation_offload: bool = False
-    """Move what activation_checkpointing keeps to host memory until the backward."""
+    """Move what activation_checkpointing keeps, but for the last layer, to host memory until the
+    backward."""
     torch_compile: bool | Literal["auto", "none", "layer", "model"] = "auto"
     """Compile each decoder layer (`layer` or true; one graph for identical layers), or the whole
     sharded `model`. `auto`: each layer, on a GPU, with samples of one length (packed or wrapped:

@@ -33,6 +33,7 @@ from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import Accumulation, frozen_fits
+from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.prefetch import Prefetch
 from toolkit.sharding.recompute import recompute_in_backward
 from toolkit.sharding.units import Unit, UnitPlan, frozen_parameters, plan_units
@@ -241,13 +242,14 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
     # Of nested ones the outer recomputes the inner too.
     every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
     names = [n for n in names if not _inside(n, names)][::every]
+    host = None
+    if cfg.activation_offload:
+        host = HostMemory(pin=cfg.pin_memory and torch.accelerator.is_available())
     for name in names:
-        recompute_in_backward(
-            model.get_submodule(name),
-            selective=asked == "selective",
-            offload=cfg.activation_offload,
-            pin_memory=cfg.pin_memory,
-        )
+        # What the backward begins with would be back at once.
+        own = host if name != names[-1] or len(names) == 1 else None
+        module = model.get_submodule(name)
+        recompute_in_backward(module, selective=asked == "selective", host=own)
     return names
 
 

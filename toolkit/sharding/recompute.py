@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from toolkit.errors import ShardingError
 from toolkit.models.modes import random_state
+from toolkit.sharding.host_memory import HostMemory, OnHost
 
 # Worth more to keep than to compute again: they take nearly all of a layer's time.
 _KEPT = (
@@ -40,15 +41,14 @@ _KEPT_OF = {
 
 
 def recompute_in_backward(
-    module: nn.Module, *, selective: bool = False, offload: bool = False, pin_memory: bool = True
+    module: nn.Module, *, selective: bool = False, host: HostMemory | None = None
 ) -> None:
     """Recompute `module`'s forward in the backward pass, in place. Training only.
 
-    `selective` keeps the results of matrix products and attention; `offload` moves what is kept to
-    host memory until the backward, page-locked with `pin_memory`, so that copies overlap.
+    `selective` keeps the results of matrix products and attention; with `host` what is kept is
+    there until the backward.
     """
     forward: Callable = module.forward
-    pin = pin_memory and torch.cuda.is_available()
     draws: bool | None = (
         None  # whether the forward draws random numbers; not known before the first
     )
@@ -62,12 +62,15 @@ def recompute_in_backward(
         before = random_state() if tries else None
         # Dropout must drop the same again; where there is none, the states need not be put back.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws is not False}
-        if selective and offload:
-            options["context_fn"] = partial(_offloading_contexts, pin)
+        group = None if host is None else host.group()
+        if selective and group is not None:
+            options["context_fn"] = partial(_offloading_contexts, group)
         elif selective:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-        on_host = torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else nullcontext()
-        with on_host:
+        hooks: Any = nullcontext()
+        if group is not None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(group.keep, lambda kept: kept.get())
+        with hooks:
             out = checkpoint(forward, *args, **options, **kwargs)
         if before is not None:
             draws = not all(map(torch.equal, before, random_state()))
@@ -89,32 +92,26 @@ def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _offloading_contexts(pin: bool) -> tuple["_Keep", "_Reuse"]:
+def _offloading_contexts(group: Any) -> tuple["_Keep", "_Reuse"]:
     # PyTorch's selective checkpointing keeps what it keeps on the device: its offload policy is
     # heeded by the compiler only.
     kept: dict[Any, list[Any]] = {}
-    return _Keep(kept, pin), _Reuse(kept)
+    return _Keep(kept, group), _Reuse(kept)
 
 
 class _Keep(TorchDispatchMode):
     """In the forward: copies the results of the kept operations to host memory."""
 
-    def __init__(self, kept: dict[Any, list[Any]], pin: bool):
+    def __init__(self, kept: dict[Any, list[Any]], group: Any):
         super().__init__()
-        self._kept, self._pin = kept, pin
+        self._kept, self._group = kept, group
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func in _kept_operations():
-            stored = tree_map_only(torch.Tensor, self._to_host, out)
+            stored = tree_map_only(torch.Tensor, self._group.keep, out)
             self._kept.setdefault(func, []).append(stored)
         return out
-
-    def _to_host(self, tensor: torch.Tensor) -> partial[torch.Tensor]:
-        """Return the call that brings the tensor back to its device."""
-        host = torch.empty_like(tensor, device="cpu", pin_memory=self._pin)
-        host.copy_(tensor.detach(), non_blocking=self._pin)
-        return partial(host.to, tensor.device, non_blocking=True)
 
 
 class _Reuse(TorchDispatchMode):
@@ -136,4 +133,4 @@ class _Reuse(TorchDispatchMode):
                 f"the recomputation runs {func} more often than the forward did; this layer's "
                 "forward is not repeatable: leave it out of activation_checkpointing"
             )
-        return tree_map_only(partial, lambda to_device: to_device(), results[index])
+        return tree_map_only(OnHost, lambda kept: kept.get(), results[index])
