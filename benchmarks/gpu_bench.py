@@ -6,6 +6,7 @@ precision and recomputation, each in a process of its own, one after the other o
 
 import importlib.util
 import math
+import resource
 import shutil
 import tempfile
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import psutil
 import torch
 import torch.nn.functional as F
 from gpu_common import (
@@ -99,6 +101,9 @@ def toolkit(place: Place, shape: str, **changes: Any) -> None:
         start = math.log(config.vocab_size) + 0.02**2 * config.hidden_size / 2
         off = abs(found["losses"][0] - start)
         place.record("first loss is that of random weights", off < 0.3, expected=start, off=off)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        host = psutil.Process().memory_info().rss
+        place.record("host memory", gb=host / 1e9, peak_gb=usage.ru_maxrss * 1024 / 1e9)
         place.record("profile", **profiled(place, lambda: next(steps)))
 
 

@@ -481,6 +481,36 @@ def qlora(place: Place) -> None:
     place.record("resumed", "after step 2" in said and len(committed(run_folder)) == 2)
 
 
+def qlora_numbers(place: Place) -> None:
+    """Losses and gradient norms on 4 bits are those of the dequantised weights in bf16, recomputed
+    and gathered anew for the backward.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise NotHere("bitsandbytes is not installed")
+    from bitsandbytes import functional
+
+    cfg = small(place, lora=LORA | {"load_in_4bit": True})
+    path = place.work / "model-dequantised"
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.name_or_path, dtype=torch.bfloat16)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            weight = layer.weight.data.to(place.device)
+            back = functional.dequantize_4bit(*functional.quantize_4bit(weight, quant_type="nf4"))
+            layer.weight.data = back.cpu()
+    model.save_pretrained(path)
+    before = small(place, lora=LORA)
+    plain = changed(before, "model", name_or_path=str(path))
+    found = []
+    with launch.start() as run:
+        for config in (plain, cfg, before):
+            again = changed(config, "sharding", frozen="sharded", activation_checkpointing="full")
+            stats = list(islice(ToolkitLoop(place, again, run).steps(), STEPS))
+            found.append([float(x) for s in stats for x in (s.loss, s.grad_norm)])
+    place.equal("losses and gradient norms", found[1], found[0], 1e-2)
+    apart = max(abs(a / b - 1) for a, b in zip(found[1], found[2], strict=True))
+    place.record("control: before quantisation", apart > 1e-2, differs=apart)
+
+
 # ---- Failures are readable -----------------------------------------------------------------------
 
 
@@ -539,5 +569,6 @@ CASES = (
     (not_a_number, 12),
     (out_of_memory, 15),
     (qlora, 50),
+    (qlora_numbers, 20),
     (compiling, 70),
 )
