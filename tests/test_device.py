@@ -9,14 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import run_ranks, run_recipe_ranks
 from torch.nn.attention import SDPBackend
 
 from toolkit.config import PretrainConfig
 from toolkit.config.settings import ModelConfig, ShardingConfig, TrainConfig
 from toolkit.errors import ConfigError, LaunchError
-from toolkit.training import device, launch, step
+from toolkit.training import device, launch
 
 CUDA = torch.device("cuda", 0)
 UNSET = (*device._ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
@@ -162,28 +161,6 @@ def test_batches_are_pinned_where_a_device_reads_them(monkeypatch):
         for loader, options in (run.loader(data, [[0, 1]]), run.loader(Rows())):  # type: ignore[arg-type]
             assert loader.pin_memory is pinned
             assert options["non_blocking"]
-
-
-def test_offloaded_gradients_are_kept_on_a_cpu_only():
-    """FSDP copies a gradient to the host at once only where none is kept."""
-    (found,) = run_ranks(offloaded, 1)
-    assert found == {"cpu": True, "cuda": False}
-
-
-def offloaded(rank: int, world: int) -> dict[str, bool]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh, found = init_device_mesh("cpu", (1,)), {}
-    for where in ("cpu", "cuda"):
-        model: Any = torch.nn.Module()
-        model.weight = torch.nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
-        model.weight.grad = torch.ones_like(model.weight)
-        model.parameter_device = torch.device("cpu")
-        step._clear_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), where)
-        found[where] = model.weight.grad is not None
-    assert dist.is_initialized()
-    return found
 
 
 # ---- A whole run ---------------------------------------------------------------------------------

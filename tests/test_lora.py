@@ -23,7 +23,6 @@ from toolkit import checkpoint
 from toolkit.adapters.base import adapter_entry, base_digest, check_same_adapters
 from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
 from toolkit.adapters.lora import add_adapters
-from toolkit.adapters.switch import amplified
 from toolkit.checkpoint import disk, resuming
 from toolkit.checkpoint.summary import render, summarise
 from toolkit.config import (
@@ -147,7 +146,6 @@ def serve(rank: int, world: int, folders: dict[str, str], runs: str) -> dict[str
         "random": random_start(world, folders["llama"]),
         "resumed": resumed(rank, world, folders["gemma3_text"], runs),
         "shards": rank_specific(rank, world, folders, runs),
-        "apart": copy_beside_a_whole_original(world, folders["llama"]),
     }
 
 
@@ -805,23 +803,6 @@ def test_experts_without_tokens_are_not_idle(folders):
         assert idle_adapters(model) == []
         next(p for n, p in trained.items() if "layers.1" in n and "q_proj" in n).zero_()
     assert idle_adapters(model) == ["model.layers.1.self_attn.q_proj"]
-
-
-def copy_beside_a_whole_original(world: int, folder: str) -> tuple[bool, bool]:
-    model = build(folder, world, LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"]))
-    wrapped = next(m for m in model.modules() if hasattr(m, "original_module"))
-    original = wrapped.original_module
-    original.weight = nn.Parameter(whole(original.weight), requires_grad=False)
-    with amplified(model) as before:
-        pass
-    with torch.no_grad():
-        original.weight[-1] += 1  # of the last rank's part alone
-    with amplified(model) as after:
-        return before, after
-
-
-def test_a_sharded_copy_is_compared_with_its_part_of_the_original(served):
-    assert [rank["apart"] for rank in served] == [(False, False), (False, True)]
 
 
 def test_copies_lie_as_their_originals_do(folders):

@@ -921,11 +921,10 @@ def cast_inputs(rank: int, world: int, folder: str) -> dict[bool, torch.dtype]:
 
 
 @pytest.mark.slow
-def test_offloaded_parts_are_in_host_memory_and_gradients_keep_their_buffers(measured):
+def test_offloaded_parts_are_in_host_memory_and_no_gradient_outlives_its_step(measured):
     runs = measured[0]
     assert runs["offload"]["grad_devices"] == {"cpu"}
-    assert all(runs["offload"]["grad_kept"])
-    assert not any(runs["plain"]["grad_kept"])
+    assert not any(runs["offload"]["grad_kept"] + runs["plain"]["grad_kept"])
 
 
 def test_memory_is_pinned_where_a_device_copies_it():

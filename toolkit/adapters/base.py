@@ -66,10 +66,8 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
     """
     entry = _entry(model)
     if entry["digest"] is None:
-        raise CheckpointError(
-            f"which base the adapters of {entry['name_or_path']} belong to is not known: nothing "
-            "was loaded into it. Fill it with load_pretrained or init_weights before a save"
-        )
+        what = f"which base the adapters of {entry['name_or_path']} belong to is not known"
+        raise CheckpointError(f"{what}: nothing was loaded into it; fill it before a save")
     return entry
 
 
@@ -92,10 +90,8 @@ def _entry(model: nn.Module) -> dict[str, Any]:
 
 
 def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: object) -> None:
-    """Refuse to go on with another base or other adapters than a checkpoint's.
-
-    `saved` is the content of the checkpoint's state.json. Of a base that is not loaded yet the
-    files are read, 16 kB a tensor. A CheckpointError names what changed.
+    """Refuse to go on with another base or other adapters than a checkpoint's, whose state.json
+    `saved` is. Of a base that is not loaded yet 16 kB a tensor are read. CheckpointError.
     """
     before = saved.get("adapter")
     if not isinstance(before, dict | None) or (

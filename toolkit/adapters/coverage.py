@@ -106,11 +106,9 @@ def coverage_lines(model: nn.Module) -> list[str]:
 
 
 def idle_adapters(model: nn.Module) -> list[str]:
-    """Return the modules whose adapters still add nothing, after a step or more. Collective.
-
-    Such as mamba's `dt_proj`, whose weight is read without a forward: its adapter gets no gradient.
-    None are named while all add nothing (the learning rate was still zero), and no routed experts:
-    no token may have come to them yet.
+    """Return the modules whose adapters still add nothing, after a step or more, such as mamba's
+    `dt_proj`, whose weight is read without a forward; none while all add nothing (the learning rate
+    was zero), and no routed experts: no token may have come to them yet. Collective.
     """
     layers = adapted_parameters(model)
     experts = {row.name for row in coverage(model) if row.part == "experts"}

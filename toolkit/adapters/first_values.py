@@ -51,10 +51,10 @@ def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Valu
     kaiming = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
     rules: dict[int, _Value] = {}
     for original, copy in copies(model):
-        rules[id(copy)] = partial(original_part, original)
+        rules[id(copy)] = partial(_of_original, original)
     prefix = next(n for n, m in model.named_modules() if m is base_of(model))
     for name, module in model.named_modules():
-        if "lora_A" not in module._modules:
+        if not hasattr(module, "lora_A"):
             continue
         own = name.removeprefix(prefix + ".")
         values: dict[str, _Value] = {
@@ -79,13 +79,8 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(local_tensor(parameter), device="cpu")
 
 
-def original_part(original: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `original`, laid out as `copy` is."""
-    if isinstance(original, DTensor) == isinstance(copy, DTensor):
-        return local_tensor(original.detach())
-    # One of them is replicated: what the model keeps in fp32, or was told to keep whole.
-    whole = original.full_tensor() if isinstance(original, DTensor) else original
-    return part_of(whole.detach(), copy)
+def _of_original(original: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return local_tensor(original.detach())  # a copy is sharded as its original is
 
 
 def _norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:

@@ -31,11 +31,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
     On meta and before `apply_fsdp`; see [Note: order]. What is trained has `cfg.adapter_dtype`, the
     base keeps its storage dtype. `model.hf_assets` is reachable as before. Milliseconds a layer, no
     memory. Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
-    DoRA https://arxiv.org/abs/2402.09353.
-
-    Raises:
-        ConfigError: settings that cannot hold together.
-        ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
+    DoRA https://arxiv.org/abs/2402.09353. ConfigError: settings that cannot hold together.
+    ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
     """
     _refuse(model, cfg)
     targets = targets_of(model, cfg)
@@ -70,18 +67,16 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}")
     for name in ("lora_dropout", "use_dora"):
         if cfg.target_parameters and getattr(cfg, name):
-            raise ConfigError(
-                f"lora.target_parameters {cfg.target_parameters} cannot be adapted with "
-                f"lora.{name}: the adapter is added to the weight itself; leave out one of the two"
+            what = (
+                f"lora.target_parameters {cfg.target_parameters} cannot be adapted with lora.{name}"
             )
+            raise ConfigError(f"{what}, as the weight itself is changed; leave out one of them")
     if has_adapters(model):
         raise ModelError("the model has adapters already; build it anew to adapt it otherwise")
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if sharded or not all(p.is_meta for p in model.parameters()):
-        raise ModelError(
-            f"{plain_name(model)} {'is sharded' if sharded else 'has bytes'} already; put adapters "
-            "on what build_on_meta returns, before apply_fsdp and loading"
-        )
+        what = f"{plain_name(model)} {'is sharded' if sharded else 'has bytes'} already"
+        raise ModelError(f"{what}; put adapters on what build_on_meta returns, before apply_fsdp")
 
 
 def _peft_config(targets: Targets) -> PeftConfig:

@@ -74,9 +74,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json, which may come from anybody; ExportError where it
-    is none of a LoRA adapter, or has a setting that the export does not support.
-    """
+    """Return adapter_config.json, which anybody may have written; ExportError: not supported."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ExportError(f"{folder} has no {CONFIG_FILE}; it is no folder of an adapter")
@@ -118,9 +116,7 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
 
 
 def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
-    """Return the adapted model of `base`, on meta, with PEFT's names; ExportError where PEFT cannot
-    put the adapter in, or something is trained that no part covers.
-    """
+    """Return the adapted model of `base`, on meta, and PEFT's names; ExportError: unsupported."""
     names = _first_names(base)
     model = attach_adapters(base, config)
     layout = PeftLayout(model, base, _keys(model))

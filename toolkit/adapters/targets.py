@@ -48,10 +48,8 @@ class Targets:
 
 
 def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
-    """Return what `cfg` names in `model`, which has no adapters yet.
-
-    ModelError for a name that matches nothing, a tied matrix that would come apart, or a module
-    that PEFT has no adapter for, or the export no way to write it.
+    """Return what `cfg` names in `model`, without adapters yet. ModelError: a name that matches
+    nothing, a tie that would come apart, a module that cannot be adapted, or not exported.
     """
     named = {name: module for name, module in model.named_modules() if name}
     saved = _modules_to_save(named, cfg)
@@ -168,10 +166,8 @@ def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
     lacking = [n for n, m in model.named_modules() if any(m is e for e in ends) and n not in saved]
     if lacking:
         leaves = ", ".join(name.rpartition(".")[2] for name in lacking)
-        raise ModelError(
-            f"model.resize_embeddings adds rows to {', '.join(lacking)}, which adapters neither "
-            f"train nor hold; set lora.modules_to_save: [{leaves}]"
-        )
+        what = f"adds rows to {', '.join(lacking)}, which adapters neither train nor hold"
+        raise ModelError(f"model.resize_embeddings {what}; set lora.modules_to_save: [{leaves}]")
 
 
 def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
@@ -240,26 +236,18 @@ def check_adapted(adapted: PeftModel, targets: Targets) -> None:
             )
     for pattern in cfg.target_parameters:
         if not _ending(pattern, parameters):
-            raise ModelError(
-                f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
-                "itself (mlp.experts.gate_up_proj), and not its module too"
-            )
+            what = "name the parameter (mlp.experts.gate_up_proj) itself, and not its module too"
+            raise ModelError(f"lora.target_parameters: PEFT left {pattern!r} unadapted; {what}")
     if touched := sorted(_inside(parameters, targets.excluded)):
-        raise ModelError(
-            f"PEFT adapts {touched[0]} although lora.exclude_modules names its module; give "
-            "lora.target_modules as a list of the names that are meant"
-        )
+        what = f"PEFT adapts {touched[0]} although lora.exclude_modules names its module"
+        raise ModelError(f"{what}; give lora.target_modules as a list of the names that are meant")
     by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
     if wider := sorted(modules - expected - by_parameter):
-        raise ModelError(
-            f"PEFT adapts {len(wider)} module(s) beyond lora.target_modules, such as {wider[0]}; "
-            "give a list of names instead of a regular expression"
-        )
+        what = f"PEFT adapts {len(wider)} module(s) beyond lora.target_modules, such as {wider[0]}"
+        raise ModelError(f"{what}; give a list of names instead of a regular expression")
     if lost := sorted(expected - modules):
-        raise ModelError(
-            f"PEFT left {len(lost)} module(s) unadapted that lora.target_modules names, such as "
-            f"{lost[0]}; {_excluding(cfg, lost)}"
-        )
+        what = f"PEFT left out {len(lost)} module(s) of lora.target_modules, such as {lost[0]}"
+        raise ModelError(f"{what}; {_excluding(cfg, lost)}")
     saved, tied = copied_modules(adapted), targets.tied
     asked = targets.saved | (tied if targets.ties else set())
     if saved.keys() != asked:
@@ -268,7 +256,5 @@ def check_adapted(adapted: PeftModel, targets: Targets) -> None:
             f"{', '.join(sorted(saved))}, since it compares the ends of names; name other modules"
         )
     if targets.ties and len({id(saved[name][1].weight) for name in tied}) != 1:
-        raise ModelError(
-            f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not; leave them out "
-            "of lora.modules_to_save"
-        )
+        what = f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not"
+        raise ModelError(f"{what}; leave them out of lora.modules_to_save")

@@ -50,11 +50,8 @@ _AXES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 
 def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
-    """Return the dotted settings that the environment of a launched process asks for, and notes on
-    what it cannot get.
-
-    A setting here is a default: the run's own config and flags go before it. LaunchError for FSDP1,
-    training in float16, or a value that Accelerate does not know either.
+    """Return the dotted settings that a launched process's environment asks for, and notes on what
+    it cannot get. LaunchError: FSDP1, training in float16, or a value that Accelerate has not.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -87,9 +84,7 @@ def is_fsdp(env: Env) -> bool:
 
 
 def is_translated(name: str) -> bool:
-    """Return whether `translate` answers for a variable. Obeyed by Accelerate or transformers too,
-    it would shard, compile or build meshes a second time, or leave parameters on meta.
-    """
+    """Whether `translate` answers for a variable, which nobody must then obey a second time."""
     return name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DYNAMO_")) or name in (
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_USE_PARALLELISM_CONFIG",

@@ -80,9 +80,7 @@ def parse(
 
 
 def load(cls: type, file: str | Path) -> Any:
-    """Read a `cls` from a YAML file such as a run's `config.yaml`, also one that an earlier version
-    wrote. Raises as `parse` does.
-    """
+    """Read a `cls` from a YAML file, also of an earlier version. Raises as `parse` does."""
     content = _read(Path(file)) if Path(file).is_file() else {}
     section, gone = content.get(_GONE[0]), _GONE[1]
     if not isinstance(section, dict) or section.pop(gone, _GONE) is _GONE:
@@ -189,10 +187,8 @@ def _check_flags(cls: type, args: Sequence[str]) -> None:
 
 def _refuse_secret(text: str, where: str) -> None:
     if looks_secret(text):
-        raise ConfigError(
-            f"{where} holds what looks like a token or a password, and config.yaml would keep it; "
-            "leave it to the environment, such as HF_TOKEN, or to a login"
-        )
+        what = "what looks like a token or a password, and config.yaml would keep it"
+        raise ConfigError(f"{where} holds {what}; leave it to HF_TOKEN, or to `hf auth login`")
 
 
 def _check_text(setting: str, kind: Any, text: str) -> None:
@@ -229,9 +225,9 @@ def _check_path(cls: type, path: str, where: str) -> Any:
         hints = typing.get_type_hints(here) if dataclasses.is_dataclass(here) else {}
         if part not in hints:
             if is_secret_name(part):
+                what = "is no setting: a config is written to files, where no token belongs"
                 raise ConfigError(
-                    f"{path!r} ({where}) is no setting: a config is written to files, and a token "
-                    "does not belong there. Run `hf auth login`, or set HF_TOKEN"
+                    f"{path!r} ({where}) {what}. Run `hf auth login`, or set HF_TOKEN"
                 )
             guess = difflib.get_close_matches(part, hints, n=1)
             meant = f", did you mean {walked}{guess[0]}?" if guess else ""

@@ -259,10 +259,10 @@ class DataConfig:
     append_eos: bool = True
     """Put the tokenizer's end-of-sequence token after each document."""
     packing: Literal["auto", "wrapped", "bfd", "none"] = "wrapped"
-    """How documents become samples: `wrapped` joins all and cuts them at sequence_length; `bfd`
-    (best fit decreasing) puts whole documents together that do not see each other; `none` pads each
-    to the longest of its batch. `auto` is `bfd` where the model keeps packed documents apart, which
-    is tried at start, else `none`."""
+    """How documents, or examples, become samples: `wrapped` joins all and cuts them at
+    sequence_length; `bfd` (best fit decreasing) puts whole ones together that do not see each
+    other; `none` pads each to the longest of its batch. `auto` is `bfd` where the model keeps
+    packed ones apart, which is tried at start, else `none`."""
     eval_split: Fraction = 0.01
     """Share of the samples held out for evaluation where there are no eval_files; 0: none."""
     max_eval_samples: AtLeast1 | None = None
@@ -287,10 +287,6 @@ class FinetuneDataConfig(DataConfig):
     """Where the examples come from, what of them is learned, and how they become samples."""
 
     packing: Literal["auto", "wrapped", "bfd", "none"] = "auto"
-    """How examples become samples: `bfd` (best fit decreasing) puts whole ones together that do not
-    see each other; `none` pads each to the longest of its batch; `wrapped` joins all and cuts them
-    at sequence_length. `auto` is `bfd` where the model keeps packed examples apart, which is tried
-    at start, else `none`."""
     supervise: Literal["auto", "completion", "assistant", "last_assistant", "all"] = "auto"
     """What the loss covers: the completions, the turns of the assistant, the last of them, or
     everything. `auto`: everything of texts, completions of prompts, turns of the assistant."""

@@ -58,11 +58,8 @@ def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 def attend_within_documents(model: PreTrainedModel) -> None:
     """Let `model` attend without a mask where a batch carries `document_borders`, in place.
 
-    Every other forward (padded rows, generation) attends and masks as before.
-
-    Raises:
-        ModelError: the attention that the model was built with is none that this can stand for;
-            in a forward: what it attends by is more than borders, or a mask comes beside them.
+    Every other forward (padded rows, generation) attends and masks as before. ModelError: its
+    attention is none that this can stand for; in a forward: it attends by more than borders.
     """
     held = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     configs = [c for c in held.values() if isinstance(c, PreTrainedConfig)]
@@ -114,9 +111,7 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention [B, T, heads, width] of query, key and value [B, heads, T, width], by
-    the contract of transformers' `AttentionInterface`; `own` is what it stands for.
-    """
+    """Return attention [B, T, heads, width], by `AttentionInterface`'s contract, as `own` does."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
     own_way = partial(_flash, own, sliding_window) if "flash" in own else sdpa_attention_forward
@@ -253,9 +248,7 @@ def _flash(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what the flash attention `own` gives; transformers' function of this contract would
-    look for a kernel of this module's name.
-    """
+    """Return what flash attention `own` gives: transformers' own would look for this one's name."""
     out_width, length = value.shape[-1], query.shape[2]
     query, key, value = (t.transpose(1, 2) for t in (query, key, _widened(value, query.shape[-1])))
     out = _flash_attention_forward(

@@ -53,10 +53,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     """Return the model of `cfg` on the meta device, tied; the folder needs no weights.
 
     Parameters have the storage dtype `cfg.dtype`, or fp32 where transformers keeps them so.
-    `model.hf_assets` holds what an export needs.
-
-    Raises:
-        ModelError: no such folder, no usable config, or not a causal LM.
+    `model.hf_assets` holds what an export needs. ModelError: no usable config of a causal LM there.
     """
     folder = local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
@@ -135,10 +132,8 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < sequence_length:
-        raise ModelError(
-            f"data.sequence_length is {sequence_length}, the model has {limit} positions "
-            f"(max_position_embeddings); use at most {limit}"
-        )
+        what = f"the model has {limit} positions (max_position_embeddings); use at most {limit}"
+        raise ModelError(f"data.sequence_length is {sequence_length}, {what}")
     if cfg.init == "pretrained":
         read_weights(weight_files(folder, cfg.name_or_path, cfg.revision))
 
@@ -159,10 +154,8 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         value = getattr(model.config.get_text_config(), name, 0.0)
         if isinstance(value, float | int) and value > 0:
-            raise ModelError(
-                f"{name} is {value} in config.json: ranks would skip different layers, whose "
-                "shards then mix. Set it to 0.0 there"
-            )
+            what = "ranks would skip different layers, whose shards then mix. Set it to 0.0 there"
+            raise ModelError(f"{name} is {value} in config.json: {what}")
     if cfg.kernels == "liger":
         use_kernels(model)
     return model
@@ -237,9 +230,7 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
 
 
 def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.Tensor]:
-    """Return the parameters (with `buffers` those too) that transformers keeps in fp32 where the
-    model runs in bfloat16.
-    """
+    """Return the parameters (and `buffers`) that transformers keeps in fp32 beside bfloat16."""
     if not isinstance(model, PreTrainedModel):
         return {}
     dtype_plan = transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")

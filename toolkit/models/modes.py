@@ -41,9 +41,8 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextlib.contextmanager
 def on_the_side(model: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Let `model` run without dropout and compilation; put modes and random state back.
-
-    Each new shape would be compiled anew. The caller frees gathered parameters (`layout.reshard`).
+    """Let `model` run without dropout, and compilation, which each new shape would start; put modes
+    and random state back. The caller frees gathered parameters (`layout.reshard`).
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -180,15 +180,11 @@ def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     try:
         off = _worst_error(device, lora, dtype)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{library} does not compute in {lora.bnb_4bit_quant_type} on {device} "
-            f"({one_line(error)}). Set lora.load_in_4bit: false, or train on another device"
-        ) from error
+        what = f"{library} does not compute in {lora.bnb_4bit_quant_type} on {device}"
+        raise ConfigError(f"{what} ({one_line(error)}); train on another device") from error
     if not off < 0.25:  # half of the widest step of nf4 is 0.15, of fp4 0.17
-        raise ConfigError(
-            f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest, 4 "
-            "bits explain 0.17). Set lora.load_in_4bit: false, or install another bitsandbytes"
-        )
+        what = f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest"
+        raise ConfigError(f"{what}, 4 bits explain 0.17); install another bitsandbytes")
 
 
 def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
@@ -215,8 +211,6 @@ def bitsandbytes(asked: str = "lora.load_in_4bit") -> Any:
     try:
         import bitsandbytes as library
     except ImportError as error:
-        raise ConfigError(
-            f"{asked} needs bitsandbytes, which cannot be imported ({error}): install "
-            "fsdp2-toolkit[qlora], or leave it out"
-        ) from error
+        what = f"{asked} needs bitsandbytes, which cannot be imported ({error})"
+        raise ConfigError(f"{what}: install fsdp2-toolkit[qlora], or leave it out") from error
     return library

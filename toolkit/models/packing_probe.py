@@ -55,9 +55,8 @@ def keeps_apart(
     """Try on a tiny copy of the model whether packed samples stay apart. Not collective.
 
     Takes a second; half a minute for the few types whose layers cannot be left out. Runs packed
-    rows as training does (restarting `position_ids` and `document_borders`, no attention mask),
-    without dropout: later samples must not move when the first one changes, and each must come out
-    as it does by itself, with the model's own attention. Where borders do not do, tries the mask
+    rows as training does, without dropout: later samples must not move when the first one changes,
+    and each must come out as it does by itself. Where `document_borders` do not do, tries the mask
     that transformers makes of `position_ids`. Whatever fails on the way is a no with its reason.
 
     Args:

@@ -27,9 +27,9 @@ def matching_modules(
         if called:
             holding = {n for n in matched if isinstance(named[n], nn.ModuleList | nn.ModuleDict)}
             if holding == matched:
+                what = "which holds modules and is never called; name those, such as"
                 raise ModelError(
-                    f"{setting}: {pattern!r} matches only {', '.join(sorted(holding)[:3])}, which "
-                    f"holds modules and is never called; name those, such as {min(holding)}.*"
+                    f"{setting}: {pattern!r} matches only {min(holding)}, {what} {min(holding)}.*"
                 )
             matched -= holding
         found |= matched
@@ -37,9 +37,7 @@ def matching_modules(
 
 
 def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str) -> list[str]:
-    """Return the names of the parameters that any of `patterns` names; tied ones under each name.
-    ModelError as in `matching_modules`.
-    """
+    """Return the parameters that `patterns` name, tied ones each; see `matching_modules`."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = [_matched(p, dict.fromkeys(names), setting, "parameter") for p in patterns]
     return [name for name in names if any(name in matched for matched in found)]

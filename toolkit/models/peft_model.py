@@ -35,9 +35,8 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """Give the base as it was before the adapters: same modules, same names, same parameters.
-
-    For loaders, which know a model by its names. A forward inside would leave the adapters out.
+    """Give the base as it was before the adapters, with the same modules, names and parameters, for
+    loaders, which know a model by its names. A forward inside would leave the adapters out.
     """
     base = base_of(model)
     taken = []
@@ -57,16 +56,15 @@ def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
 def _unwrapped(module: nn.Module | None) -> nn.Module | None:
     """Return the innermost module that an adapter wraps; `module` itself where none does."""
     for inner, added in _WRAPS:
-        children = {} if module is None else module._modules
-        if added in children and (wrapped := children.get(inner)) is not None:
+        if hasattr(module, added) and (wrapped := getattr(module, inner, None)) is not None:
             return _unwrapped(wrapped)
     return module
 
 
 def trained_module(module: nn.Module | None) -> nn.Module | None:
     """Return the copy that is trained in full instead of `module`; itself where there is none."""
-    copies = None if module is None else module._modules.get("modules_to_save")
-    return module if copies is None else copies._modules[ADAPTER]
+    copies: Any = getattr(module, "modules_to_save", None)
+    return module if copies is None else copies[ADAPTER]
 
 
 def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -81,13 +79,13 @@ def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the base's name of each adapted module -> its outermost LoRA layer."""
     wrapped = _outermost(base_of(model), "")
-    return {name: module for name, module in wrapped if "lora_A" in module._modules}
+    return {name: module for name, module in wrapped if hasattr(module, "lora_A")}
 
 
 def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
     """Return the base's name of each module trained in full -> (the base's module, its copy)."""
     wrapped: Any = _outermost(base_of(model), "")
-    pairs = ((n, m) for n, m in wrapped if "modules_to_save" in m._modules)
+    pairs = ((n, m) for n, m in wrapped if hasattr(m, "modules_to_save"))
     return {n: (m.original_module, m.modules_to_save[ADAPTER]) for n, m in pairs}
 
 
@@ -103,17 +101,14 @@ def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the base's name of each adapted parameter -> its LoRA layer.
-
-    Several of `target_parameters` may be wrapped around one module.
-    """
+    """Return the base's name of each adapted parameter -> its LoRA layer; a module has several."""
     found = {}
     for name, module in adapted_modules(model).items():
         layer: Any = module
-        while layer is not None and "lora_A" in layer._modules:
+        while hasattr(layer, "lora_A"):
             leaf = getattr(layer, "parameter_name", None) or "weight"
             found[f"{name}.{leaf}"] = layer
-            layer = layer._modules.get("base_layer")
+            layer = getattr(layer, "base_layer", None)
     return found
 
 

@@ -67,17 +67,14 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     make, dtype = packed_linear(), getattr(torch, param_dtype)
     chosen, left = _choose(model, cfg)
     if not chosen:
-        raise ModelError(
-            f"lora.load_in_4bit: {plain_name(model)} has no linear layer to quantise in its "
-            f"decoder layers ({_why(left) or 'they hold no matrices'}). Set lora.load_in_4bit: "
-            "false"
-        )
+        what = f"{plain_name(model)} has no linear layer to quantise in its decoder layers"
+        raise ModelError(f"lora.load_in_4bit: {what} ({_why(left) or 'they hold no matrices'})")
     for target in cfg.target_parameters:
         if hit := [name for name in chosen if f".{name}.weight".endswith(f".{target}")]:
-            raise ModelError(
-                f"lora.target_parameters: {target!r} names the weight of {hit[0]}, which is in 4 "
-                "bits and no matrix any more; name the layer in lora.target_modules instead"
+            what = (
+                f"names the weight of {hit[0]}, which is in 4 bits; use lora.target_modules instead"
             )
+            raise ModelError(f"lora.target_parameters: {target!r} {what}")
     packed: dict[int, PackedLinear] = {}
     weights: dict[int, nn.Parameter] = {}
     for name, linear in chosen.items():

@@ -82,9 +82,8 @@ class Layers:
         return cls(tuple(stacks), tuple(n for n, v in lists.items() if len(v) == len(names)))
 
     def kinds(self, model: PreTrainedModel) -> list[str]:
-        """Return what kind each decoder layer is: its modules, their switches, its settings.
-
-        Numbers count only by whether they are there: widths and a layer's own index are no kind.
+        """Return the kind of each decoder layer: its modules, their switches, its settings; numbers
+        count by whether they are there only: widths and a layer's own index are no kind.
         """
         settings = vars(model.config.get_text_config())
         layers: list[nn.Module] = []
@@ -121,9 +120,7 @@ def _plain(value: Any) -> Any:
 def cuts(
     config: PreTrainedConfig, kinds: list[str], length: int | None
 ) -> Iterator[PreTrainedConfig]:
-    """Yield configs of tiny copies, the smallest first, for the `kinds` of the full model's layers.
-    Windows and chunks of `length` or more are not cut.
-    """
+    """Yield configs of tiny copies, smallest first, of a model whose layers are of `kinds`."""
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
     for count, narrow in dict.fromkeys([(depth, True), (depth, False), (len(kinds), True)]):
         small = copy.deepcopy(config)

@@ -63,9 +63,7 @@ class Accumulation:
         self._shapes.add(ids.shape)
 
     def end(self, device: torch.device, count: int) -> None:
-        """Take note of a step's memory; after the second, decide what stays gathered. Collective
-        then.
-        """
+        """Take note of a step's memory; after two decide what stays gathered. Collective then."""
         if not self._to_measure or count == 1:
             return
         self._to_measure -= 1
@@ -122,8 +120,12 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
         free, total = api.mem_get_info(device)
         peak, now = api.max_memory_allocated(device), api.memory_allocated(device)
         return free + api.memory_reserved(device) - peak, total, peak - now
-    now = psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak *= 1 if sys.platform == "darwin" else 1024
+    above = max(0, host_memory_peak() - psutil.Process().memory_info().rss)
     host, here = psutil.virtual_memory(), ranks.ranks_here()
-    return host.available // here - max(0, peak - now), host.total // here, max(0, peak - now)
+    return host.available // here - above, host.total // here, above
+
+
+def host_memory_peak() -> int:
+    """Return the most bytes of host memory that this process has held at a time."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -46,9 +46,7 @@ _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
 
 @ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
-    """Return the mesh of the run: (dp_shard,), or (dp_replicate, dp_shard) for replicas (HSDP).
-    Collective. Raises as `mesh_shape` does.
-    """
+    """Return the mesh (dp_shard,), or (dp_replicate, dp_shard); see `mesh_shape`. Collective."""
     replicas, shards = mesh_shape(world_size, cfg)
     if replicas == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=(SHARD,))
@@ -65,18 +63,15 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
     if replicas == -1:
         replicas = world_size // max(1, shards)
     if replicas < 1 or shards < 1 or replicas * shards != world_size:
-        raise ShardingError(
-            f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
-            f"{world_size} processes; -1 takes all that the other leaves"
-        )
+        sizes = f"dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard}"
+        what = f"does not make {world_size} processes; -1 takes all that the other leaves"
+        raise ShardingError(f"sharding.{sizes} {what}")
     overrides = cfg.reshard_after_forward_overrides.items()
     values = {f"reshard_after_forward_overrides[{pattern}]": own for pattern, own in overrides}
     for name, value in {"reshard_after_forward": cfg.reshard_after_forward, **values}.items():
         if not isinstance(value, bool | str) and (value < 1 or shards % value):
-            raise ShardingError(
-                f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy; give "
-                "a divisor, or true, false or auto"
-            )
+            what = f"must divide the {shards} rank(s) that share a copy, or be true, false or auto"
+            raise ShardingError(f"sharding.{name} {value} {what}")
     return replicas, shards
 
 
@@ -90,12 +85,8 @@ def apply_fsdp(
     `units`), in its storage dtype; on a meta model nothing is allocated. Recomputation goes inside,
     then compilation, then sharding. Build the optimizer afterwards. Collective. See PyTorch's
     `torch.distributed.fsdp.fully_shard`. `fixed_length`: all samples have one length, which
-    `torch_compile: auto` asks for, beside a model without kernels of its own.
-
-    Raises:
-        ShardingError: nothing would be sharded, the model is sharded already, a dtype cannot be
-            trained in, or settings do not hold together.
-        ModelError: a pattern matches nothing.
+    `torch_compile: auto` asks for, beside a model without kernels of its own. ShardingError:
+    nothing to shard, or settings that do not hold together. ModelError: a pattern matches nothing.
     """
     if isinstance(model, FSDPModule):
         raise ShardingError("the model is sharded already; build it anew to shard it otherwise")
@@ -146,9 +137,8 @@ def apply_fsdp(
         model.compile(**_compile_options(cfg))
     plain = [n for n, p in parameters.items() if not isinstance(p, DTensor)]
     if forgotten := sorted(set(plain) - set(plan.replicated)):
-        raise ShardingError(
-            f"{len(forgotten)} parameter(s) were not sharded: {', '.join(forgotten[:5])}"
-        )
+        listed = ", ".join(forgotten[:5])
+        raise ShardingError(f"{len(forgotten)} parameter(s) were not sharded: {listed}")
     vars(model).update({_PLAN: plan, "unshard_early": cfg.unshard_early})
     chosen = {
         "embedding_units": (str(cfg.embedding_units).lower(), device_type),
@@ -199,10 +189,8 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
     """Refuse types whose experts may get no token of a rank, where torch cannot reduce them."""
     kind = getattr(getattr(model, "config", None), "model_type", "")
     if kind in _IDLE_EXPERTS and ranks > 1 and not hasattr(FSDPModule, _REDUCE_UNUSED):
-        raise ShardingError(
-            f"{kind} sends tokens past its experts: a rank may use none of them while others do, "
-            f"which torch reduces from 2.13 on; this is {torch.__version__}"
-        )
+        what = "sends tokens past its experts: a rank may use none, which needs torch 2.13"
+        raise ShardingError(f"{kind} {what}; this is {torch.__version__}")
 
 
 def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
@@ -215,10 +203,9 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
         for name in unit.parameters:
             if name in packed and parameters[name].dtype != unit.param_dtype:
                 raise ShardingError(
-                    f"{name} is stored in 4 bits, as bytes that look like "
-                    f"{parameters[name].dtype}, which the unit {unit.name} would cast to "
-                    f"{unit.param_dtype}. Give quantise_on_meta the sharding.param_dtype that "
-                    "apply_fsdp gets, and leave such layers out of sharding.param_dtype_overrides"
+                    f"{name} is stored in 4 bits for {parameters[name].dtype}, which the unit "
+                    f"{unit.name} would cast to {unit.param_dtype}: give quantise_on_meta that, "
+                    "and leave such layers out of sharding.param_dtype_overrides"
                 )
             if parameters[name].requires_grad:  # what is not reduced may be stored otherwise
                 stored.setdefault(parameters[name].dtype, name)
@@ -326,9 +313,8 @@ def _compiles_layers(
         return False, ""
     if inside is not None:
         raise ShardingError(
-            f"torch_compile: layer compiles each layer as a whole, with the unit {inside} inside "
-            "one; set sharding.torch_compile: model, or leave out what makes that unit "
-            "(sublayer_units, param_dtype_overrides)"
+            f"torch_compile: layer compiles each layer whole, with the unit {inside} inside one; "
+            "set sharding.torch_compile: model, or leave sublayer_units, param_dtype_overrides out"
         )
     return True, ""
 
@@ -336,10 +322,8 @@ def _compiles_layers(
 def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
     known = torch.compiler.list_backends(exclude_tags=())
     if cfg.torch_compile_backend not in known:
-        raise ShardingError(
-            f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} is none of torch "
-            f"{torch.__version__}: {', '.join(known)}"
-        )
+        what = f"is none of torch {torch.__version__}: {', '.join(known)}"
+        raise ShardingError(f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} {what}")
     return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
 
 

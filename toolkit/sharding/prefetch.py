@@ -36,12 +36,9 @@ class Prefetch:
         self.ended: list[str] = []
         self.wired: dict[str, tuple[list[str], list[str]]] = {}
         """Unit -> those it gathers ahead in the forward, and in the backward."""
-        unknown = [name for name in expected if name not in units]
-        if unknown:
-            raise ShardingError(
-                f"sharding.prefetch_order names {unknown[0]}, which is not a unit; the units are "
-                f"{', '.join(units)}"
-            )
+        if unknown := [name for name in expected if name not in units]:
+            what = f"names {unknown[0]}, which is not a unit; the units are {', '.join(units)}"
+            raise ShardingError(f"sharding.prefetch_order {what}")
         if expected:
             self._wire(expected, expected)
         self._handles = [
@@ -61,11 +58,8 @@ class Prefetch:
         for handle in self._handles:
             handle.remove()
         if self._expected and self._expected != self.begun:
-            raise ShardingError(
-                "sharding.prefetch_order is not the order in which the units run; it is "
-                f"{', '.join(self.begun)}. Give that, or leave prefetch_order out to have it "
-                "recorded"
-            )
+            what = f"it is {', '.join(self.begun)}. Give that, or leave prefetch_order out"
+            raise ShardingError(f"sharding.prefetch_order is not that in which units run; {what}")
         self._wire(_once(self.begun), _once(self.ended))
 
     def _wire(self, begun: list[str], ended: list[str]) -> None:

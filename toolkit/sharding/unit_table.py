@@ -123,9 +123,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise ShardingError(
-            f"torch {torch.__version__} has no fake process group ({error}); use 2.11 to 2.13"
-        ) from error
+        what = f"torch {torch.__version__} has no fake process group ({error}); use 2.11 to 2.13"
+        raise ShardingError(what) from error
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -136,10 +135,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 def plan_summary(
     cfg: PretrainConfig | FinetuneConfig, world_size: int | None = None
 ) -> dict[str, Any]:
-    """Return how a run of `cfg` on GPUs would be sharded, ready for JSON. One process, no weights.
-
-    Llama-70B on 64 ranks takes under a second. Without `world_size` the config must have both
-    dp_replicate and dp_shard (ConfigError). Other errors are those of the run itself.
+    """Return how a run of `cfg` on GPUs would be sharded, ready for JSON, in one process without
+    weights. Without `world_size` `cfg` must have dp_replicate and dp_shard (ConfigError).
     """
     sharding = cfg.sharding
     sizes = sharding.dp_replicate, sharding.dp_shard
@@ -186,12 +183,10 @@ def render_plan(plan: dict[str, Any]) -> str:
 
 def _counted(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:
     """Return the root's dtype, then others with the number of units or parameters that have it."""
-    main = units[-1]
-    parts = [_short(main)]
-    for kind in sorted(set(units) - {main}, key=str):
-        parts.append(f"{_short(kind)} in {units.count(kind)} of {len(units)} units")
-    for kind in sorted(set(replicated) - {main}, key=str):
-        parts.append(f"{_short(kind)} in {replicated.count(kind)} replicated parameters")
+    parts = [_short(units[-1])]
+    for kinds, of in ((units, f"of {len(units)} units"), (replicated, "replicated parameters")):
+        others = sorted({*kinds} - {units[-1]}, key=str)
+        parts += [f"{_short(kind)} in {kinds.count(kind)} {of}" for kind in others]
     return " + ".join(parts)
 
 

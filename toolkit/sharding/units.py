@@ -75,10 +75,7 @@ class UnitPlan:
 
 
 def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
-    """Return the units that `cfg` asks of `model`: with adapters or not, on meta or not, tied.
-
-    ShardingError where there is nothing to shard but the root, or settings cannot hold together.
-    """
+    """Return the units that `cfg` asks of `model`; ShardingError: none but the root is left."""
     named = dict(model.named_modules())
     replicated = _replicated(model, cfg)
     layers, root_only = _layers(model, cfg)
@@ -126,10 +123,8 @@ def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | Non
         return list(names), None
     layers = list(decoder_layers(model))
     if not layers:
-        raise ShardingError(
-            f"{plain_name(model)} has no decoder layers to shard (_no_split_modules is empty and "
-            "it holds no ModuleList); set sharding.layer_classes to the class of its layers"
-        )
+        what = f"{plain_name(model)} has no decoder layers to shard"
+        raise ShardingError(f"{what}; set sharding.layer_classes to the class of its layers")
     return layers, _ROOT_ONLY.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
@@ -189,10 +184,9 @@ def _overrides(
     """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit."""
     wanted: dict[str, torch.dtype] = {}
     for pattern, dtype_name in cfg.param_dtype_overrides.items():
-        setting = "sharding.param_dtype_overrides"
-        for name, module in matching_modules(model, [pattern], setting).items():
-            for path in _called(name, module):
-                wanted[path] = getattr(torch, dtype_name)
+        found = matching_modules(model, [pattern], "sharding.param_dtype_overrides").items()
+        paths = [path for name, module in found for path in _called(name, module)]
+        wanted |= dict.fromkeys(paths, getattr(torch, dtype_name))
     units = {name: member for member in members for name in member}
     default = getattr(torch, cfg.param_dtype)
     dtypes: dict[Member, torch.dtype] = {}
@@ -200,10 +194,9 @@ def _overrides(
     for member in members:
         asked = {_dtype_for([*outer_names(name), name], wanted, default) for name in member}
         if len(asked) > 1:
-            raise ShardingError(
-                f"sharding.param_dtype_overrides asks for {' and '.join(sorted(map(str, asked)))} "
-                f"in one unit ({', '.join(member)}), which computes in one dtype; name all it holds"
-            )
+            kinds = " and ".join(sorted(map(str, asked)))
+            what = f"in one unit ({', '.join(member)}), which computes in one dtype"
+            raise ShardingError(f"sharding.param_dtype_overrides asks for {kinds} {what}")
         if asked != {default}:
             dtypes[member] = asked.pop()
     for name, dtype in wanted.items():
@@ -225,9 +218,7 @@ def _called(name: str, module: nn.Module) -> list[str]:
     return [path for part, child in children for path in _called(f"{name}.{part}", child)]
 
 
-def _dtype_for(
-    path: list[str], wanted: dict[str, torch.dtype], default: torch.dtype
-) -> torch.dtype:
+def _dtype_for(path: list[str], wanted: dict[str, torch.dtype], default: Any) -> torch.dtype:
     """Return the dtype of the innermost module of `path` that was named."""
     return next((wanted[name] for name in reversed(path) if name in wanted), default)
 
@@ -278,10 +269,10 @@ def _owned(
         homes = frozenset(_home(name, members) for name in aliases)
         owner = next(iter(homes)) if len(homes) == 1 else _outermost(homes)
         if owner is None:
+            units = " and ".join(home[0] or "(root)" for home in sorted(homes))
             raise ShardingError(
-                f"{' and '.join(aliases)} are one parameter, which the units "
-                f"{' and '.join(h[0] or '(root)' for h in sorted(homes))} would both hold; set "
-                "sharding.layer_classes to modules that hold all of its names"
+                f"{' and '.join(aliases)} are one parameter, which the units {units} would both "
+                "hold; set sharding.layer_classes to modules that hold all of its names"
             )
         owned[owner].append(aliases[0])
     return {member: tuple(names) for member, names in owned.items()}
@@ -331,13 +322,9 @@ def _override_reshard(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) 
     for pattern, value in cfg.reshard_after_forward_overrides.items():
         setting = "sharding.reshard_after_forward_overrides"
         names = set(matching_modules(model, [pattern], setting))
-        if not any(names.intersection(u.modules) for u in units):
-            raise ShardingError(
-                f"{setting}: {pattern!r} names no unit; the units are "
-                f"{', '.join(u.name for u in units[:8])}{' ...' if len(units) > 8 else ''}"
-            )
-        units = [
-            replace(u, reshard_after_forward=value) if names.intersection(u.modules) else u
-            for u in units
-        ]
+        named = [unit for unit in units if names.intersection(unit.modules)]
+        if not named:
+            known = ", ".join(unit.name for unit in units[:8]) + " ..." * (len(units) > 8)
+            raise ShardingError(f"{setting}: {pattern!r} names no unit; the units are {known}")
+        units = [replace(u, reshard_after_forward=value) if u in named else u for u in units]
     return units

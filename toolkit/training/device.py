@@ -20,32 +20,27 @@ _COLLECT_EVERY = 50
 
 def prepare(*, deterministic: bool) -> None:
     """Set what must be set before the accelerator starts; what the user has set stays.
-
-    `deterministic`: operations give the same bits each time, or raise a RuntimeError that names
-    them. Not only a warning: the efficient attention kernel takes its deterministic way only so.
+    `deterministic`: operations give the same bits each time, or raise a RuntimeError.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         # Samples of many lengths, and what FSDP2 frees, else leave pieces that nothing fits in.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Not as a warning: the efficient attention kernel takes its deterministic way only so.
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory finds faults, and costs a pass over it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def choose(local: int, here: int) -> int:
-    """Return the device of this machine's process `local` of `here`; LaunchError where there are
-    fewer.
-    """
+    """Return the device of this machine's process `local` of `here`; LaunchError: too few."""
     count = torch.accelerator.device_count()
     if count == 1:  # each may see one of its own (srun --gpus-per-task=1): `refuse_shared` looks
         return 0
     if here > count:
-        raise LaunchError(
-            f"{here} processes were started on this machine, which has {count} device(s); "
-            "start at most one process per device (--num_processes)"
-        )
+        what = f"{here} processes were started on this machine, which has {count} device(s)"
+        raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
     return local
 
 
@@ -55,18 +50,14 @@ def refuse_shared(device: torch.device) -> None:
     mine = socket.gethostname(), str(getattr(properties, "uuid", ranks.rank()))
     every = ranks.gather(mine)
     if every.count(mine) > 1:
-        others = [str(rank) for rank, one in enumerate(every) if one == mine]
-        raise LaunchError(
-            f"processes {' and '.join(others)} were given the same device of {mine[0]}; start at "
-            "most one process per device (--num_processes)"
-        )
+        others = " and ".join(str(rank) for rank, one in enumerate(every) if one == mine)
+        what = f"processes {others} were given the same device of {mine[0]}"
+        raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
 
 
 @contextlib.contextmanager
 def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[None]:
-    """Have SDPA try cuDNN first on Hopper, where it is the fastest; its backward is not
-    deterministic.
-    """
+    """Have SDPA try cuDNN first on Hopper: the fastest, with a backward that varies in its bits."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if deterministic or not hopper or torch.version.hip:
         yield

@@ -34,16 +34,13 @@ class EarlyStopping:
         return self.patience is not None and self.waited >= self.patience
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Take in one evaluation; return `stop`. A value that is not finite is no improvement;
-        TrainingError where there is none.
-        """
+        """Take one evaluation, return `stop`; not finite is no better. TrainingError: no metric."""
         if self.patience is None:
             return False
         if self.metric not in metrics:
-            raise TrainingError(
-                f"expected the metric {self.metric} (checkpoint.metric_for_best_model) to stop "
-                f"early by, the evaluation has {', '.join(sorted(metrics)) or 'none'}"
-            )
+            what = f"expected the metric {self.metric} (checkpoint.metric_for_best_model)"
+            known = ", ".join(sorted(metrics)) or "none"
+            raise TrainingError(f"{what} to stop early by, the evaluation has {known}")
         value = float(metrics[self.metric])
         sign = 1 if self.greater_is_better else -1
         better = self.best is None or sign * (value - self.best) > self.threshold
@@ -72,9 +69,7 @@ class EarlyStopping:
 def early_stopping(
     train: FinetuneTrainConfig, saving: CheckpointConfig, kept: Mapping[str, Any]
 ) -> EarlyStopping:
-    """Return the count as the settings ask for it, continued from a checkpoint's `extra`;
-    TrainingError where that compared another metric.
-    """
+    """Return the count, continued from a checkpoint's `extra`; TrainingError: of another metric."""
     policy, state = retention(saving), kept.get(KEY, {})
     metric, patience = policy.metric, train.early_stopping_patience
     stopping = EarlyStopping(

@@ -5,10 +5,9 @@ FSDP's hooks sit on where adapters lie around it: what the outermost unit holds 
 gathered. There each call is led through the outermost module, which calls the inner one in turn.
 """
 
-import contextlib
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,30 +37,38 @@ def generate(
     Each prompt is answered by itself, without padding, on one of the ranks, so that answers do not
     depend on their number; all ranks run along until the longest answer of a round is done: at most
     `ceil(prompts / ranks) * max_new_tokens` forwards, each with its all-gathers. The model comes
-    back in the mode it was in and sharded, and the random state is untouched.
-
-    Raises:
-        TrainingError: on every rank; a prompt has no tokens, leaves no position for an answer, or
-            is refused by the chat template.
+    back in the mode it was in and sharded, and the random state is untouched. TrainingError, on
+    every rank: a prompt without tokens, without room for an answer, or refused by the template.
     """
     if not prompts:
         return []
     base = base_of(model)
     encoded = ranks.on_all(lambda: encoded_prompts(model, tokenizer, prompts, max_new_tokens))
-    settings = _greedy(base, tokenizer, max_new_tokens)
+    own, settings = base.generation_config, _greedy(base, tokenizer, max_new_tokens)
+    parameter = next(base.parameters())
+    device = parameter.device  # under offload not where it computes
+    if isinstance(parameter, DTensor):
+        device = torch.device(parameter.device_mesh.device_type)
+    forward = base.forward if base is model else _through(model, base.forward)
     world, mine = ranks.world_size(), {}
     reshard(model)
-    with _answering(model, base, settings):
-        for first in range(0, len(encoded), world):
-            number = min(first + ranks.rank(), len(encoded) - 1)  # none waits: some repeat the last
-            prompt = torch.tensor([encoded[number]], device=_device(base))
-            answer = cast(Any, base).generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                generation_config=settings,
-                synced_gpus=world > 1,
-            )
-            mine[number] = answer[0, prompt.shape[1] :].tolist()
+    base.generation_config = settings
+    try:
+        with replaced_forward(base, forward), on_the_side(model, device):
+            for first in range(0, len(encoded), world):
+                # None waits: some repeat the last one.
+                number = min(first + ranks.rank(), len(encoded) - 1)
+                prompt = torch.tensor([encoded[number]], device=device)
+                answer = cast(Any, base).generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    generation_config=settings,
+                    synced_gpus=world > 1,
+                )
+                mine[number] = answer[0, prompt.shape[1] :].tolist()
+    finally:
+        base.generation_config = own
+        reshard(model)
     texts = ranks.gather_results(
         lambda: {n: tokenizer.decode(ids, skip_special_tokens=True) for n, ids in mine.items()}
     )
@@ -76,9 +83,7 @@ def answer_prompts(
     file: Path,
     step: int,
 ) -> None:
-    """Let the model answer `train.eval_prompts`; rank 0 prints the answers and appends them to
-    `file`, a JSON line each. Collective; see `generate`.
-    """
+    """Print answers to `train.eval_prompts` on rank 0, and append them to `file`. Collective."""
     if not cfg.eval_prompts or tokenizer is None:
         return
     answers = generate(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
@@ -96,9 +101,7 @@ def answer_prompts(
 def check_prompts(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, cfg: FinetuneTrainConfig
 ) -> None:
-    """Refuse `train.eval_prompts` that could not be answered, as `generate` does; the model may be
-    on meta. Collective.
-    """
+    """Refuse `train.eval_prompts` that `generate` would; the model may be on meta. Collective."""
     if tokenizer is not None:
         encoded_prompts(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
 
@@ -153,32 +156,8 @@ def _greedy(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> Gener
     )
 
 
-def _device(model: nn.Module) -> torch.device:
-    """Return where the model computes: under offload not where its parameters are."""
-    parameter = next(model.parameters())
-    if isinstance(parameter, DTensor):
-        return torch.device(parameter.device_mesh.device_type)
-    return parameter.device
-
-
-@contextlib.contextmanager
-def _answering(
-    model: nn.Module, base: PreTrainedModel, settings: GenerationConfig
-) -> Iterator[None]:
-    """Put the model into the state to answer in, and back; see [Note: one forward each]."""
-    own = base.generation_config
-    base.generation_config = settings
-    forward = base.forward if base is model else _through(model, base.forward)
-    try:
-        with replaced_forward(base, forward), on_the_side(model, _device(base)):
-            yield
-    finally:
-        base.generation_config = own
-        reshard(model)
-
-
 def _through(outer: nn.Module, forward: Any) -> Any:
-    """Return a forward of the base that goes through `outer`, which calls it again inside."""
+    """Return a forward of the base that goes through `outer`; see [Note: one forward each]."""
     inside = False
 
     @functools.wraps(forward)  # transformers reads the names of its parameters

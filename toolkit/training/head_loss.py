@@ -128,9 +128,7 @@ class HeadLoss:
 
 
 class _GradientsInForward(torch.autograd.Function):
-    """See `HeadLoss`. One node with two outputs, so that its backward comes after the hooks on
-    either of them.
-    """
+    """See `HeadLoss`. One node of two outputs: its backward comes after the hooks on both."""
 
     @staticmethod
     def forward(

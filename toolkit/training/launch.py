@@ -96,15 +96,9 @@ class Run:
 
 
 def settings() -> dict[str, Any]:
-    """Return what the launch configuration says on sharding, as defaults for `config.parse`.
-
-    An Accelerate FSDP YAML becomes dotted settings (`sharding.cpu_offload`); what it asks for in
-    vain is a note on stderr. Call it before `start`, and once: it takes the YAML out of the
-    environment.
-
-    Raises:
-        LaunchError: a launch configuration for another engine, for float16, or with a value that
-            is none.
+    """Return an Accelerate FSDP YAML as dotted settings, defaults for `config.parse`; what it asks
+    for in vain is a note on stderr. Call it before `start`, and once: it takes the YAML out of the
+    environment. LaunchError: another engine, float16, or a value that is none.
     """
     found, notes = accelerate_yaml.translate(os.environ)
     _take_yaml(notes)
@@ -115,13 +109,9 @@ def settings() -> dict[str, Any]:
 def start(*, deterministic: bool = False) -> Iterator[Run]:
     """Bring up the processes of the run, and take the process group down after a good end.
 
-    Works under `accelerate launch`, `torchrun` and plain `python` (one process). Every run has a
-    process group, so that one process is no special case. `deterministic`: only operations that
-    give the same bits each time.
-
-    Raises:
-        LaunchError: fewer processes than asked for, processes that do not find each other, more
-            processes than devices, or a launch configuration for another engine.
+    Works under `accelerate launch`, `torchrun` and plain `python` (one process, in a group too).
+    `deterministic`: only operations that give the same bits each time. LaunchError: processes that
+    are too few, too many for the devices, or do not meet; a YAML for another engine.
     """
     unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.settings())"
     _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
@@ -141,11 +131,9 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
     try:
         accelerator = Accelerator(cpu=cpu, mixed_precision="no")
         if accelerator.num_processes != world or accelerator.process_index != rank:
-            raise LaunchError(
-                f"the launcher started process {rank} of {world}, Accelerate sees "
-                f"{accelerator.process_index} of {accelerator.num_processes}; use a file of "
-                "accelerate_configs/"
-            )
+            seen = f"Accelerate sees {accelerator.process_index} of {accelerator.num_processes}"
+            what = f"the launcher started process {rank} of {world}, {seen}"
+            raise LaunchError(f"{what}; use a file of accelerate_configs/")
         if not cpu:
             device.refuse_shared(accelerator.device)
         with device.attention_order(accelerator.device, deterministic=deterministic):
@@ -173,10 +161,7 @@ def _print_error(error: object) -> None:
 
 def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path) -> None:
     """Parse the command line, bring up the processes, run `recipe` on each; the end of a program.
-
-    Args:
-        settings_class: `PretrainConfig` or `FinetuneConfig`.
-        demo: config that runs where neither --config nor a model is given.
+    `demo`: the config where neither --config nor a model is given.
     """
 
     def run_recipe() -> None:
@@ -265,16 +250,14 @@ def _asked() -> tuple[int, int, int]:
     for name, launcher in _OTHER_LAUNCHERS.items():
         if os.environ.get(name, "1") not in ("0", "1"):
             raise LaunchError(
-                f"{launcher} started {os.environ[name]} processes ({name}) that do not know each "
-                "other, and each would train on its own; let it start one accelerate launch or "
-                "torchrun a machine"
+                f"{launcher} started {os.environ[name]} processes ({name}), each of which would "
+                "train on its own; let it start one accelerate launch or torchrun a machine"
             )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         raise LaunchError(
-            "accelerate launch was asked for several processes and started one: distributed_type "
-            "MULTI_CPU and --cpu --num_processes N do that. Use --config_file "
-            "accelerate_configs/cpu.yaml --num_processes N, or torchrun --nproc_per_node N"
+            "accelerate launch was asked for several processes and started one, as it does with "
+            "MULTI_CPU and --cpu. Use --config_file accelerate_configs/cpu.yaml, or torchrun"
         )
     return 0, 1, 0
 
@@ -296,8 +279,7 @@ def _uses_cpu(rank: int, world: int) -> bool:
     if by_accelerate and world > 1:
         raise LaunchError(
             f"accelerate launch was asked for {world} processes on GPUs, and torch sees no GPU "
-            f"({built}); mend the driver or the installation of torch, or say use_cpu: true as "
-            "accelerate_configs/cpu.yaml does"
+            f"({built}); mend the driver or torch, or use accelerate_configs/cpu.yaml"
         )
     if rank == 0:
         print(f"WARNING: torch sees no GPU ({built}): training on the CPU", flush=True)
@@ -305,10 +287,8 @@ def _uses_cpu(rank: int, world: int) -> bool:
 
 
 def _accelerate_was_told_cpu() -> bool:
-    """Return whether `accelerate launch`, the parent process, was given --cpu or `use_cpu: true`.
-
-    It tells its processes only where it starts one (Accelerate 1.15).
-    """
+    """Whether `accelerate launch`, the parent process, was given --cpu or `use_cpu: true`."""
+    # It tells its processes only where it starts one (Accelerate 1.15).
     parent = psutil.Process(os.getppid())
     arguments = parent.cmdline()
     if {"--cpu", "--use_cpu"} & {*arguments}:
@@ -343,9 +323,7 @@ def _connect(backend: str, rank: int, world: int) -> None:
 
 
 def _take_yaml(notes: list[str]) -> None:
-    """Refuse the YAML of another engine; print notes on it, once for all processes; remove from the
-    environment what is translated (see `accelerate_yaml.is_translated`).
-    """
+    """Refuse another engine's YAML; print notes, once; unset the variables that are translated."""
     for engine in ("DeepSpeed", "Megatron_LM"):
         if _flag(f"ACCELERATE_USE_{engine.upper()}"):
             what = f"the launch configuration is for {engine}; the toolkit shards with FSDP2"

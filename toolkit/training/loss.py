@@ -29,10 +29,7 @@ _known = weakref.WeakKeyDictionary()
 
 
 def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of predicted positions, 0-d int64 on the labels' device.
-
-    Labels are unshifted, as Hugging Face has them: the first of each row predicts nothing.
-    """
+    """Return the number of predicted positions of unshifted labels, 0-d int64 on their device."""
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
@@ -86,10 +83,8 @@ class _OtherUse(Exception):
 
 
 class _InHead:
-    """A forward of the head that answers hidden states [B, T, H] with their loss.
-
-    The weight is used inside the head's own forward, where FSDP has gathered it: anywhere else it
-    may be a shard.
+    """A forward of the head that answers hidden states [B, T, H] with their loss: there FSDP has
+    gathered the weight, which anywhere else may be a shard.
     """
 
     def __init__(self, task: HeadLoss, labels: torch.Tensor, supervised: int | None = None) -> None:
@@ -119,11 +114,9 @@ def _find_out(
     model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor
 ) -> tuple[int, LogitMap] | None:
     """Return the logits of a token and the map that `model` puts behind its head, None where the
-    loss cannot be computed inside it. Every rank finds the same.
-
-    The random state is left as it was. Only inputs of one number a token are cut and handed on.
+    loss cannot be computed inside it. Every rank finds the same; the random state stays.
     """
-    few = {
+    few = {  # inputs of one number a token can be cut
         name: value[:1, :_TRIED]
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.shape == labels.shape

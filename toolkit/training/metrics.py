@@ -1,8 +1,6 @@
 """What a run shows of itself: first lines, a progress bar, loss, speed and memory, the summary."""
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from toolkit.models import causal_lm as models
 from toolkit.models import quantise
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
+from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.training.launch import Run
@@ -64,24 +63,20 @@ class Metrics:
         self._paused, self._steps = 0.0, 0
         self._first_loss: float | None = None
         self._last_line: dict[str, Any] = {}
-        self._bar = None
         if self._main:
             keep_until(self._file, first_step)
-            if not disable_tqdm and sys.stderr.isatty():
-                self._bar = tqdm(
-                    total=max_steps, initial=first_step, unit="step", dynamic_ncols=True
-                )
+        hide = disable_tqdm or not self._main or None  # None: shown in a terminal only
+        self._bar = tqdm(
+            total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=hide
+        )
 
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
-        """Take the `StepStats` of `step`; write its line, after `check_finite`: every
-        `logging_steps`, at the first and the last, and where there is `more`.
-        """
+        """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
         self._pending.append(stats.tokens)
         bad = ~(torch.isfinite(stats.loss) & torch.isfinite(stats.grad_norm))
         self._bad = bad if self._bad is None else self._bad | bad
         self._steps += 1
-        if self._bar is not None:
-            self._bar.update(1)
+        self._bar.update(1)
         if not (more or due(step, self._every) or step in (self._first + 1, self._last)):
             return
         self.check_finite(step)
@@ -97,9 +92,8 @@ class Metrics:
         """Raise a `TrainingError` when a step up to here was not finite, which is not saved."""
         if self._bad is not None and bool(self._bad):
             raise TrainingError(
-                f"the loss or the gradient norm became NaN or infinite by step {step}; nothing "
-                "was saved since. Lower optim.learning_rate, raise optim.warmup_steps, or look at "
-                "the data of these steps"
+                f"the loss or the gradient norm became NaN or infinite by step {step}; nothing was "
+                "saved since. Lower optim.learning_rate, raise optim.warmup_steps, or look at data"
             )
 
     @property
@@ -123,8 +117,7 @@ class Metrics:
 
     def close(self) -> str:
         """End the progress bar; return the line that sums up the steps, empty without a step."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""
@@ -146,8 +139,9 @@ class Metrics:
         step_time = max(1e-9, now - self._since - self._paused) / self._steps
         self._since, self._paused, self._steps = now, 0.0, 0
         rate = self._tokens_per_step / step_time
-        peak_bytes = memory_peak(self._device)
-        line |= {"tokens_per_second": rate, "step_time": step_time, "memory_peak_bytes": peak_bytes}
+        on_gpu = self._device.type == "cuda"
+        most = torch.cuda.max_memory_allocated(self._device) if on_gpu else host_memory_peak()
+        line |= {"tokens_per_second": rate, "step_time": step_time, "memory_peak_bytes": most}
         peak = device_peak_flops(self._device)
         if peak is not None:
             line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
@@ -158,7 +152,7 @@ class Metrics:
         if "eval_loss" in line:
             loss, perplexity = line["eval_loss"], line["eval_perplexity"]
             text += f"  eval_loss {loss:.4f} (perplexity {perplexity:,.1f})"
-        if self._bar is not None:
+        if not self._bar.disable:
             self._bar.set_postfix_str(text)
             return
         left = (self._last - line["step"]) * line["step_time"]
@@ -179,9 +173,7 @@ def begin(
     data: TrainingData,
     state: Any,
 ) -> Metrics:
-    """Print the lines that a run opens with; return its metrics, written to `folder`, which go on
-    where `state` is, a `checkpoint.TrainState`. Collective.
-    """
+    """Print the lines that a run opens with; return its metrics from `state` on. Collective."""
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
@@ -234,11 +226,3 @@ def evaluate_metrics(
     # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
     exp = {f"{name}_perplexity": float(loss.double().exp()) for name, loss in named.items()}
     return losses | exp
-
-
-def memory_peak(device: torch.device) -> int:
-    """Return the peak of this process in bytes: allocated on the accelerator, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -34,10 +34,8 @@ _PEAKS = {
 
 
 def training_flops(model: nn.Module, sequence_length: int) -> float:
-    """Return the FLOPs of one token of forward and backward; see [Note: MFU].
-
-    A frozen parameter (the base of adapters, 4-bit ones too) costs two a token less: it gets no
-    gradient of its own. An untied embedding is only looked up.
+    """Return the FLOPs of one token of forward and backward; see [Note: MFU]. A frozen parameter
+    has no gradient and costs two a token less; an untied embedding is only looked up.
     """
     base = base_of(model)
     width = getattr(base.config.get_text_config(), "hidden_size", 0)

@@ -22,11 +22,8 @@ def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
     """Let noise be added to the input embeddings of a model in training mode.
 
     Each rank draws from its own default generator, which checkpoints keep: a resumed run draws the
-    noise of an undisturbed one. Costs one draw of the size of the embeddings a forward.
-
-    Args:
-        model: a Hugging Face model, sharded or not, or adapters around one.
-        alpha: strength; the paper uses 5, 10 and 15. None: no noise.
+    noise of an undisturbed one. Costs one draw of the size of the embeddings a forward. `alpha` is
+    5, 10 or 15 in the paper; None: no noise.
     """
     if alpha is None:
         return
@@ -62,17 +59,13 @@ def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
 def sample_lengths(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return each token's number of tokens in its sample, [B, T]; None where each row is one.
-
-    The mask [B, T] is 0 for padding, whose count is 0; positions [B, T] restart with each sample of
-    a packed row. TrainingError for other shapes, such as a 4-d mask.
+    """Return each token's number of tokens in its sample, [B, T]; None where each row is one. The
+    mask [B, T] is 0 for padding, positions [B, T] restart with each sample. TrainingError: others.
     """
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
         if value is not None and value.ndim != 2:
-            raise TrainingError(
-                f"NEFTune needs the {name} as [batch, tokens] to know how long each sample is, got "
-                f"{list(value.shape)}"
-            )
+            what = "as [batch, tokens] to know how long each sample is"
+            raise TrainingError(f"NEFTune needs the {name} {what}, got {list(value.shape)}")
     if attention_mask is not None:
         real = attention_mask != 0
         return real * real.sum(-1, keepdim=True)

@@ -27,10 +27,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
-    """Refuse an optimizer or a schedule that cannot run, before anything is loaded; ConfigError.
-
-    `max_steps`: -1 where they are not known yet.
-    """
+    """Refuse what cannot run, before anything is loaded; ConfigError. `max_steps` -1: not known."""
     if cfg.optim == "adamw_8bit":
         bitsandbytes("optim.optim: adamw_8bit")
     if cfg.optim == "muon":
@@ -93,9 +90,7 @@ def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
-    """Return the parameters, by id, of what looks values up or convolves, and of the embedding and
-    the head of the model.
-    """
+    """Return ids: of what looks values up or convolves, and of the model's embedding and head."""
     kinds = (nn.Embedding, *_CONVOLUTIONS)
     inner = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
     base = base_of(model)
@@ -109,10 +104,7 @@ def _embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
 def build_scheduler(
     optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
 ) -> LRScheduler:
-    """Return transformers' schedule of `cfg.lr_scheduler_type` over `max_steps` optimizer steps.
-
-    ConfigError where `cfg.lr_scheduler_kwargs` are not that schedule's.
-    """
+    """Return transformers' schedule over `max_steps`; ConfigError: `lr_scheduler_kwargs`."""
     kind, warmup = cfg.lr_scheduler_type, int(cfg.warmup_steps)
     if cfg.warmup_steps < 1:
         warmup = math.ceil(cfg.warmup_steps * max_steps)
@@ -124,15 +116,12 @@ def build_scheduler(
     if kind == "warmup_stable_decay":
         decay = extra.setdefault("num_decay_steps", math.ceil(_DECAY_STEPS * max_steps))
         if warmup + decay > max_steps:
-            raise ConfigError(
-                f"optim.warmup_steps {warmup} and num_decay_steps {decay} are more than the "
-                f"{max_steps} steps of the run; lower one of them (optim.lr_scheduler_kwargs)"
-            )
+            what = f"num_decay_steps {decay} are more than the {max_steps} steps of the run"
+            raise ConfigError(f"optim.warmup_steps {warmup} and {what}; lower one of them")
     try:
         if extra and kind in ("constant", "constant_with_warmup"):
             raise TypeError(f"{kind} takes none")
         return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"optim.lr_scheduler_kwargs {cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"
-        ) from error
+        what = f"{cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"
+        raise ConfigError(f"optim.lr_scheduler_kwargs {what}") from error

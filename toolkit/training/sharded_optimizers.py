@@ -149,19 +149,15 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     try:
         from torch.optim._muon import _zeropower_via_newtonschulz
     except ImportError as error:
-        raise ConfigError(
-            f"optim.optim: muon: torch {torch.__version__} has no iteration of Muon ({error}); use "
-            "2.11 to 2.13"
-        ) from error
+        what = f"torch {torch.__version__} has no iteration of Muon ({error}); use 2.11 to 2.13"
+        raise ConfigError(f"optim.optim: muon: {what}") from error
     return _zeropower_via_newtonschulz(matrix, *_NEWTON_SCHULZ)
 
 
 def _orthogonalise_together(
     parameters: list[Any], updates: dict[nn.Parameter, torch.Tensor]
 ) -> None:
-    """Orthogonalise the updates of at most as many sharded matrices as there are ranks, in place:
-    rank i the i-th. Two exchanges.
-    """
+    """Orthogonalise updates in place, of at most one sharded matrix a rank. Two exchanges."""
     mesh = parameters[0].device_mesh
     ranks, me = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
 

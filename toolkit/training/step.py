@@ -57,9 +57,6 @@ def train_step(
         max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
         sync_each: reduce gradients after every micro-batch, whatever `sharding.accumulation` is.
         loss: (model, micro-batch) -> the sum over its supervised tokens of what is minimised, 0-d.
-
-    Raises:
-        TrainingError: no micro-batches.
     """
     if not micro_batches:
         raise TrainingError("train_step got no micro-batches; every rank needs at least one")
@@ -80,7 +77,7 @@ def train_step(
         _average_replicated(model, world)
     grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
     optimizer.step()
-    _clear_gradients(model, optimizer, total.device.type)
+    optimizer.zero_grad()
     if accumulation is not None:
         accumulation.end(total.device, count)
     if world > 1:
@@ -88,14 +85,9 @@ def train_step(
     return StepStats(total / world, grad_norm, tokens)
 
 
-def clip_gradients(
-    model: nn.Module, max_norm: float, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Scale the gradients to a global norm of at most `max_norm`; return the norm before, 0-d on
-    `device`. Collective.
-
-    The norm is that of the whole gradient: each rank's shards are counted once, and replicated
-    gradients once. 0 does not clip.
+def clip_gradients(model: nn.Module, max_norm: float, device: torch.device) -> torch.Tensor:
+    """Scale the gradients to a global norm of at most `max_norm` (0: not at all); return the norm
+    before, 0-d on `device`. Collective. Each rank's shards count once, replicated gradients once.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
     sharded = [p for p in parameters if isinstance(p.grad, DTensor)]
@@ -115,27 +107,9 @@ def clip_gradients(
     return total
 
 
-def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    """Drop the gradients; under offload on a CPU zero the sharded ones, so that their memory is
-    kept. From a device FSDP copies into a gradient that is kept while everything waits.
-
-    `Optimizer.zero_grad` zeroes sharded and replicated ones in one call, which torch refuses.
-    """
-    if getattr(model, "parameter_device", None) is None or device_type != "cpu":
-        optimizer.zero_grad()
-        return
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(parameter.grad, DTensor):
-            parameter.grad.zero_()
-        else:
-            parameter.grad = None
-
-
 def _average_replicated(model: nn.Module, world: int) -> None:
-    """Average over the ranks the gradients of what FSDP does not shard, in one all-reduce.
-
-    A parameter that some ranks did not use counts as zero there; one that no rank used keeps no
-    gradient. Which are used the hosts tell each other, so that none waits for its device.
+    """Average over the ranks the gradients of what FSDP does not shard, by one all-reduce: zero if
+    a rank did not use it, none where no rank did: the hosts tell each other, and no device waits.
     """
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
     if not parameters:
