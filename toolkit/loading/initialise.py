@@ -25,6 +25,8 @@ from toolkit.errors import LoadingError, one_line
 from toolkit.models.causal_lm import build, plain_class
 from toolkit.models.modes import forked_rng
 
+_DRAWN = "_is_hf_initialized"  # by which transformers leaves a parameter alone
+
 
 def with_buffers(
     model: PreTrainedModel, seed: int = 0, kept: Iterable[tuple[type, str]] = ()
@@ -37,10 +39,13 @@ def with_buffers(
     with forked_rng(), _parameters_on_meta(set(kept)):
         torch.default_generator.manual_seed(seed)
         try:
-            return build(plain_class(model), model.config, torch.float32)
+            built = build(plain_class(model), model.config, torch.float32)
         except Exception as error:  # an architecture may do anything on its way
             name = plain_class(model).__name__
             raise LoadingError(f"{name} cannot be built anew ({one_line(error)})") from error
+    for parameter in built.parameters():
+        vars(parameter).pop(_DRAWN, None)
+    return built
 
 
 def drawn(
@@ -128,6 +133,7 @@ def _parameters_on_meta(kept: set[tuple[type, str]]) -> Iterator[None]:
         if parameter is not None and not parameter.is_meta and parameter not in in_memory:
             empty = torch.empty_like(parameter, device="meta")
             parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(parameter, _DRAWN, True)  # drawing on meta takes 0.5 ms and gives nothing
         register(module, name, parameter)
 
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -128,7 +128,7 @@ class CheckpointCheck:
         elif places:
             found = damaged_blobs(file, places, self.files[name].get("blobs", ""))
             if not found and file.stat().st_size == self.files[name]["size"]:
-                what += "; every blob in it is whole: it is the shard of another checkpoint"
+                what += "; its tensors are whole: of another checkpoint, or hit between them"
         elif name.endswith(".safetensors"):
             try:
                 found = damaged_pieces(file, read_header(file, whole=False), header_metadata(file))
