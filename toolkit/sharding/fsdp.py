@@ -140,28 +140,21 @@ def apply_fsdp(
         listed = ", ".join(forgotten[:5])
         raise ShardingError(f"{len(forgotten)} parameter(s) were not sharded: {listed}")
     vars(model).update({_PLAN: plan, "unshard_early": cfg.unshard_early})
-    chosen = {
-        "embedding_units": (str(cfg.embedding_units).lower(), device_type),
-        "torch_compile": ("layer" if compiled else "none", compile_why),
-        "frozen": (cfg.frozen, frozen_why),
-    }
-    vars(model)["auto_line"] = ", ".join(
-        f"{name} {choice} ({why})"
-        for name, (choice, why) in chosen.items()
-        if getattr(asked, name) == "auto" and why
+    chosen = (
+        ("embedding_units", str(cfg.embedding_units).lower(), device_type),
+        ("torch_compile", "layer" if compiled else "none", compile_why),
+        ("frozen", cfg.frozen, frozen_why),
     )
+    autos = [c for c in chosen if getattr(asked, c[0]) == "auto" and c[2]]
+    vars(model)["auto_line"] = ", ".join(f"{name} {kind} ({why})" for name, kind, why in autos)
     # Where the bytes belong, for whoever brings them: host memory under offload.
     for part in {model, base_of(model)}:
         vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
     vars(model)["accumulation"] = Accumulation(model, cfg)
     if cfg.forward_prefetch or cfg.backward_prefetch:
-        vars(model)["prefetch"] = Prefetch(
-            model,
-            {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]},
-            cfg.forward_prefetch,
-            cfg.backward_prefetch,
-            cfg.prefetch_order,
-        )
+        units = {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]}
+        depths = cfg.forward_prefetch, cfg.backward_prefetch
+        vars(model)["prefetch"] = Prefetch(model, units, *depths, cfg.prefetch_order)
 
 
 def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
