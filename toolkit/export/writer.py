@@ -37,7 +37,7 @@ from tqdm import tqdm
 from toolkit.checkpoint.store import replace_synced, sync, sync_above, write_behind
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
-from toolkit.formats import DTYPE_NAMES, ExportGroup, export_manifest, is_plain_name
+from toolkit.formats import ExportGroup, export_manifest, is_plain_name
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
@@ -101,7 +101,7 @@ def write_export(
         for name, content in plan.assets.items():
             (staging.folder / name).write_bytes(content)
             sync(staging.folder / name)
-        described = export_manifest.describe(staging.folder, only=sorted(plan.assets))
+        described = export_manifest.describe(staging.folder, sorted(plan.assets))
         for part in staging.finished.values():
             described["files"].update(part["files"])
             described["tensors"].update(part["tensors"])
@@ -180,13 +180,7 @@ def _write_file(
                     f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
                     f"{place.nbytes} at {place.begin}"
                 )
-            described[name] = {
-                "file": path.name,
-                "dtype": DTYPE_NAMES[place.dtype],
-                "shape": list(place.shape),
-                "begin": begin,
-                "xxh3": written[-1].hexdigest(),
-            }
+            described[name] = export_manifest.describe_tensor(place, written[-1].hexdigest())
         read_back()
     for done in reads:
         done.result()
@@ -279,7 +273,7 @@ class _Staging:
     def _holds(self, name: str, described: dict[str, Any]) -> bool:
         try:
             is_here = is_plain_name(name)
-            return is_here and export_manifest.describe(self.folder, only=[name]) == described
+            return is_here and export_manifest.describe(self.folder, [name]) == described
         except ExportError:  # no plain file, or its header is damaged: written anew
             return False
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,18 @@ _HEX = re.compile(r"([0-9a-f]{32}){1,2}")
 
 
 def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return {"files": {name: {"size", "sha256"}}, "tensors": {key: {"file", "dtype", "shape",
-    "begin", "xxh3"}}} of a Hugging Face folder, or of the files `only`.
-
-    A tensor's XXH3-128 is over its bytes as they are stored, `begin` is where they begin in the
-    file; its dtype has safetensors' name. Hashes on four threads. ExportError for what is no plain
-    file, a damaged weight file, or a tensor that is in two.
+    """Return {"files": {name: {"size", "sha256"}}, "tensors": {key: `describe_tensor`}} of a
+    Hugging Face folder, or of the files `only`. ExportError for what is no plain file, a damaged
+    weight file, or a tensor that is in two.
     """
-    names = listed(folder) if only is None else list(only)
-    ranges: list[tuple[Path, int, int, str]] = []
-    tensors: dict[str, TensorEntry] = {}
-    for name in names:
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for name in listed(folder) if only is None else only:
         file = folder / name
         if file.is_symlink() or not file.is_file():
             raise ExportError(f"{file} is not a plain file; an export holds nothing else")
-        ranges.append((file, 0, file.stat().st_size, "sha256"))
+        size = file.stat().st_size
+        files[name] = {"size": size, "sha256": hash_of_part(file, 0, size, "sha256")}
         try:
             entries = read_header(file) if file.suffix == ".safetensors" else {}
         except LoadingError as error:
@@ -48,30 +44,23 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
         for key, entry in entries.items():
             if key in tensors:
                 raise ExportError(
-                    f"{folder}: tensor {key} is in both {tensors[key].file.name} and {name}"
+                    f"{folder}: tensor {key} is in both {tensors[key]['file']} and {name}"
                 )
-            tensors[key] = entry
-            # Right behind its file, whose bytes another thread is reading: they are in memory.
-            ranges.append((file, entry.begin, entry.nbytes, "xxh3"))
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        hashes = dict(zip(ranges, pool.map(lambda r: hash_of_part(*r), ranges), strict=True))
-    files = {
-        f.name: {"size": size, kind: hashes[f, 0, size, kind]}
-        for f, _, size, kind in ranges
-        if kind == "sha256"
-    }
+            xxh3 = hash_of_part(file, entry.begin, entry.nbytes, "xxh3")
+            tensors[key] = describe_tensor(entry, xxh3)
+    return {"files": files, "tensors": tensors}
+
+
+def describe_tensor(entry: TensorEntry, xxh3: str) -> dict[str, Any]:
+    """Return what a manifest says of a tensor: `begin` is where its bytes begin in the file, its
+    XXH3-128 is over them as they are stored, its dtype has safetensors' name.
+    """
     return {
-        "files": files,
-        "tensors": {
-            key: {
-                "file": e.file.name,
-                "dtype": DTYPE_NAMES[e.dtype],
-                "shape": list(e.shape),
-                "begin": e.begin,
-                "xxh3": hashes[e.file, e.begin, e.nbytes, "xxh3"],
-            }
-            for key, e in tensors.items()
-        },
+        "file": entry.file.name,
+        "dtype": DTYPE_NAMES[entry.dtype],
+        "shape": list(entry.shape),
+        "begin": entry.begin,
+        "xxh3": xxh3,
     }
 
 
