@@ -37,7 +37,7 @@ from toolkit.config.settings import (
 )
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError, ShardingError
 from toolkit.export import export_live
-from toolkit.formats import read_weights, weight_files
+from toolkit.formats import local_tensor, read_weights, weight_files
 from toolkit.loading import check_fits, load_pretrained
 from toolkit.models import quantise
 from toolkit.models.causal_lm import build_on_meta
@@ -163,7 +163,7 @@ def every_way(rank: int, world: int, folder: str, run_dir: str) -> dict[str, Any
             n for n, p in trained(model).items() if not torch.equal(p, seen["start"][n])
         ]
         held = [model.get_parameter(n) for n in packed_weights(model)]
-        seen["held"] = sum(p.to_local().numel() * p.itemsize for p in held)
+        seen["held"] = sum(local_tensor(p).numel() * p.itemsize for p in held)
         layers = list(packed_weights(model).values())
         seen["sizes"] = len(layers), sum(x.elements for x in layers), sum(x.nbytes for x in layers)
         seen["rows"] = unit_rows(model, WAYS[way][1])
