@@ -731,3 +731,26 @@ def test_what_is_written_is_read_back(
         consolidate(root / "llama/sharded", tmp_path / "out")
     assert len(calls) > 5
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("code", "kept"), [("raise EOFError('cut')", 0), ("OSError", 1)])
+def test_the_process_that_reads_back_fails(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, kept: int
+) -> None:
+    """What it says is passed on; what the disk refuses leaves the finished files."""
+    program = Path(writer.read_back.__file__).read_text()
+    if code == "OSError":
+        fails = "if synced: raise OSError(errno.EIO, 'sync')\n            synced.append(1)\n"
+        program = program.replace("import json\n", "import errno\nimport json\n\nsynced = []\n")
+        program = program.replace(
+            "os.fsync(descriptor)\n", f"{fails}            os.fsync(descriptor)\n"
+        )
+    else:
+        program = program.replace("os.fsync(descriptor)", code)
+    (tmp_path / "failing.py").write_text(program)
+    monkeypatch.setattr(writer.read_back, "__file__", str(tmp_path / "failing.py"))
+    expected = "Input/output error; 1 finished" if kept else "reads back the export ended: .*cut"
+    with pytest.raises(ExportError, match=expected):
+        consolidate(root / "llama/sharded", tmp_path / "out/hf", max_shard_size="4KB")
+    left = list((tmp_path / "out").glob("*/*.safetensors"))
+    assert (len(left) > kept) is bool(kept)

@@ -1,13 +1,12 @@
 """The one writer of exports: group by group read, convert back, cast, write, digest, free.
 
-In OUTPUT.tmp-export/ weight files are written one after the other, and read back behind the
-writing; each is fsynced beside the next one, and only then noted as finished. Memory: blocks of 1
-MB, 4 MB to read back, and what `read_group` holds of one group.
+In OUTPUT.tmp-export/ weight files are written one after the other, and read back and fsynced behind
+the writing; only then each is noted as finished. Memory: blocks of 1 MB, and what `read_group`
+holds of one group.
 
-[Note: one sha256, of what was read back] A thread follows the writer some MB behind, while the
-bytes are in the page cache and partly in the processor's. What it reads gives the file's sha256,
-and must have the XXH3 that each tensor had when it was written: so the sha256 is also that of what
-was written, and nothing is handed from thread to thread but offsets.
+[Note: one sha256, of what was read back] A process (`read_back`) follows the writer some MB behind,
+while the bytes are in the page cache. What it reads gives the file's sha256, and must have the XXH3
+that each tensor had when it was written: so the sha256 is also that of what was written.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
@@ -17,15 +16,14 @@ the finished files that are still the same to the byte; any other one writes eve
 import contextlib
 import errno
 import fcntl
-import hashlib
 import itertools
 import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,13 +34,14 @@ from tqdm import tqdm
 
 from toolkit.checkpoint.store import replace_synced, sync, sync_above, write_behind
 from toolkit.errors import ExportError
+from toolkit.export import read_back
 from toolkit.export.plan import ExportPlan
 from toolkit.formats import ExportGroup, export_manifest, is_plain_name
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
 _BLOCK = 2**20  # bytes that are cast and written at a time
-_PORTION = 2**22  # bytes that are read back at a time: each call may wait for Python's lock
+_PORTION = 2**22  # bytes after which the reader is told how far the writer is
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
 TensorValues = torch.Tensor | Iterator[torch.Tensor]
@@ -87,17 +86,14 @@ def write_export(
         todo = [n for n, t in plan.tensors.items() if t.file.name not in staging.finished]
         values = _values(plan, todo, read_group)
         total = sum(plan.tensors[name].nbytes for name in todo)
-        with _progress(total) as bar, ThreadPoolExecutor(1) as behind:
-            checks: list[Future[None]] = []
-            for file, names in itertools.groupby(todo, lambda name: plan.tensors[name].file):
-                path = staging.folder / file
-                written = _write_file(plan, path, names, values, bar.update)
-                for done in checks:
-                    done.result()
-                # One file reaches the disk while the next one is written.
-                checks = [behind.submit(_finish, staging, path, written)]
-            for done in checks:
-                done.result()
+        with _progress(total) as bar, contextlib.closing(_Reader()) as reader:
+            try:
+                for file, names in itertools.groupby(todo, lambda name: plan.tensors[name].file):
+                    _write_file(plan, staging.folder / file, names, values, reader, bar.update)
+                    # One file reaches the disk while the next one is written.
+                    staging.finish(*reader.finished(most_behind=1))
+            finally:  # an interrupted export goes on from there
+                staging.finish(*reader.finished(most_behind=0))
         for name, content in plan.assets.items():
             (staging.folder / name).write_bytes(content)
             sync(staging.folder / name)
@@ -137,40 +133,31 @@ def _write_file(
     path: Path,
     names: Iterable[str],
     values: Iterator[TensorValues],
+    reader: "_Reader",
     advance: Callable[[int], object],
-) -> dict[str, Any]:
-    """Write one safetensors file, and read it back behind the writing; return its description.
-
-    See [Note: one sha256, of what was read back].
-    """
-    described: dict[str, Any] = {}
-    header = plan.headers[path.name]
+) -> None:
+    """Write one safetensors file, and have it read back; see [Note: one sha256]."""
     end = given = sent = 0
-    sha256, written, read = hashlib.sha256(), [xxhash.xxh3_128()], [xxhash.xxh3_128()]
-    buffer, reads = bytearray(_PORTION), list[Future[None]]()
-    with open(path, "xb+", buffering=0) as file, ThreadPoolExecutor(1) as behind:
+    tensors: dict[str, Any] = {}
+    with open(path, "xb", buffering=0) as file:
+        reader.tell("file", json.dumps(str(path)))
 
         def write(content: memoryview) -> None:
-            nonlocal end, given
-            written[-1].update(content)
+            nonlocal end, given, sent
+            digest.update(content)
             _write_all(file.fileno(), content, end)
             end += len(content)
             given = write_behind(file.fileno(), given, end)
             if end - sent >= _PORTION:
-                read_back()
+                reader.tell("to", end)
+                sent = end
 
-        def read_back() -> None:
-            nonlocal sent
-            job = (file.fileno(), sent, end, buffer, (read[-1], sha256))
-            reads.append(behind.submit(_read_back, *job))
-            sent = end
-
-        write(memoryview(header))
+        digest, digests = xxhash.xxh3_128(), xxhash.xxh3_128()
+        write(memoryview(plan.headers[path.name]))
         for name in names:
-            read_back()  # to the end of what one hash of `written` is over
-            written.append(xxhash.xxh3_128())
-            read.append(xxhash.xxh3_128())
-            place, begin = plan.tensors[name], end
+            reader.tell("part", end)
+            digests.update(digest.digest())
+            digest, place, begin = xxhash.xxh3_128(), plan.tensors[name], end
             for content in _contents(next(values), place.dtype, name):
                 write(content)
                 advance(len(content))
@@ -180,34 +167,57 @@ def _write_file(
                     f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
                     f"{place.nbytes} at {place.begin}"
                 )
-            described[name] = export_manifest.describe_tensor(place, written[-1].hexdigest())
-        read_back()
-    for done in reads:
-        done.result()
-    if [each.digest() for each in read] != [each.digest() for each in written]:
-        raise ExportError(f"{path} reads back with other bytes than were written")
-    size_and_hash = {"size": end, "sha256": sha256.hexdigest()}
-    return {"files": {path.name: size_and_hash}, "tensors": described}
+            tensors[name] = export_manifest.describe_tensor(place, digest.hexdigest())
+        reader.tell("part", end)
+        digests.update(digest.digest())
+    reader.end(path, digests.hexdigest(), tensors)
 
 
-def _read_back(
-    descriptor: int, begin: int, end: int, buffer: bytearray, hashers: Iterable[Any]
-) -> None:
-    """Update `hashers` with bytes `begin` to `end` of a file, whose blocks `buffer` takes."""
-    view = memoryview(buffer)
-    while begin < end:
-        count = os.preadv(descriptor, [view[: end - begin]], begin)
-        if count == 0:
-            raise ExportError("a file that is being written became shorter; export again")
-        for each in hashers:
-            each.update(view[:count])
-        begin += count
+class _Reader:
+    """The process that reads back what is written (`read_back`), and what it is to find."""
 
+    def __init__(self) -> None:
+        self._written: list[tuple[Path, str, dict[str, Any]]] = []
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        program = [sys.executable, "-P", read_back.__file__]
+        # In a group of its own, which a Ctrl-C does not reach: it ends with what it reads from.
+        options = pipes | {"text": True, "bufsize": 1, "process_group": 0}
+        self._process: Any = subprocess.Popen(program, **options)
 
-def _finish(staging: "_Staging", path: Path, described: dict[str, Any]) -> None:
-    """Wait until a file is on the disk, and note it as finished."""
-    sync(path)
-    staging.finish(path.name, described)
+    def tell(self, word: str, value: object = "") -> None:
+        """Send a line of `read_back`'s protocol; where it ended, `finished` says why."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{word} {value}\n")
+
+    def end(self, path: Path, digests: str, tensors: dict[str, Any]) -> None:
+        """Say that `path` is written: `digests` is what it is to find, `tensors` describes it."""
+        self.tell("end")
+        self._written.append((path, digests, tensors))
+
+    def finished(self, most_behind: int) -> list[dict[str, Any]]:
+        """Return the descriptions of files that are on the disk and were read back, when at most
+        so many are left; ExportError where one does not hold what was written, OSError where the
+        disk failed.
+        """
+        found = []
+        while len(self._written) > most_behind:
+            path, digests, tensors = self._written.pop(0)
+            file = json.loads(self._process.stdout.readline() or "{}")
+            if file.pop("digests", None) != digests:
+                self._written.clear()  # of the others nothing is known
+                if not file:
+                    said = self._process.stderr.read().strip().splitlines() or ["it was killed"]
+                    raise ExportError(f"the process that reads back the export ended: {said[-1]}")
+                if code := file.get("errno"):
+                    raise OSError(code, os.strerror(code))
+                raise ExportError(f"{path} reads back with other bytes than were written")
+            found.append({"files": {path.name: file}, "tensors": tensors})
+        return found
+
+    def close(self) -> None:
+        """End the process, also amid a file."""
+        self._process.kill()
+        self._process.communicate()
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:
@@ -277,9 +287,10 @@ class _Staging:
         except ExportError:  # no plain file, or its header is damaged: written anew
             return False
 
-    def finish(self, name: str, described: dict[str, Any]) -> None:
-        """Note that the weight file `name` is complete and on the disk."""
-        self.finished[name] = described
+    def finish(self, *described: dict[str, Any]) -> None:
+        """Note that the weight files `described` are complete and on the disk."""
+        for each in described:
+            self.finished |= dict.fromkeys(each["files"], each)
         note = {"key": self.key, "finished": self.finished}
         replace_synced(self.folder / _MARK, json.dumps(note))
 
