@@ -211,6 +211,7 @@ class _Reader:
                 if code := file.get("errno"):
                     raise OSError(code, os.strerror(code))
                 raise ExportError(f"{path} reads back with other bytes than were written")
+            sync(path)  # waits for nothing: `read_back` did
             found.append({"files": {path.name: file}, "tensors": tensors})
         return found
 
