@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import LoadingError, one_line
+from toolkit.formats import transformers_private
 from toolkit.models.causal_lm import build, plain_class
 from toolkit.models.modes import forked_rng
 
@@ -36,7 +37,9 @@ def with_buffers(
     Except those in `kept`, as (class of a module, name in it), which get values. `from_pretrained`
     computes buffers in fp32, too, and rounds once.
     """
-    with forked_rng(), _parameters_on_meta(set(kept)):
+    # Parameters on meta count as drawn: their constructors, too, then draw nothing.
+    guard = transformers_private("initialization", "guard_torch_init_functions")
+    with forked_rng(), _parameters_on_meta(set(kept)), guard():
         torch.default_generator.manual_seed(seed)
         try:
             built = build(plain_class(model), model.config, torch.float32)
