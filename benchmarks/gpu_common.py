@@ -481,6 +481,7 @@ class Program:
 
 def _run(arguments: list[str], log: Path) -> None:
     redirect(log)
+    torch.set_num_threads(1)  # makes the fork's thread pool, before a second thread may need it
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
     if arguments[0] == "-m":

@@ -13,11 +13,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 import pytest
 import torch
+import warm
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
 torch.set_num_threads(1)
+warm.give_forks_a_thread_pool()
 
 
 def tiny_config(kind: str = "llama", **changes):

@@ -12,6 +12,7 @@ import sys
 import traceback
 
 import huggingface_hub.utils._http as client_http
+import warm
 from huggingface_hub import constants
 
 from toolkit import cli
@@ -49,6 +50,7 @@ def call(asked: dict) -> dict:
 
 
 def main() -> None:
+    warm.give_forks_a_thread_pool()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes where the tests look for tokens
     print("ready", file=answers, flush=True)

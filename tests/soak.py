@@ -48,6 +48,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import file_trace  # noqa: E402
+import warm  # noqa: E402
 
 LAST, EVERY, BEST = 2, 4, 1  # retention of every save here: newest, every fourth step, best
 
@@ -116,6 +117,7 @@ class Stage:
         from toolkit.models import causal_lm as models
 
         torch.set_num_threads(1)
+        warm.give_forks_a_thread_pool()
         self.folder, self.tracer = folder, tracer
         self.checkpoint, self.commit, self.consolidate = checkpoint, commit, consolidate
         self.cfg = CheckpointConfig(

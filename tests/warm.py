@@ -100,6 +100,7 @@ def _serve(connection: socket.socket) -> None:
     _end_with_the_parent()
     for name in WARM:
         importlib.import_module(name)
+    give_forks_a_thread_pool()
     while True:
         head, outputs, _, _ = socket.recv_fds(connection, 8, 2)
         if not head:
@@ -138,6 +139,18 @@ def _run(request: bytes, outputs: list[int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def give_forks_a_thread_pool() -> None:
+    """Let every fork of this process make torch's thread pool before it starts a thread.
+
+    A fork throws the parent's pool away at the first parallel operation. Where a second thread has
+    one at that moment it finds none: "INTERNAL ASSERT FAILED at ParallelOpenMP.cpp: Invalid thread
+    pool!", in torch 2.13, seen in 4 of 5 forks in which eight threads begin at once.
+    """
+    import torch
+
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 def _end_with_the_parent() -> None:
