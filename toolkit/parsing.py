@@ -13,13 +13,11 @@ import yaml
 from toolkit.errors import ToolkitError, one_line
 
 MAX_JSON_BYTES = 64 * 2**20
-MAX_JSON_VALUES = 1_000_000
-"""Commas and opening brackets; a manifest of 1,000 ranks and 100,000 tensors has about 600,000."""
+MAX_JSON_VALUES = 1_000_000  # a manifest of 1,000 ranks and 100,000 tensors has 600,000
 MAX_YAML_BYTES = 2**20
 MAX_YAML_EVENTS = 50_000
 MAX_DEPTH = 100
-MAX_DIGITS = 100
-"""Characters of a number in YAML, whose integers to the base 60 take quadratic time."""
+MAX_DIGITS = 100  # of a number in YAML: integers to the base 60 take quadratic time
 
 
 def read_json(file: Path, error: type[ToolkitError], *, strict: bool = False) -> Any:

@@ -26,15 +26,11 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class CoverageRow:
     """One matrix of the base, and what is trained for it."""
 
-    name: str
-    """Of the parameter, in the base."""
+    name: str  # of the parameter, in the base
     shape: tuple[int, ...]
-    how: str
-    """`LoRA`, `rsLoRA` or `DoRA`, `in full`, or `-`: stays as it is."""
-    trained: int
-    """Elements that are trained for it."""
-    part: str
-    """`layer`, `experts` (routed), `router`, or `embedding` (the head too)."""
+    how: str  # `LoRA`, `rsLoRA` or `DoRA`, `in full`, or `-`: stays as it is
+    trained: int  # elements that are trained for it
+    part: str  # `layer`, `experts` (routed), `router`, or `embedding` (the head too)
 
     @property
     def elements(self) -> int:

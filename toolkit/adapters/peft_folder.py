@@ -22,8 +22,7 @@ from toolkit.parsing import read_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-ENTRY = "adapter"
-"""Of a checkpoint's manifest: which base was adapted."""
+ENTRY = "adapter"  # of a checkpoint's manifest: which base was adapted
 _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
 
@@ -31,14 +30,10 @@ _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 class AdapterLayer:
     """One layer of the adapter: which parameter of the base it adapts, and with what."""
 
-    parameter: str
-    """Of the base."""
-    kind: str
-    """linear, embedding, experts, or saved: trained as a whole."""
-    module: str
-    """PEFT's layer, in the adapted model."""
-    tensors: dict[str, str]
-    """A, B, magnitude or saved -> parameter of the adapted model."""
+    parameter: str  # of the base
+    kind: str  # linear, embedding, experts, or saved: trained as a whole
+    module: str  # PEFT's layer, in the adapted model
+    tensors: dict[str, str]  # A, B, magnitude or saved -> parameter of the adapted model
     rank: int = 0
 
 
@@ -46,11 +41,9 @@ class AdapterLayer:
 class PeftLayout:
     """An adapted model on meta, and how its parameters are called elsewhere."""
 
-    model: Any
-    """The PeftModel around `base`."""
+    model: Any  # the PeftModel around `base`
     base: PreTrainedModel
-    keys: dict[str, str]
-    """Key in adapter_model.safetensors -> parameter of the adapted model; tied ones: the first."""
+    keys: dict[str, str]  # key in the file -> parameter of the adapted model; tied ones: the first
     parts: dict[str, list[AdapterLayer]] = field(default_factory=dict)
     """Parameter of the base -> what adapts it; of tied parameters under the first name."""
 

@@ -31,15 +31,11 @@ class Targets:
     """What `cfg` names in a model; whole names of modules of the base."""
 
     cfg: LoraConfig
-    names: tuple[str, ...]
-    """Every module."""
-    modules: set[str]
-    """What gets an adapter."""
+    names: tuple[str, ...]  # every module
+    modules: set[str]  # what gets an adapter
     excluded: set[str]
-    saved: set[str]
-    """What is trained in full."""
-    tied: set[str]
-    """The modules that are one matrix with the input embedding, itself among them; often empty."""
+    saved: set[str]  # what is trained in full
+    tied: set[str]  # one matrix with the input embedding, itself among them; often empty
 
     @property
     def ties(self) -> bool:

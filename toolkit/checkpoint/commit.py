@@ -91,10 +91,8 @@ class Attempt:
 
     folder: Any
     step: int
-    kind: str
-    """saved, old, tmp, bad or trash: as named on a disk; on a store as its objects say."""
-    order: int
-    """Of the committed ones of a step the highest counts."""
+    kind: str  # saved, old, tmp, bad or trash: as named on a disk; on a store as its objects say
+    order: int  # of the committed ones of a step the highest counts
 
 
 # --------------------------------------------------------------------------------------------------

@@ -27,16 +27,12 @@ class DiskEstimate:
     """What a run will have on the disk at its fullest moment; sizes in bytes."""
 
     checkpoint: int
-    checkpoints: int
-    """How many of them at a time."""
+    checkpoints: int  # how many of them at a time
     export: int
-    there: int
-    """What of that lies there already: checkpoints and exports that count or will be replaced."""
+    there: int  # of that already: checkpoints and exports that count or will be replaced
     free: int
-    folder: Path
-    """Whose file system has so much `free`."""
-    store: Place | None
-    """Takes the checkpoints instead; how much room it has, nobody can ask."""
+    folder: Path  # whose file system has so much `free`
+    store: Place | None  # takes the checkpoints instead; how much room it has, nobody can ask
 
     @property
     def total(self) -> int:

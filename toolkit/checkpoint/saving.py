@@ -43,8 +43,7 @@ MANIFEST_VERSION = 2
 DCP, HF, RNG = "dcp", "hf", "rng"
 _CHANNEL, _GATHERED = "checkpoint", "gathered"
 
-Files = dict[str, dict[str, Any]]
-"""Name -> size and sha256."""
+Files = dict[str, dict[str, Any]]  # name -> size and sha256
 
 
 def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str:

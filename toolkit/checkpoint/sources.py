@@ -65,18 +65,13 @@ _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_
 class Source:
     """The weights of one checkpoint."""
 
-    folder: Path
-    """Holds the shards."""
-    hf: Path
-    """Holds config.json and what else belongs to the model."""
-    checkpoint: Path | None
-    """The toolkit's own checkpoint, with a manifest; None where another tool wrote it."""
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Name -> dtype and shape."""
+    folder: Path  # holds the shards
+    hf: Path  # holds config.json and what else belongs to the model
+    checkpoint: Path | None  # the toolkit's own, with a manifest; None: another tool's
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
     stored: Callable[[str], StoredTensor]
     """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
-    fault: Callable[[str], str | None]
-    """Name -> why its chunks do not cover each element once, None where they do."""
+    fault: Callable[[str], str | None]  # name -> why it is not covered once; None: it is
 
     def fingerprint(self) -> str:
         """Return a hash that changes with the weights: of the manifest, else of file stats."""

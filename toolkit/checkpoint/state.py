@@ -20,8 +20,7 @@ from toolkit.checkpoint.store import Folder, read_object
 from toolkit.errors import CheckpointError
 from toolkit.models.peft_model import has_adapters
 
-Known = dict[str, TensorStorageMetadata]
-"""Name -> what a checkpoint says of its tensor."""
+Known = dict[str, TensorStorageMetadata]  # name -> what a checkpoint says of its tensor
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("step", "tokens", "world_size"), int),
     **dict.fromkeys(("optimizer", "scheduler", "data", "extra"), dict),
@@ -37,14 +36,11 @@ class TrainState:
     scheduler: LRScheduler | None = None
     data: Any = None
     """Position in the data: anything with `state_dict()` and `load_state_dict()` of JSON values."""
-    step: int = 0
-    """Optimizer steps done."""
-    tokens: int = 0
-    """Supervised tokens seen."""
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # supervised tokens seen
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else that is JSON; `resume` updates it."""
+    extra: dict[str, Any] = field(default_factory=dict)  # any other JSON; `resume` updates it
     restored: dict[str, float] = field(default_factory=dict)
     """What `resume` read on this rank: `own_bytes` of its parts, `bytes_requested` to fill them
     (verification, which reads everything, is not in it), `seconds`; empty before."""

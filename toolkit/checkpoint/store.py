@@ -26,8 +26,7 @@ class Place:
     """An object on a store, or a prefix of objects; named and read as a `Path` is."""
 
     url: str
-    path: str
-    """As the driver names it."""
+    path: str  # as the driver names it
     fs: Any = field(compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -90,8 +89,7 @@ class Place:
             self.fs.rm_file(self.path)
 
 
-Folder = Path | Place
-"""Where checkpoints are."""
+Folder = Path | Place  # where checkpoints are
 
 
 def is_url(path: object) -> bool:

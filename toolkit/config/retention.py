@@ -9,12 +9,9 @@ from toolkit.config.settings import CheckpointConfig
 class Retention:
     """Which checkpoints stay: those that any of the rules names, and never fewer than two."""
 
-    last: int | None = 2
-    """The newest so many; None: all."""
-    every: int | None = None
-    """Steps that this divides, for good."""
-    best: int = 0
-    """So many with the best `metric`; of equals the newer."""
+    last: int | None = 2  # the newest so many; None: all
+    every: int | None = None  # steps that this divides, for good
+    best: int = 0  # so many with the best `metric`; of equals the newer
     metric: str = "eval_loss"
     greater_is_better: bool = False
 

@@ -142,8 +142,7 @@ class Choice:
 
     packing: Packing
     why: str
-    mask: str | None = "rows are padded"
-    """Why a mask is needed; None: batches carry the borders of documents instead."""
+    mask: str | None = "rows are padded"  # why one is needed; None: batches carry borders
 
     def __str__(self) -> str:
         how = "within documents, without a mask" if self.mask is None else f"masked: {self.mask}"

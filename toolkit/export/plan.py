@@ -58,19 +58,14 @@ TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class ExportPlan:
     """A whole exported folder but for the bytes of its weights."""
 
-    model: PreTrainedModel
-    """On meta."""
-    stored: dict[str, str]
-    """Parameter name -> stored name: another one of its family where it is tied."""
+    model: PreTrainedModel  # on meta
+    stored: dict[str, str]  # parameter -> stored name: another one of its family where tied
     groups: list[ExportGroup]
-    names: dict[str, str]
-    """Name in a group's outputs -> exported name."""
+    names: dict[str, str]  # name in a group's outputs -> exported name
     tensors: dict[str, TensorEntry]
     """Exported name -> place, in the order of the files; the file is a name in the folder."""
-    headers: dict[str, bytes]
-    """File name -> its first bytes: the length and the JSON of a safetensors file."""
-    assets: dict[str, bytes]
-    """Every other file of the folder: name -> content."""
+    headers: dict[str, bytes]  # file -> its first bytes: length and JSON of the header
+    assets: dict[str, bytes]  # every other file of the folder: name -> content
 
     def digest(self) -> str:
         """Return a sha256 over everything that decides the folder's bytes, given the weights."""

@@ -31,8 +31,7 @@ BLOB_HASH = 16
 
 _MAX_RECORD = 2**20  # bytes of a record that is not a tensor's, and of the directory
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a part of a tensor."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of a tensor
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Chunk:
     raw: int | None
     """Offset in the file of the payload, exactly this chunk in row-major order; None where the blob
     is stored in another way: `read_chunk` reads that."""
-    blob: tuple[int, int] = (0, 0)
-    """Offset and length of the blob in the file, where `read_chunk` may be needed."""
+    blob: tuple[int, int] = (0, 0)  # its offset and length, where `read_chunk` may be needed
 
 
 def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chunk]:

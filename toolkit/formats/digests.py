@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from toolkit.formats.layout import local_slices
 
-LANES = 2
-"""64-bit lanes of a digest."""
+LANES = 2  # 64-bit lanes of a digest
 _MASK = 2**64 - 1
 _ROWS = 2**16  # hashed before they are added up: the list of their hashes stays small
 

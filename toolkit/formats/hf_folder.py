@@ -43,30 +43,23 @@ _BY_RUST = ("tokenizer.json", "vocab.json", "tekken.json", "emoji.json")  # larg
 class HFAssets:
     """What a Hugging Face folder needs beside the trained weights."""
 
-    config: dict[str, Any]
-    """config.json as the source has it."""
+    config: dict[str, Any]  # config.json as the source has it
     files: dict[str, bytes] = field(default_factory=dict)
     """Tokenizer, chat template, generation config: file name -> content."""
     source: dict[str, str] | None = None
     """Key -> safetensors dtype of the source checkpoint's tensors; None for a random start."""
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter name -> name of the parameter that it is tied to and stored under."""
-    resized: bool = False
-    """Whether embedding and head have another number of rows than the source."""
+    resized: bool = False  # whether embedding and head have another number of rows than the source
     # From here on in memory only.
     conversions: list[Any] = field(default_factory=list)
     """Transformers' mapping from source keys to parameters, computed on the unsharded model."""
-    model_class: type[PreTrainedModel] | None = None
-    """Before sharding changes it."""
-    name_or_path: str | None = None
-    """The source as the run names it: a Hub id, or a folder's whole path."""
+    model_class: type[PreTrainedModel] | None = None  # before sharding changes it
+    name_or_path: str | None = None  # the source: a Hub id, or a folder's whole path
     revision: str | None = None
-    folder: Path | None = None
-    """Where the source's files are."""
-    drawn_from: int | None = None
-    """Seed of a random start, once it is drawn."""
-    digest: str | None = None
-    """What identifies the source's weights, once it was asked for."""
+    folder: Path | None = None  # where the source's files are
+    drawn_from: int | None = None  # seed of a random start, once it is drawn
+    digest: str | None = None  # what identifies the source's weights, once it was asked for
 
     def save(self, folder: Path) -> None:
         """Write the assets into an existing `folder`, for `HFAssets.load`."""

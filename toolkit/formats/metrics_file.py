@@ -9,8 +9,7 @@ from toolkit import parsing
 from toolkit.errors import CheckpointError
 
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-"""Answers to `train.eval_prompts`, a line each."""
+SAMPLES = "samples.jsonl"  # answers to `train.eval_prompts`, a line each
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

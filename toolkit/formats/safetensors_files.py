@@ -43,8 +43,7 @@ class TensorEntry:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
-    """Offset of the first byte in the file."""
+    begin: int  # offset of the first byte in the file
     nbytes: int
 
 

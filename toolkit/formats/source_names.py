@@ -18,12 +18,9 @@ from toolkit.formats.hf_folder import HFAssets
 class ExportGroup:
     """Parameters that leave together: one that keeps its bytes, or several that are converted."""
 
-    sources: tuple[str, ...]
-    """Parameter names."""
-    outputs: dict[str, tuple[int, ...]]
-    """Exported name -> shape."""
-    converted: bool
-    """Whether `convert_back` must be called; else the bytes of the one source are the output's."""
+    sources: tuple[str, ...]  # parameter names
+    outputs: dict[str, tuple[int, ...]]  # exported name -> shape
+    converted: bool  # by `convert_back`; else the one source's bytes are the output's
 
 
 def conversion_mapping(model: PreTrainedModel, **options: bool) -> list[Any]:

@@ -23,11 +23,9 @@ _IN_MEMORY = 10_000_000
 class LocalExport:
     """The files of an export by their names in the repository; the card is one of them."""
 
-    entries: dict[str, dict[str, Any]]
-    """Name -> {"size", "sha256"} of what was verified."""
+    entries: dict[str, dict[str, Any]]  # name -> {"size", "sha256"} of what was verified
     contents: dict[str, Path | bytes]
-    own_card: bool
-    """Whether the card is the folder's own README.md."""
+    own_card: bool  # whether the card is the folder's own README.md
 
 
 def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:

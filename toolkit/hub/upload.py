@@ -138,8 +138,7 @@ class _State:
     head: str
     private: bool
     files: dict[str, RepoSibling]
-    card_is_ours: bool
-    """Whether README.md is missing, or as an earlier push wrote it."""
+    card_is_ours: bool  # whether README.md is missing, or as an earlier push wrote it
 
     def keeps_card(self, export: LocalExport) -> bool:
         """Return whether the repository's card was edited there, and the folder has none."""

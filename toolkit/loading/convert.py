@@ -48,8 +48,7 @@ class LoadGroup:
     """Tensors of a checkpoint that are loaded together."""
 
     keys: tuple[str, ...]
-    parameter: str
-    """The parameter, of several the first; a name that the model does not have is unexpected."""
+    parameter: str  # of several the first; one that the model does not have is unexpected
     operations: tuple[Any, ...] | None
     """Transformers' conversions that make the parameters; None: the one tensor is the parameter."""
 

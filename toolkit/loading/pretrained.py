@@ -53,12 +53,9 @@ from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
 class LoadReport:
     """What one rank read."""
 
-    tensors: int
-    """Tensors in the checkpoint."""
-    file_bytes: int
-    """Bytes of those tensors."""
-    bytes_requested: int
-    """Bytes of the slices that this rank asked for."""
+    tensors: int  # tensors in the checkpoint
+    file_bytes: int  # bytes of those tensors
+    bytes_requested: int  # bytes of the slices that this rank asked for
     seconds: float
 
 

@@ -20,8 +20,7 @@ from torch import nn
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, one_line
 
-BLOCK = 64
-"""Values that share a scale."""
+BLOCK = 64  # values that share a scale
 _SCALES = 256  # scales that share a scale, with double quantisation
 _ALIGNED = 16  # bytes to which every part of a column is aligned
 

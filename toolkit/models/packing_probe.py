@@ -35,12 +35,9 @@ class Verdict:
     """Whether packed samples stay apart, and whether that takes a mask."""
 
     ok: bool
-    why: str
-    """What was found, or what went wrong, in words for a user."""
-    mask: str | None = None
-    """Why documents need a mask to be told apart; None: `attend_within_documents` does it."""
-    by: float = 0.0
-    """By how much of their spread the logits are off."""
+    why: str  # what was found, or what went wrong, in words for a user
+    mask: str | None = None  # why one is needed; None: `attend_within_documents` does it
+    by: float = 0.0  # by how much of their spread the logits are off
 
 
 def keeps_apart(

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit.formats import reshard
 
-ADAPTER = "default"
-"""PEFT's name for the one adapter of a run."""
+ADAPTER = "default"  # PEFT's name for the one adapter of a run
 # What PEFT calls the module that it wraps, and what it puts beside.
 _WRAPS = (("base_layer", "lora_A"), ("original_module", "modules_to_save"))
 _OWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")

@@ -23,8 +23,7 @@ from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import numbered
 
 VOCABULARY = 128
-SPECIAL = 48
-"""Ids from here up to VOCABULARY mean nothing special to a copy."""
+SPECIAL = 48  # ids from here up to VOCABULARY mean nothing special to a copy
 _WINDOW = 4
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
@@ -67,10 +66,8 @@ def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
 class Layers:
     """Where a model keeps its decoder layers, and what its config says of each."""
 
-    stacks: tuple[str, ...]
-    """Names of the lists that hold them; of a layer that is in none, its own name."""
-    listed: tuple[str, ...]
-    """Settings that are lists with an entry a layer."""
+    stacks: tuple[str, ...]  # names of the lists that hold them, or of a layer that is in none
+    listed: tuple[str, ...]  # settings that are lists with an entry a layer
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Layers":

@@ -25,19 +25,14 @@ class UnitRow:
     """One unit of a sharded model."""
 
     name: str
-    modules: int
-    """Gathered together."""
-    parameters: int
-    """Values, on all ranks together."""
-    bytes_sharded: int
-    """That this rank keeps, in the storage dtype."""
-    bytes_unsharded: int
-    """Gathered, in the compute dtype."""
+    modules: int  # gathered together
+    parameters: int  # values, on all ranks together
+    bytes_sharded: int  # that this rank keeps, in the storage dtype
+    bytes_unsharded: int  # gathered, in the compute dtype
     stored: str
     computed: str
     reduced: str
-    reshard: str
-    """Whether the gathered parameters are freed after the forward, or how many ranks keep them."""
+    reshard: str  # whether they are freed after the forward, or how many ranks keep them
 
 
 def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:

@@ -44,15 +44,11 @@ _ROOT_ONLY = {"reformer": "its reversible layers run their backward without the 
 class Unit:
     """One FSDP2 communication group: gathered, freed and reduced together."""
 
-    modules: tuple[str, ...]
-    """Names; the root's is empty."""
-    parameters: tuple[str, ...]
-    """Names of what it owns, the first name of tied ones."""
-    param_dtype: torch.dtype
-    """Of the gathered parameters and of the computation."""
+    modules: tuple[str, ...]  # names; the root's is empty
+    parameters: tuple[str, ...]  # names of what it owns, the first name of tied ones
+    param_dtype: torch.dtype  # of the gathered parameters and of the computation
     output_dtype: torch.dtype | None
-    reshard_after_forward: bool | int | None
-    """As `fully_shard` takes it."""
+    reshard_after_forward: bool | int | None  # as `fully_shard` takes it
 
     @property
     def name(self) -> str:
@@ -64,14 +60,10 @@ class Unit:
 class UnitPlan:
     """The units of a model, bottom up, and what is not sharded."""
 
-    units: tuple[Unit, ...]
-    """Inner units before outer ones; the root last."""
-    layers: tuple[str, ...]
-    """For recomputation and compilation."""
-    replicated: tuple[str, ...]
-    """Parameters that every rank keeps whole; first names of tied ones."""
-    root_only: str | None
-    """Why the layers are not units, where they cannot be."""
+    units: tuple[Unit, ...]  # inner units before outer ones; the root last
+    layers: tuple[str, ...]  # for recomputation and compilation
+    replicated: tuple[str, ...]  # parameters that every rank keeps whole; first names of tied ones
+    root_only: str | None  # why the layers are not units, where they cannot be
 
 
 def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:

@@ -9,8 +9,7 @@ from toolkit.config.retention import retention
 from toolkit.config.settings import CheckpointConfig, FinetuneTrainConfig
 from toolkit.errors import TrainingError
 
-KEY = "early_stopping"
-"""Where `TrainState.extra` keeps the state."""
+KEY = "early_stopping"  # where `TrainState.extra` keeps the state
 
 
 @dataclass
@@ -19,14 +18,12 @@ class EarlyStopping:
 
     metric: str
     greater_is_better: bool
-    patience: int | None
-    """Evaluations in a row without an improvement that end the run; None: it never ends so."""
+    patience: int | None  # evaluations without improvement that end the run; None: never
     threshold: float = 0.0
     """By how much a value must be better than the best to count. The best moves only with those
     that count, so that many small steps together do count."""
     best: float | None = None
-    waited: int = 0
-    """Evaluations since the best."""
+    waited: int = 0  # evaluations since the best
 
     @property
     def stop(self) -> bool:

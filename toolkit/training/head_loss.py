@@ -51,12 +51,9 @@ class HeadLoss:
     The way of Liger's FusedLinearCrossEntropy (Hsu et al. 2024, arXiv:2410.10989).
     """
 
-    module: nn.Module
-    """The head: it computes each token by itself, gathered where it was sharded."""
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    """The head's own, for what is more than a linear layer."""
-    vocabulary: int
-    """Logits of a token."""
+    module: nn.Module  # the head: it computes each token by itself, gathered where it was sharded
+    forward: Callable[[torch.Tensor], torch.Tensor]  # for what is more than a linear layer
+    vocabulary: int  # logits of a token
     logit_map: LogitMap = LogitMap()
     label_smoothing: float = 0.0
 

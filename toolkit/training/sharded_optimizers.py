@@ -24,8 +24,7 @@ from toolkit.models.packed_linear import bitsandbytes
 
 _MOMENTUM = 0.95  # Muon's, with Nesterov's correction
 _NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315), 5, 1e-7)  # coefficients, steps, epsilon
-BLOCK = 256
-"""Values of 8-bit state that share a scale: bitsandbytes' kernels know no other number."""
+BLOCK = 256  # values of 8-bit state that share a scale: bitsandbytes' kernels know no other number
 _AT_ONCE = 2**30  # values that one call of those kernels is given; they count in 32 bits
 
 

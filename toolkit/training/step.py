@@ -28,12 +28,9 @@ Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 class StepStats:
     """What a step did; 0-d tensors on the device, so that nothing waits for them."""
 
-    loss: torch.Tensor
-    """Mean over the supervised tokens of the global batch, before the step."""
-    grad_norm: torch.Tensor
-    """Global gradient norm before clipping."""
-    tokens: torch.Tensor
-    """Supervised tokens of the global batch."""
+    loss: torch.Tensor  # mean over the supervised tokens of the global batch, before the step
+    grad_norm: torch.Tensor  # global gradient norm before clipping
+    tokens: torch.Tensor  # supervised tokens of the global batch
 
 
 def train_step(

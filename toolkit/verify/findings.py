@@ -14,8 +14,7 @@ from tqdm import tqdm
 from toolkit.checkpoint import commit
 from toolkit.formats import is_cached
 
-Finding = tuple[str, str | None, str]
-"""File relative to what was verified, tensor or None, what is wrong."""
+Finding = tuple[str, str | None, str]  # file in what was verified, tensor, what is wrong
 
 _WORTH_THREADS = 2**23
 
@@ -25,17 +24,14 @@ class Report:
     """What was verified and what was found."""
 
     path: str
-    kind: str
-    """run, checkpoint or export."""
+    kind: str  # run, checkpoint or export
     findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What is no damage and should be known."""
+    notes: list[str] = field(default_factory=list)  # what is no damage and should be known
     files: int = 0
     tensors: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    logits_difference: float | None = None
-    """Largest difference between the logits of checkpoint and export, where both were computed."""
+    logits_difference: float | None = None  # largest, to those of the checkpoint
 
     @property
     def ok(self) -> bool:

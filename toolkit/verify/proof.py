@@ -53,10 +53,8 @@ class Expected:
     """A stored tensor that a parameter must equal."""
 
     stored: StoredTensor
-    what: str
-    """The tensor and whose it is, for findings."""
-    key: str = ""
-    """Name that its digest is over."""
+    what: str  # the tensor and whose it is, for findings
+    key: str = ""  # name that its digest is over
     digest: str | None = None
 
     def fault(self, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]) -> str | None:
@@ -88,14 +86,11 @@ class Expected:
 class Proof:
     """The comparison of an export's tensors with what its parameters must be."""
 
-    model: PreTrainedModel
-    """On meta."""
+    model: PreTrainedModel  # on meta
     entries: dict[str, TensorEntry]
-    groups: list[LoadGroup]
-    """Which tensors make which parameters."""
+    groups: list[LoadGroup]  # which tensors make which parameters
     findings: Findings
-    expected: dict[str, list[Expected]] = field(default_factory=dict)
-    """Parameter, of tied ones the first -> what it must equal."""
+    expected: dict[str, list[Expected]] = field(default_factory=dict)  # parameter -> what it equals
 
     def __post_init__(self) -> None:
         self._first_name, self._held = tied_names(self.model), set[str]()
@@ -166,10 +161,8 @@ class Proof:
 class MergeProof(Proof):
     """The comparison of one merged export with a base and a checkpoint of adapters."""
 
-    folder: Path
-    """Of the base."""
-    rounded: int = 0
-    """Values that are right to rounding only."""
+    folder: Path  # of the base
+    rounded: int = 0  # values that are right to rounding only
 
     def expect(self, source: Source) -> None:
         self.layout = peft_layout(model_on_meta(source.hf), read_config(source.hf))

@@ -15,8 +15,7 @@ from toolkit.data.sources.row_values import BadRow
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters (begin, end)
 _TAG = r"<[^<>\s]+>|\[/?[A-Z_]+\]"
-Render = Callable[..., str]
-"""render(messages, prompt=False) -> text; raises `TEMPLATE_ERRORS`."""
+Render = Callable[..., str]  # render(messages, prompt=False) -> text; raises `TEMPLATE_ERRORS`
 TEMPLATE_ERRORS = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError),
