@@ -162,9 +162,8 @@ class Stage:
     def prune(self, scene: Path, say: Callable[[str], None]) -> None:
         say("begin prune")
         from toolkit.checkpoint.retention import prune
-        from toolkit.config.retention import retention
 
-        prune(scene / "run", retention(self.cfg))
+        prune(scene / "run", self.cfg)
         say("done prune")
 
     def export(self, scene: Path, name: str, step: int, say: Callable[[str], None]) -> None:
@@ -942,16 +941,16 @@ def break_commit_first() -> None:
 
     def wrong(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
         text = json.dumps(manifest, indent=1, sort_keys=True)
-        commit.write_synced(folder / commit.MANIFEST, text)
-        commit.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
+        commit.store.write_synced(folder / commit.MANIFEST, text)
+        commit.store.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
         target = folder.parent / commit.step_name(step)
         commit._step_aside(target, step)
         os.rename(folder, target)
-        commit.sync(target.parent)
+        commit.store.sync(target.parent)
         for below, _, files in os.walk(target):
             for name in files:
-                commit.sync(Path(below, name))
-            commit.sync(Path(below))
+                commit.store.sync(Path(below, name))
+            commit.store.sync(Path(below))
         return target
 
     commit.commit = wrong

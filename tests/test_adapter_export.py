@@ -501,7 +501,7 @@ def test_a_name_on_the_hub_needs_no_weights(trained, copy, tmp_path: Path) -> No
     cached = copy("llama/source")
     (cached / "model.safetensors").unlink()
     run = trained[0] / "llama/run"
-    with mock.patch("toolkit.checkpoint.sources.local_folder", return_value=cached):
+    with mock.patch("toolkit.formats.local_folder", return_value=cached):
         consolidate(run, tmp_path / "named", hf_assets="org/base")
         config = json.loads((cached / "config.json").read_text())
         (cached / "config.json").write_text(json.dumps(config | {"num_attention_heads": 1}))

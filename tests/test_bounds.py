@@ -249,7 +249,7 @@ def test_the_revision_of_a_model_is_not_one_of_another_tokenizer(
         revisions.append((name, revision))
         return str(Path(TINY, file))
 
-    monkeypatch.setattr(causal_lm, "local_folder", lambda *_: Path(TINY))
+    monkeypatch.setattr(formats, "local_folder", lambda *_: Path(TINY))
     monkeypatch.setattr(causal_lm, "cached_file", fetch)
     cfg = ModelConfig("org/model", tokenizer_name_or_path=tokenizer, revision="abc", init="random")
     build_on_meta(cfg)

@@ -9,14 +9,14 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit import config
 from toolkit.checkpoint import commit, retention
 from toolkit.checkpoint.retention import expendable, prune, sweep
-from toolkit.config.retention import Retention
-from toolkit.config.retention import retention as policy_of
+from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
@@ -76,7 +76,7 @@ def test_a_changed_manifest_and_a_lost_commit_are_named(tmp_path):
     broken = commit.broken_steps(tmp_path)
     assert broken[4][1] == "COMMIT is not that of manifest.json: one of them was changed"
     assert broken[5][1] == "COMMIT missing"
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     commit.begin(tmp_path, 6)
     assert flipped.is_dir()
     assert lost.is_dir()  # damage is never taken for a leftover
@@ -112,7 +112,7 @@ def test_other_names_are_no_checkpoints(tmp_path):
     (root / "step-00000009.tmp-00000000").write_text("likewise")
     assert list(commit.committed_steps(tmp_path)) == [100_000_000]
     before = set(names(tmp_path))
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert before - set(names(tmp_path)) == {"step-00000009.tmp-00000000"}
     save(tmp_path, 8)
     assert list(commit.committed_steps(tmp_path)) == [8, 100_000_000]
@@ -143,7 +143,7 @@ def test_damage_is_named_also_where_the_disk_cannot_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("step", ["a prepared COMMIT", "the rename", "COMMIT"])
 def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step):
     save(tmp_path, 3, "first")
-    real_rename, real_write = os.rename, commit.write_synced
+    real_rename, real_write = os.rename, commit.store.write_synced
 
     def full(file, text):
         if file.name == "COMMIT.prepared":
@@ -160,7 +160,7 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
 
     with monkeypatch.context() as patch:
         if step == "a prepared COMMIT":
-            patch.setattr(commit, "write_synced", full)
+            patch.setattr(commit.store, "write_synced", full)
         else:
             patch.setattr(os, "rename", rename)
         cause = "No space left" if step == "a prepared COMMIT" else "Input/output error"
@@ -169,7 +169,7 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
     assert text_of(tmp_path) == "first"
     assert kinds(tmp_path) == ["tmp"]
     save(tmp_path, 3, "third")
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
@@ -206,11 +206,11 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
         (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
         assert text_of(tmp_path) == text
         assert not commit.broken_steps(tmp_path)
-        prune(tmp_path, Retention())
+        prune(tmp_path, CheckpointConfig())
         assert text_of(tmp_path) == text
         assert kinds(tmp_path) == ["old"]
     save(tmp_path, 3, "third")
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
@@ -233,7 +233,7 @@ def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     files = commit.hash_files(folder, ["data"])
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
     (target / "data").write_text("secone")
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     commit.quarantine(target)
     assert text_of(tmp_path) == "first"
 
@@ -254,7 +254,7 @@ def test_the_checkpoints_folder_may_be_a_link_and_no_file(tmp_path):
     (run / "checkpoints").symlink_to(tmp_path / "big disk")
     for step in (1, 2, 3):
         save(run, step)
-        prune(run, Retention())
+        prune(run, CheckpointConfig())
     assert list(commit.committed_steps(run)) == [2, 3]
 
 
@@ -264,7 +264,7 @@ def test_a_link_to_a_checkpoint_is_read_and_not_deleted(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
     for step in (2, 3, 4):
         save(tmp_path, step)
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]
 
 
@@ -286,26 +286,34 @@ def test_leftovers_go_before_the_next_save_needs_their_room(tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
+def keeping(
+    last: int | None = 2, every: int | None = None, best: int = 0, **more: Any
+) -> CheckpointConfig:
+    return CheckpointConfig(1, last, every, best, **more)
+
+
 def test_what_retention_keeps():
-    def left(policy: Retention, losses: dict[int, float | None]) -> list[int]:
+    def left(policy: CheckpointConfig, losses: dict[int, float | None]) -> list[int]:
         verified = {s: {} if v is None else {"eval_loss": v} for s, v in losses.items()}
         return sorted(set(losses) - expendable(verified, policy))
 
     none = dict.fromkeys(range(1, 9))
-    assert left(Retention(last=None), none) == [*range(1, 9)]
-    assert left(Retention(last=3), none) == [6, 7, 8]
-    assert left(Retention(last=1), none) == [7, 8]  # never fewer than two
-    assert left(Retention(last=0), none) == [7, 8]
-    assert left(Retention(last=2, every=3), none) == [3, 6, 7, 8]
+    assert left(keeping(last=None), none) == [*range(1, 9)]
+    assert left(keeping(last=3), none) == [6, 7, 8]
+    assert left(keeping(last=1), none) == [7, 8]  # never fewer than two
+    assert left(keeping(last=0), none) == [7, 8]
+    assert left(keeping(last=2, every=3), none) == [3, 6, 7, 8]
     losses = {1: 5.0, 2: 1.0, 3: None, 4: 1.0, 5: float("nan"), 6: 3.0, 7: 4.0, 8: 9.0}
-    assert left(Retention(best=1), losses) == [4, 7, 8]  # of equals the newer
-    assert left(Retention(best=2), losses) == [2, 4, 7, 8]
-    assert left(Retention(best=1, greater_is_better=True), losses) == [7, 8]
-    assert left(Retention(best=2, greater_is_better=True), losses) == [1, 7, 8]
-    assert left(Retention(best=3, metric="eval_accuracy"), losses) == [7, 8]
-    assert left(Retention(best=1, every=5), losses) == [4, 5, 7, 8]
-    assert left(Retention(last=4), {1: None}) == [1]
-    assert left(Retention(), {}) == []
+    assert left(keeping(best=1), losses) == [4, 7, 8]  # of equals the newer
+    assert left(keeping(best=2), losses) == [2, 4, 7, 8]
+    assert left(keeping(best=1, greater_is_better=True), losses) == [7, 8]
+    assert left(keeping(best=2, greater_is_better=True), losses) == [1, 7, 8]
+    assert left(
+        keeping(best=3, metric_for_best_model="accuracy", greater_is_better=False), losses
+    ) == [7, 8]
+    assert left(keeping(best=1, every=5), losses) == [4, 5, 7, 8]
+    assert left(keeping(last=4), {1: None}) == [1]
+    assert left(CheckpointConfig(), {}) == []
 
 
 def test_retention_keeps_what_each_rule_names_and_two_at_least():
@@ -313,26 +321,24 @@ def test_retention_keeps_what_each_rule_names_and_two_at_least():
     for _ in range(500):
         steps = chance.sample(range(100), chance.randint(0, 12))
         verified = {s: {"eval_loss": chance.random()} for s in steps if chance.random() < 0.7}
-        policy = Retention(
-            chance.choice((1, 2, 3, 5)), chance.choice((None, 2, 7)), chance.randint(0, 3)
-        )
-        left = set(verified) - expendable(verified, policy)
+        last, every = chance.choice((1, 2, 3, 5)), chance.choice((None, 2, 7))
+        best = chance.randint(0, 3)
+        left = set(verified) - expendable(verified, keeping(last, every, best))
         assert len(left) >= min(2, len(verified))
-        assert left >= set(sorted(verified)[-(policy.last or 0) :])
-        assert all(s in left for s in verified if policy.every and s % policy.every == 0)
-        best = sorted(verified, key=lambda s: verified[s]["eval_loss"])[: policy.best]
-        assert left >= set(best)
-        assert len(left) <= max(2, policy.last or 0) + policy.best + (100 if policy.every else 0)
+        assert left >= set(sorted(verified)[-last:])
+        assert all(s in left for s in verified if every and s % every == 0)
+        assert left >= set(sorted(verified, key=lambda s: verified[s]["eval_loss"])[:best])
+        assert len(left) <= max(2, last) + best + (100 if every else 0)
 
 
 def test_prune_reads_the_metrics_and_deletes(tmp_path):
-    policy = Retention(last=2, every=4, best=1)
+    policy = keeping(last=2, every=4, best=1)
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8], start=1):
         save(tmp_path, step, metrics={"eval_loss": loss})
         prune(tmp_path, policy)
     assert list(commit.committed_steps(tmp_path)) == [2, 4, 6, 7]
-    prune(tmp_path, Retention())
-    prune(tmp_path, Retention(last=None))
+    prune(tmp_path, CheckpointConfig())
+    prune(tmp_path, keeping(last=None))
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
 
 
@@ -349,10 +355,10 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
         (broken / "dcp" / "data").unlink()
     else:
         (broken / "manifest.json").write_text("{}")
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     save(tmp_path, 4)
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
@@ -361,7 +367,7 @@ def test_large_files_are_compared_by_size(tmp_path, monkeypatch):
         save(tmp_path, step, "x" * 1000)
     (tmp_path / "checkpoints" / "step-00000003" / "dcp" / "data").write_text("y" * 1000)
     monkeypatch.setattr(retention, "_AFFORDABLE", 500)
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
 
 
@@ -375,9 +381,9 @@ def test_what_cannot_be_deleted_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
         with pytest.raises(CheckpointError, match=r"could not be deleted: Device or resource busy"):
-            prune(tmp_path, Retention())
+            prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
-    prune(tmp_path, Retention())
+    prune(tmp_path, CheckpointConfig())
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
@@ -394,17 +400,14 @@ def test_what_a_killed_deletion_left_goes_with_the_next_start(tmp_path):
     assert names(tmp_path) == left
 
 
-def test_the_config_says_what_is_kept():
-    cfg = CheckpointConfig(save_total_limit=3, keep_best=True, save_permanent_steps=1000)
-    assert policy_of(cfg) == Retention(3, 1000, 1, "eval_loss", False)
+def test_the_config_says_which_metric_is_best():
     for name, metric, greater in (
         ("loss", "eval_loss", False),
         ("eval_perplexity", "eval_perplexity", False),
         ("accuracy", "eval_accuracy", True),
     ):
-        found = policy_of(CheckpointConfig(keep_best=2, metric_for_best_model=name))
-        assert (found.best, found.metric, found.greater_is_better) == (2, metric, greater)
-    assert policy_of(CheckpointConfig(greater_is_better=True)).greater_is_better
+        assert best_metric(CheckpointConfig(metric_for_best_model=name)) == (metric, greater)
+    assert best_metric(CheckpointConfig(greater_is_better=True)) == ("eval_loss", True)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,8 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.formats import local_tensor
+from toolkit.models import peft_model
 from toolkit.models.layers import numbers_of_experts
-from toolkit.models.peft_model import (
-    adapted_parameters,
-    adapter_config,
-    copied_modules,
-    has_adapters,
-    layer_parameters,
-    unwrapped_base,
-)
 from toolkit.tables import fold, table, without_numbers
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -39,11 +32,11 @@ class CoverageRow:
 
 def coverage(model: nn.Module) -> list[CoverageRow]:
     """Return a row for every matrix of the base of adapted `model`, tied ones once."""
-    layers = adapted_parameters(model)
-    saved = copied_modules(model).items()
+    layers = peft_model.adapted_parameters(model)
+    saved = peft_model.copied_modules(model).items()
     copied = {f"{name}.{leaf}": p for name, (_, m) in saved for leaf, p in m.named_parameters()}
     rows = []
-    with unwrapped_base(model) as base:
+    with peft_model.unwrapped_base(model) as base:
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
         experts = numbers_of_experts(base)
@@ -59,7 +52,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
                 how, trained = "in full", copied[name].numel()
             elif name in layers:
                 how = _kind(model)
-                trained = sum(p.numel() for p in layer_parameters(layers[name]).values())
+                trained = sum(p.numel() for p in peft_model.layer_parameters(layers[name]).values())
             rows.append(CoverageRow(name, shape, how, trained, part))
     return rows
 
@@ -73,7 +66,7 @@ def covered_share(rows: Iterable[CoverageRow]) -> float:
 
 def coverage_lines(model: nn.Module) -> list[str]:
     """Return what a run prints of its adapters: a summary, the table, and what may surprise."""
-    rows, config = coverage(model), adapter_config(model)
+    rows, config = coverage(model), peft_model.adapter_config(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(row.elements for row in rows)
     lines = [
@@ -106,9 +99,9 @@ def idle_adapters(model: nn.Module) -> list[str]:
     `dt_proj`, whose weight is read without a forward; none while all add nothing (the learning rate
     was zero), and no routed experts: no token may have come to them yet. Collective.
     """
-    layers = adapted_parameters(model)
+    layers = peft_model.adapted_parameters(model)
     experts = {row.name for row in coverage(model) if row.part == "experts"}
-    own = [layer_parameters(layer) for layer in layers.values()]
+    own = [peft_model.layer_parameters(layer) for layer in layers.values()]
     # Of each pair of factors the one that begins at zero.
     zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in own]
     moved = ranks.gather([p is not None and bool(local_tensor(p).any()) for p in zero])
@@ -120,7 +113,7 @@ def idle_adapters(model: nn.Module) -> list[str]:
 
 def idle_adapter_lines(model: nn.Module) -> list[str]:
     """Return a warning where adapters of `model` get no gradient; see `idle_adapters`."""
-    idle = idle_adapters(model) if has_adapters(model) else []
+    idle = idle_adapters(model) if peft_model.has_adapters(model) else []
     return [
         f"WARNING: {len(idle)} adapters get no gradient, such as {name}: the model reads their "
         "weights without a forward; name them in lora.exclude_modules"
@@ -134,7 +127,7 @@ def _short(name: str) -> str:
 
 
 def _kind(model: nn.Module) -> str:
-    config = adapter_config(model)
+    config = peft_model.adapter_config(model)
     return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"
 
 

@@ -48,18 +48,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.store import (
-    BLOCK,
-    Folder,
-    Place,
-    disk_errors,
-    files_below,
-    read_plain,
-    sync,
-    sync_above,
-    where,
-    write_synced,
-)
+from toolkit.checkpoint import store
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, is_inner_path
 from toolkit.parsing import parse_json
@@ -105,33 +94,33 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def committed_steps(run: str | Folder) -> dict[int, Any]:
+def committed_steps(run: str | store.Folder) -> dict[int, Any]:
     """Return step -> folder of every committed checkpoint of a run, oldest first."""
     return {step: a.folder for step, a in counting(attempts_of(run)).items()}
 
 
-def broken_steps(run: str | Folder) -> dict[int, tuple[Any, str]]:
+def broken_steps(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
     """Return step -> (folder, fault) where COMMIT or manifest was changed or lost: no kill does."""
     saved = [(a, _committed(a.folder)[1]) for a in attempts_of(run) if a.kind == "saved"]
     return {a.step: (a.folder, fault) for a, fault in saved if fault is not None}
 
 
-def is_committed(checkpoint: Folder) -> bool:
+def is_committed(checkpoint: store.Folder) -> bool:
     """Whether COMMIT is there and is, to the byte, the hash of the manifest that is there."""
     return _committed(checkpoint)[1] is None
 
 
-def find_checkpoint(path: str | Folder, *also: Callable[[Path], bool]) -> Any:
+def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> Any:
     """Return the checkpoint that `path` means: itself, or the newest committed one of a run; else
     CheckpointError says which paths around it would do, or are of a kind that is asked for `also`.
     """
-    path = where(path)
-    if is_committed(path) and not (isinstance(path, Place) and BAD in path.files()):
+    path = store.where(path)
+    if is_committed(path) and not (isinstance(path, store.Place) and BAD in path.files()):
         return path
     if steps := committed_steps(path):
         return steps[max(steps)]
     what = f"holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
-    if isinstance(path, Place):
+    if isinstance(path, store.Place):
         raise CheckpointError(f"{path} {what}")
     if not path.exists():
         what = f"does not exist (current folder: {Path.cwd()})"
@@ -157,7 +146,7 @@ def did_you_mean(path: Path, *kinds: Callable[[Path], bool]) -> str:
     return ""
 
 
-def read_manifest(checkpoint: Folder) -> dict[str, Any]:
+def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:
     """Return the manifest of a committed checkpoint; CheckpointError where it cannot be trusted."""
     content, fault = _committed(checkpoint)
     if fault is not None:
@@ -185,7 +174,7 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
 
 
 def damaged_files(
-    folder: Folder,
+    folder: store.Folder,
     only: Iterable[str] | None = None,
     *,
     hashed: Collection[str] | None = None,
@@ -197,7 +186,7 @@ def damaged_files(
     reads those in `hashed`, else all. `files` are the manifest's where they are known already.
     """
     files = read_manifest(folder)["files"] if files is None else files
-    sizes = files_below(folder)
+    sizes = store.files_below(folder)
     names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else list(only)
 
     def fault(name: str) -> str | None:
@@ -210,7 +199,7 @@ def damaged_files(
         return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
 
 
-def verifies(checkpoint: Folder, budget: int) -> tuple[bool, int]:
+def verifies(checkpoint: store.Folder, budget: int) -> tuple[bool, int]:
     """Return whether all files have their sizes, and up to `budget` bytes of them their hashes, the
     smallest first; and the bytes read.
     """
@@ -226,7 +215,7 @@ def verifies(checkpoint: Folder, budget: int) -> tuple[bool, int]:
     return not damaged_files(checkpoint, files, hashed=hashed, files=files), read
 
 
-def damage(file: Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
+def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
     """Return what is wrong with a file of `size` bytes (-1: it is none); None where nothing is."""
     if size < 0:
         return "is missing"
@@ -252,12 +241,12 @@ def seal(manifest: bytes) -> str:
     return hashlib.sha256(manifest).hexdigest() + "\n"
 
 
-def _committed(checkpoint: Folder) -> tuple[bytes, str | None]:
+def _committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
     """Return the bytes of the manifest, and why they are not the committed ones; None: they are."""
     found = []
     for name in (COMMIT, MANIFEST):
         try:
-            found.append(read_plain(checkpoint / name))
+            found.append(store.read_plain(checkpoint / name))
         except FileNotFoundError:
             return b"", f"{name} missing"
         except OSError as error:  # not to be read, so that it cannot be used
@@ -272,20 +261,20 @@ def _committed(checkpoint: Folder) -> tuple[bytes, str | None]:
 # --------------------------------------------------------------------------------------------------
 
 
-def begin(run: str | Folder, step: int) -> Any:
+def begin(run: str | store.Folder, step: int) -> Any:
     """Return the empty folder, or the place, in which the checkpoint of `step` is written.
 
     What killed saves and deletions of this run left is removed first, since it may be what fills
     the disk: call it only when no other save of the run is going on.
     """
-    root = where(run) / CHECKPOINTS
-    with disk_errors(f"{root} cannot be used, a folder is expected"):
+    root = store.where(run) / CHECKPOINTS
+    with store.disk_errors(f"{root} cannot be used, a folder is expected"):
         if isinstance(root, Path):
             root.mkdir(parents=True, exist_ok=True)
-            sync_above(root)
+            store.sync_above(root)
         attempts = attempts_of(run)
         delete(a.folder for a in attempts if a.kind in LEFT_OVER)
-        if isinstance(root, Place):
+        if isinstance(root, store.Place):
             number = max((a.order for a in attempts if a.step == step), default=0) + 1
             return root / f"{step_name(step)}.try-{number:04d}-{os.urandom(4).hex()}"
         folder = _beside(root / step_name(step), "tmp")
@@ -294,17 +283,17 @@ def begin(run: str | Folder, step: int) -> Any:
 
 
 def hash_files(
-    folder: Path, names: Iterable[str], to: Place | None = None
+    folder: Path, names: Iterable[str], to: store.Place | None = None
 ) -> dict[str, dict[str, Any]]:
     """Fsync files below `folder`, or put them `to` a store; return their manifest entries."""
 
     def settle(name: str) -> dict[str, Any]:
         file = folder / name
         if to is None:
-            sync(file)
+            store.sync(file)
         else:
             with (to / name).open("wb") as target, open(file, "rb") as source:
-                shutil.copyfileobj(source, target, BLOCK)
+                shutil.copyfileobj(source, target, store.BLOCK)
         return {"size": file.stat().st_size, "sha256": sha256_of(file)}
 
     names = list(names)
@@ -323,34 +312,34 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
             was committed before is as it was, and `folder` is there to be removed.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
-    if isinstance(folder, Place):
+    if isinstance(folder, store.Place):
         (folder / MANIFEST).write_bytes(text.encode())
         _check_whole(folder, manifest)
         (folder / COMMIT).write_bytes(seal(text.encode()).encode())
         return folder
     target = folder.parent / step_name(step)
-    with disk_errors(f"checkpoint of step {step} could not be committed"):
+    with store.disk_errors(f"checkpoint of step {step} could not be committed"):
         _check_whole(folder, manifest)
         (folder / COMMIT).unlink(missing_ok=True)  # in a copy of a committed folder
-        write_synced(folder / MANIFEST, text)
-        write_synced(folder / _PREPARED, seal(text.encode()))
+        store.write_synced(folder / MANIFEST, text)
+        store.write_synced(folder / _PREPARED, seal(text.encode()))
         for below, _, files in os.walk(folder):
             for name in files:
-                sync(Path(below, name))
-            sync(Path(below))
+                store.sync(Path(below, name))
+            store.sync(Path(below))
         aside = _step_aside(target, step)
         try:
             os.rename(folder, target)
-            sync(target.parent)
+            store.sync(target.parent)
             os.rename(target / _PREPARED, target / COMMIT)
         except OSError:
             _take_back(folder, target, aside)
             raise
-        sync(target)
+        store.sync(target)
     return target
 
 
-def _check_whole(folder: Folder, manifest: dict[str, Any]) -> None:
+def _check_whole(folder: store.Folder, manifest: dict[str, Any]) -> None:
     """Refuse to commit a folder that holds other files, or of other sizes, than its manifest."""
     for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
         raise CheckpointError(f"{folder / name} {fault}: not committed")
@@ -367,12 +356,12 @@ def _step_aside(target: Path, step: int) -> Path | None:
         for a in attempts_of(target.parent.parent):
             if a.step == step and a.kind == "old":  # superseded: from now on there is another
                 os.rename(a.folder, _beside(target, "trash"))
-                sync(target.parent)
+                store.sync(target.parent)
         aside = _beside(target, "old")
         os.rename(target, aside)
     else:
         os.rename(target, _beside(target, "bad"))
-    sync(target.parent)
+    store.sync(target.parent)
     return aside
 
 
@@ -382,21 +371,21 @@ def _take_back(folder: Path, target: Path, aside: Path | None) -> None:
     with contextlib.suppress(OSError):
         if not os.path.lexists(folder):
             os.rename(target, folder)
-            sync(target.parent)
+            store.sync(target.parent)
         if aside is not None:
             os.rename(aside, target)
-            sync(target.parent)
+            store.sync(target.parent)
 
 
 def quarantine(checkpoint: Any) -> Any:
     """Rename what failed verification to `step-N.bad-*`, or mark it on a store; return the name."""
-    if isinstance(checkpoint, Place):
+    if isinstance(checkpoint, store.Place):
         (checkpoint / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
         return checkpoint / BAD
     bad = _beside(checkpoint, "bad")
-    with disk_errors(f"{checkpoint} cannot be set aside"):
+    with store.disk_errors(f"{checkpoint} cannot be set aside"):
         os.rename(checkpoint, bad)
-        sync(bad.parent)
+        store.sync(bad.parent)
     return bad
 
 
@@ -407,11 +396,11 @@ def delete(folders: Iterable[Any]) -> None:
         if isinstance(folder, Path) and not re.search(r"\.(tmp|trash)-", folder.name):
             trash = _beside(folder, "trash")
             os.rename(folder, trash)
-            sync(folder.parent)
+            store.sync(folder.parent)
             folder = trash
         doomed.append(folder)
     for folder in doomed:
-        if isinstance(folder, Place):
+        if isinstance(folder, store.Place):
             (folder / COMMIT).unlink()
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(lambda name, f=folder: (f / name).unlink(), folder.files()))
@@ -420,7 +409,7 @@ def delete(folders: Iterable[Any]) -> None:
         else:
             if os.path.lexists(folder / COMMIT):
                 (folder / COMMIT).unlink()
-                sync(folder)
+                store.sync(folder)
             shutil.rmtree(folder)
 
 
@@ -429,10 +418,10 @@ def delete(folders: Iterable[Any]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def attempts_of(run: str | Folder) -> list[Attempt]:
+def attempts_of(run: str | store.Folder) -> list[Attempt]:
     """Return all that bears a name of the protocol, by step, what counts last."""
-    root = where(run) / CHECKPOINTS
-    found = _on_store(root) if isinstance(root, Place) else _on_disk(root)
+    root = store.where(run) / CHECKPOINTS
+    found = _on_store(root) if isinstance(root, store.Place) else _on_disk(root)
     # step-000000007 would be a second step 7
     attempts = [a for a in found if step_name(a.step) == a.folder.name.partition(".")[0]]
     return sorted(attempts, key=lambda a: (a.step, a.order, a.folder.name))
@@ -445,7 +434,7 @@ def _on_disk(root: Path) -> Iterator[Attempt]:
             yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
 
 
-def _on_store(root: Place) -> Iterator[Attempt]:
+def _on_store(root: store.Place) -> Iterator[Attempt]:
     names: dict[str, set[str]] = {}
     for path in root.files():
         folder, _, name = path.partition("/")

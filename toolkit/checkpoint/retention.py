@@ -7,34 +7,36 @@ from pathlib import Path
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
 from toolkit.checkpoint.store import Folder, Place, disk_errors, read_object, where
-from toolkit.config.retention import Retention
+from toolkit.config.best_metric import best_metric
+from toolkit.config.settings import CheckpointConfig
 
 # What `prune` reads again at most, over all checkpoints: a fraction of a second.
 _AFFORDABLE = 128 * 2**20
 _AFFORDABLE_ON_STORE = 16 * 2**20
 
 
-def expendable(verified: Mapping[int, Mapping[str, float]], policy: Retention) -> set[int]:
+def expendable(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
     """Return the steps that may be deleted of those that verify, given with their metrics; others
     are no candidates, and do not count as kept either.
     """
-    if policy.last is None:
+    if cfg.save_total_limit is None:
         return set()
-    kept = set(sorted(verified)[-max(2, policy.last) :])
-    if policy.every is not None:
-        kept |= {step for step in verified if step % policy.every == 0}
-    sign = -1 if policy.greater_is_better else 1
+    kept = set(sorted(verified)[-max(2, cfg.save_total_limit) :])
+    if cfg.save_permanent_steps is not None:
+        kept |= {step for step in verified if step % cfg.save_permanent_steps == 0}
+    metric, greater = best_metric(cfg)
+    sign = -1 if greater else 1
     measured = {
-        step: values[policy.metric]
+        step: values[metric]
         for step, values in verified.items()
-        if math.isfinite(values.get(policy.metric, math.nan))
+        if math.isfinite(values.get(metric, math.nan))
     }
     ranked = sorted(measured, key=lambda step: (sign * measured[step], -step))
-    return set(verified) - kept - set(ranked[: policy.best])
+    return set(verified) - kept - set(ranked[: int(cfg.keep_best)])
 
 
-def prune(run: str | Folder, policy: Retention) -> None:
-    """Delete the checkpoints that the policy does not keep, and leftovers: unfinished, half-deleted
+def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
+    """Delete the checkpoints that `cfg` does not keep, and leftovers: unfinished, half-deleted
     and superseded folders. Call it after the newest one is committed.
 
     A checkpoint counts as kept only when it verifies: its files have the sizes of the manifest, and
@@ -63,7 +65,7 @@ def prune(run: str | Folder, policy: Retention) -> None:
             saved = a.kind == "saved" and commit.is_committed(a.folder)
             if superseded and (saved or a.kind == "old"):
                 gone.append(a.folder)
-        gone += [newest[step].folder for step in sorted(expendable(verified, policy))]
+        gone += [newest[step].folder for step in sorted(expendable(verified, cfg))]
         commit.delete(gone)
 
 

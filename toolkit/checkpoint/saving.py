@@ -20,22 +20,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from toolkit import ranks
+from toolkit import formats, ranks
 from toolkit.checkpoint import commit, retention, rng_state
 from toolkit.checkpoint.shards import HashingWriter, first_failure
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
 from toolkit.checkpoint.store import Folder, Place, disk_error, disk_errors, files_below, where
-from toolkit.config.retention import retention as policy_of
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import (
-    METADATA_FILE,
-    described,
-    laid_out_as,
-    local_tensor,
-    part_digests,
-    whole_rows,
-)
 from toolkit.models.peft_model import model_tensors
 from toolkit.training import background
 
@@ -84,7 +75,7 @@ class _Snapshot:
 
     def __init__(self, state: TrainState, run: Folder, cfg: CheckpointConfig) -> None:
         """Make the folder, and take what the loop may change. Collective."""
-        self.run, self.policy, self.step = run, policy_of(cfg), state.step
+        self.run, self.cfg, self.step = run, cfg, state.step
         self.failed = f"checkpoint of step {state.step} could not be written"
         self.assets = getattr(state.model, "hf_assets", None)
         self.content, self.adapter = "", None  # of state.json; on rank 0
@@ -105,7 +96,7 @@ class _Snapshot:
         )
         try:
             model = model_tensors(state.model)
-            self.gathered = whole_rows(model)
+            self.gathered = formats.whole_rows(model)
             self.tensors = {**model, **optimizer_tensors(state)}
             if cfg.async_save:
                 # A gathered tensor may be the live one: where one rank holds all of it.
@@ -126,7 +117,7 @@ class _Snapshot:
         writer = HashingWriter(self.folder / DCP, shards, ranks_here=ranks.ranks_here())
         try:
             with ThreadPoolExecutor(1, "digests") as pool:
-                digests = pool.submit(part_digests, self.model, self.gathered)
+                digests = pool.submit(formats.part_digests, self.model, self.gathered)
                 with disk_errors(self.failed):
                     dcp.save(
                         self.tensors,
@@ -149,7 +140,7 @@ class _Snapshot:
             raise named from error
         finally:
             self.remove()  # still under its temporary name: it failed
-        ranks.on_main(lambda: retention.prune(self.run, self.policy))
+        ranks.on_main(lambda: retention.prune(self.run, self.cfg))
         return path
 
     def _write_small(self, shards: Files) -> Files:
@@ -159,7 +150,7 @@ class _Snapshot:
             names = [f"{RNG}/{rng_state.write(folder / RNG, ranks.rank(), self.rng)}"]
             if ranks.rank() == 0:
                 (folder / commit.STATE).write_text(self.content, "utf-8")
-                names += [commit.STATE, f"{DCP}/{METADATA_FILE}"]
+                names += [commit.STATE, f"{DCP}/{formats.METADATA_FILE}"]
                 if self.assets is not None:
                     (folder / HF).mkdir()
                     self.assets.save(folder / HF)
@@ -176,7 +167,9 @@ class _Snapshot:
             "step": self.step,
             "files": {name: entry for files, _ in parts for name, entry in files.items()},
             # int64 wraps
-            "tensors": described(self.model, torch.stack([lanes for _, lanes in parts]).sum(0)),
+            "tensors": formats.described(
+                self.model, torch.stack([lanes for _, lanes in parts]).sum(0)
+            ),
             **({} if self.adapter is None else {"adapter": self.adapter}),
         }
         with disk_errors(self.failed):
@@ -203,14 +196,14 @@ def _copied(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     copies, devices = {}, set()
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        local = local_tensor(tensor)
+        local = formats.local_tensor(tensor)
         room = kept.pop(name, None)
         if room is None or room.shape != local.shape or room.dtype != local.dtype:
             pinned = local.device.type != "cpu"
             room = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
         _room[name] = room.copy_(local, non_blocking=True)
         devices.add(local.device)
-        copies[name] = laid_out_as(tensor, room) if isinstance(tensor, DTensor) else room
+        copies[name] = formats.laid_out_as(tensor, room) if isinstance(tensor, DTensor) else room
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -21,34 +21,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from toolkit import formats
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import ENTRY, is_adapter_folder
-from toolkit.checkpoint.commit import (
-    ACCELERATE,
-    MANIFEST,
-    SHARDED_SAFETENSORS,
-    damaged_files,
-    find_checkpoint,
-    is_committed,
-    read_manifest,
-)
+from toolkit.checkpoint import commit
 from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
-from toolkit.formats import (
-    METADATA_FILE,
-    Chunk,
-    StoredTensor,
-    boxes_fault,
-    coverage_fault,
-    header_metadata,
-    local_folder,
-    plain_file,
-    read_config,
-    read_header,
-    read_metadata,
-    source_dtypes,
-    tensor_chunks,
-)
 from toolkit.parsing import parse_json
 
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
@@ -69,21 +47,21 @@ class Source:
     hf: Path  # holds config.json and what else belongs to the model
     checkpoint: Path | None  # the toolkit's own, with a manifest; None: another tool's
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
-    stored: Callable[[str], StoredTensor]
+    stored: Callable[[str], formats.StoredTensor]
     """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
     fault: Callable[[str], str | None]  # name -> why it is not covered once; None: it is
 
     def fingerprint(self) -> str:
         """Return a hash that changes with the weights: of the manifest, else of file stats."""
         if self.checkpoint is not None:
-            return hashlib.sha256((self.checkpoint / MANIFEST).read_bytes()).hexdigest()
+            return hashlib.sha256((self.checkpoint / commit.MANIFEST).read_bytes()).hexdigest()
         stats = ((p.name, p.stat()) for p in sorted(self.folder.iterdir()) if p.is_file())
         facts = [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts)).encode()).hexdigest()
 
     def digests(self) -> dict[str, str]:
         """Return key -> digest of live memory at saving; empty where there are none as of today."""
-        manifest = {} if self.checkpoint is None else read_manifest(self.checkpoint)
+        manifest = {} if self.checkpoint is None else commit.read_manifest(self.checkpoint)
         known = manifest["tensors"] if manifest.get("version") == MANIFEST_VERSION else {}
         return {key: entry["digest"] for key, entry in known.items()}
 
@@ -105,15 +83,15 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
     path = Path(checkpoint).expanduser()
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the folder that holds it: {path.parent}")
-    if (path / METADATA_FILE).is_file() and (
-        hf_assets is not None or not is_committed(path.parent)
+    if (path / formats.METADATA_FILE).is_file() and (
+        hf_assets is not None or not commit.is_committed(path.parent)
     ):
         return _dcp(path, _assets(hf_assets, path))
-    if shards := sorted(path.glob(SHARDED_SAFETENSORS)):
+    if shards := sorted(path.glob(commit.SHARDED_SAFETENSORS)):
         return _safetensors(path, shards, _assets(hf_assets, path))
     inner = [path / _CONSOLIDATED_BESIDE]
-    if not any(inner[0].glob(SHARDED_SAFETENSORS)):
-        inner = sorted(p.parent for p in path.glob(f"{ACCELERATE}*/{METADATA_FILE}"))
+    if not any(inner[0].glob(commit.SHARDED_SAFETENSORS)):
+        inner = sorted(p.parent for p in path.glob(f"{commit.ACCELERATE}*/{formats.METADATA_FILE}"))
     if len(inner) == 1:
         return find_source(inner[0], hf_assets or (path if _has_config(path) else None))
     if inner:
@@ -121,7 +99,7 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
             f"{path} holds {len(inner)} models; give one of them: {', '.join(map(str, inner))}"
         )
     try:
-        found = find_checkpoint(path)
+        found = commit.find_checkpoint(path)
     except CheckpointError as error:
         if _has_config(path) and any(path.glob("*.safetensors")):
             raise CheckpointError(
@@ -135,7 +113,7 @@ def find_adapter(checkpoint: str | Path) -> Source | None:
     """Return the weights of a checkpoint of adapters (`find_source`), None where it holds none."""
     path = Path(checkpoint).expanduser()
     try:
-        folder = find_checkpoint(path)
+        folder = commit.find_checkpoint(path)
     except CheckpointError:
         return None  # another tool's, or none: `find_source` says
     return find_source(folder) if is_adapter_folder(folder / "hf") else None
@@ -143,7 +121,7 @@ def find_adapter(checkpoint: str | Path) -> Source | None:
 
 def base_entry(source: Source) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the base that was adapted."""
-    entry = read_manifest(source.checkpoint).get(ENTRY) if source.checkpoint else None
+    entry = commit.read_manifest(source.checkpoint).get(ENTRY) if source.checkpoint else None
     if not isinstance(entry, dict) or not isinstance(entry.get("name_or_path"), str):
         raise CheckpointError(
             f"{source.checkpoint or source.folder} does not say which base model its adapter is "
@@ -191,10 +169,10 @@ def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str,
     folder = _base_folder(given)
     if is_here := os.path.isdir(os.path.expanduser(given)):
         given = os.path.abspath(folder)
-    if is_here or source_dtypes(folder) is not None:
+    if is_here or formats.source_dtypes(folder) is not None:
         find_base(source, folder)
     else:
-        ours, theirs = read_config(source.hf), read_config(folder)
+        ours, theirs = formats.read_config(source.hf), formats.read_config(folder)
         for key in sorted((ours.keys() & theirs.keys()) - _OF_A_SAVE):
             if ours[key] != theirs[key]:
                 raise ExportError(
@@ -206,7 +184,7 @@ def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str,
 
 def _base_folder(given: str, revision: str | None = None) -> Path:
     try:
-        return local_folder(given, revision)
+        return formats.local_folder(given, revision)
     except ModelError as error:
         raise ExportError(
             f"the base of this adapter is not found: {error}; give its folder or Hub id with "
@@ -254,15 +232,15 @@ def check_whole(source: Source, keys: Iterable[str]) -> None:
 
 
 def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
-    metadata = f"dcp/{METADATA_FILE}"
-    files = read_manifest(checkpoint)["files"]
+    metadata = f"dcp/{formats.METADATA_FILE}"
+    files = commit.read_manifest(checkpoint)["files"]
     if metadata not in files:
         raise CheckpointError(f"{checkpoint} has no {metadata} in its manifest")
     shards = [n for n in files if n.startswith("dcp/")]
     small = [n for n in files if n.startswith("hf/") or n == metadata]
     for name, fault in (
-        *damaged_files(checkpoint, shards, hashed=(), files=files),
-        *damaged_files(checkpoint, small, files=files),
+        *commit.damaged_files(checkpoint, shards, hashed=(), files=files),
+        *commit.damaged_files(checkpoint, small, files=files),
     ):
         raise damaged(checkpoint / name, fault)
     return _dcp(checkpoint / "dcp", _assets(hf_assets, checkpoint / "hf"), checkpoint)
@@ -274,28 +252,32 @@ def damaged(file: Path, what: str) -> CheckpointError:
 
 
 def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
-    metadata = read_metadata(folder)
+    metadata = formats.read_metadata(folder)
     tensors = {
         key: (entry.properties.dtype, tuple(entry.size))
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    weights = folder.with_name(folder.name.replace(_OPTIMIZER, ACCELERATE))
-    if folder.name.startswith(_OPTIMIZER) and (weights / METADATA_FILE).is_file():
+    weights = folder.with_name(folder.name.replace(_OPTIMIZER, commit.ACCELERATE))
+    if folder.name.startswith(_OPTIMIZER) and (weights / formats.METADATA_FILE).is_file():
         raise CheckpointError(f"{folder} holds an optimizer's state; the weights are in {weights}")
 
-    def stored(key: str) -> StoredTensor:
-        return StoredTensor(*tensors[key], tuple(tensor_chunks(folder, metadata, key)))
+    def stored(key: str) -> formats.StoredTensor:
+        return formats.StoredTensor(
+            *tensors[key], tuple(formats.tensor_chunks(folder, metadata, key))
+        )
 
-    return Source(folder, hf, checkpoint, tensors, stored, partial(coverage_fault, metadata))
+    return Source(
+        folder, hf, checkpoint, tensors, stored, partial(formats.coverage_fault, metadata)
+    )
 
 
 def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
-    parts: dict[str, dict[Any, Chunk]] = {}
+    parts: dict[str, dict[Any, formats.Chunk]] = {}
     for file in files:
-        plain_file(folder, file.name, CheckpointError)
+        formats.plain_file(folder, file.name, CheckpointError)
         try:
-            entries, said = read_header(file), header_metadata(file).get(_SHARDING)
+            entries, said = formats.read_header(file), formats.header_metadata(file).get(_SHARDING)
         except LoadingError as error:
             raise CheckpointError(str(error)) from error
         if said is None:
@@ -310,7 +292,7 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
                 counted = all(type(n) is int and 0 <= n < 2**63 for n in (*offsets, *entry.shape))
                 if not counted or len(offsets) != len(entry.shape):
                     raise ValueError(f"{name}: {entry.shape} at {offsets}")
-                chunk = Chunk(file, offsets, entry.shape, entry.dtype, entry.begin)
+                chunk = formats.Chunk(file, offsets, entry.shape, entry.dtype, entry.begin)
                 # Of replicas each rank may have written its own.
                 parts.setdefault(name, {})[offsets, entry.shape, entry.dtype] = chunk
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -323,10 +305,12 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
             raise CheckpointError(f"{folder} holds {name} in parts that do not fit: {kinds}")
         ends = ([o + n for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks)
         shape = tuple(max(dim) for dim in zip(*ends, strict=True))
-        found[name] = StoredTensor(chunks[0].dtype, shape, chunks)
+        found[name] = formats.StoredTensor(chunks[0].dtype, shape, chunks)
 
     def fault(name: str) -> str | None:
-        return boxes_fault(found[name].shape, [(c.offsets, c.sizes) for c in found[name].chunks])
+        return formats.boxes_fault(
+            found[name].shape, [(c.offsets, c.sizes) for c in found[name].chunks]
+        )
 
     tensors = {name: (stored.dtype, stored.shape) for name, stored in found.items()}
     return Source(folder, hf, None, tensors, found.__getitem__, fault)
@@ -345,7 +329,7 @@ def _assets(hf_assets: str | Path | None, own: Path) -> Path:
     if path.is_file():
         raise ExportError(f"--hf_assets {path} is a file; give its folder: {path.parent}")
     try:
-        folder = local_folder(str(hf_assets))
+        folder = formats.local_folder(str(hf_assets))
     except ModelError as error:
         raise ExportError(f"--hf_assets: {error}") from error
     if not _has_config(folder):

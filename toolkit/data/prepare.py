@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.config.retention import retention
+from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import (
     DataConfig,
     FinetuneConfig,
@@ -212,7 +212,7 @@ def _check_evaluations(cfg: Any, sources: list[str]) -> None:
         )
     named = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
     known = {f"{name}_{kind}" for name in named for kind in ("loss", "perplexity")}
-    metric = retention(cfg.checkpoint).metric
+    metric, _ = best_metric(cfg.checkpoint)
     if metric not in known and {*asked} - {"train.eval_prompts"}:
         raise ConfigError(
             f"checkpoint.metric_for_best_model {metric} is none of what an evaluation gives: "

@@ -32,16 +32,8 @@ from huggingface_hub.utils.sha import git_hash
 from toolkit.errors import ExportError, HubError, scrub
 from toolkit.formats.export_manifest import FILE as MANIFEST
 from toolkit.hub import card as model_card
+from toolkit.hub import retries
 from toolkit.hub.local import CARD, LocalExport, read_export
-from toolkit.hub.retries import (
-    ConflictError,
-    NoRepositoryError,
-    NoRevisionError,
-    Say,
-    TryAgainError,
-    retried,
-    translated,
-)
 
 _NO_TOKEN = "no Hugging Face token was found; run `hf auth login`, or set HF_TOKEN"
 # Weights and what names them: an older one left beside the new would be loaded, or break the load.
@@ -70,7 +62,7 @@ def push(
     *,
     revision: str | None = None,
     private: bool = True,
-    say: Say = print,
+    say: retries.Say = print,
 ) -> str:
     """Publish an export as one commit; return the commit's URL. See [Note: never half].
 
@@ -91,7 +83,7 @@ def push(
     """
     with _repository(repo_id, private, revision, say) as repo:
         export = read_export(Path(folder), repo_id, str(repo.api.token))
-        return retried(f"publishing on {repo_id}", lambda: repo.publish(export), say)
+        return retries.retried(f"publishing on {repo_id}", lambda: repo.publish(export), say)
 
 
 def preview(
@@ -105,10 +97,10 @@ def preview(
             if token is None:
                 raise HubError(_NO_TOKEN)
             state = repo.read()
-        except NoRevisionError:
+        except retries.NoRevisionError:
             notes.append(f"branch {revision} would be created from main")
             state = repo.read(main=True)
-        except NoRepositoryError:
+        except retries.NoRepositoryError:
             notes.append(f"{repo_id} would be created, {'private' if private else 'public'}")
         except HubError as error:
             notes.append(f"the repository was not read: {error}")
@@ -125,10 +117,10 @@ def preview(
     return Preview({name: sizes[name] for name in send}, same, delete, card, notes)
 
 
-def check_access(repo_id: str, *, private: bool = True, say: Say = print) -> None:
+def check_access(repo_id: str, *, private: bool = True, say: retries.Say = print) -> None:
     """Refuse now what `push` would be refused for; create the repository when there is none."""
     with _repository(repo_id, private, None, say) as repo:
-        retried(f"asking for access to {repo_id}", repo.check_access, say)
+        retries.retried(f"asking for access to {repo_id}", repo.check_access, say)
 
 
 @dataclass(frozen=True)
@@ -169,12 +161,12 @@ class _Repository:
     repo_id: str
     private: bool
     revision: str | None
-    say: Say
+    say: retries.Say
     additions: dict[str, CommitOperationAdd] = field(default_factory=dict)
     """Kept between tries: they remember what was hashed and sent."""
 
     def request(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return translated(self.api, self.repo_id, what)
+        return retries.translated(self.api, self.repo_id, what)
 
     def read(self, main: bool = False) -> _State:
         """Return the state of the revision (or of main)."""
@@ -197,13 +189,16 @@ class _Repository:
         """Return the state of main; create the repository when missing."""
         try:
             state = self.read(main=True)
-        except NoRepositoryError:
+        except retries.NoRepositoryError:
             # There already: an earlier try arrived and its answer did not, or the name is taken.
-            with contextlib.suppress(ConflictError), self.request(f"creating {self.repo_id}"):
+            with (
+                contextlib.suppress(retries.ConflictError),
+                self.request(f"creating {self.repo_id}"),
+            ):
                 self.api.create_repo(self.repo_id, private=self.private)
             try:
                 state = self.read(main=True)
-            except NoRepositoryError:
+            except retries.NoRepositoryError:
                 raise HubError(
                     f"{self.repo_id} cannot be created: the name is taken, and not by a model that "
                     "this token may read; give another --repo_id"
@@ -248,13 +243,13 @@ class _Repository:
         self.say(f"sending {len(send)} files, {total:,} bytes; deleting {len(delete)}")
         try:
             url = self._commit(export, state.head, send, delete)
-        except ConflictError:
+        except retries.ConflictError:
             self.additions.clear()  # what they remember of the repository is old
             raise
         state = self.read()
         if wrong := [name for names in state.difference(export) for name in names]:
             if not url.endswith(state.head):
-                raise TryAgainError("the Hub does not list the commit yet")
+                raise retries.TryAgainError("the Hub does not list the commit yet")
             raise HubError(
                 f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
                 "again, and look at the repository's history"
@@ -295,7 +290,7 @@ def _repository(
     repo_id: str,
     private: bool,
     revision: str | None,
-    say: Say = print,
+    say: retries.Say = print,
     *,
     token: str | bool | None = None,
 ) -> Iterator[_Repository]:

@@ -13,37 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit import ranks
+from toolkit import formats, ranks
 from toolkit.adapters.base import base_digest, record_base
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError
-from toolkit.formats import (
-    FileTensor,
-    OpenFiles,
-    TensorEntry,
-    assets_of,
-    local_folder,
-    local_tensor,
-    read_weights,
-    weight_files,
-)
-from toolkit.loading.convert import (
-    convert_then_slice,
-    groups_to_read_whole,
-    listed,
-    problems,
-    run_loader,
-    settle_keys,
-)
-from toolkit.loading.materialisation import (
-    begin_adapters,
-    fill_missing,
-    init_weights,
-    materialise,
-    parameter_device,
-    replace,
-    settle,
-)
+from toolkit.loading import convert, materialisation
 from toolkit.models.causal_lm import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
@@ -79,13 +53,13 @@ def fill(
     target = torch.device(device)
     what = "base       " if has_adapters(model) else "weights    "
     if empty and not has_adapters(model):
-        materialise(base_of(model), target)
+        materialisation.materialise(base_of(model), target)
         say(f"{what}those of the run's checkpoint")
     elif cfg.init == "random":
-        init_weights(model, target, seed)
+        materialisation.init_weights(model, target, seed)
         say(f"{what}random, drawn from seed {seed}")
     else:
-        folder = ranks.collective(local_folder)(cfg.name_or_path, cfg.revision)
+        folder = ranks.collective(formats.local_folder)(cfg.name_or_path, cfg.revision)
         report = load_pretrained(model, folder, target, seed=seed)
         say(
             f"{what}{cfg.name_or_path}: {report.tensors} tensors, {report.file_bytes / 1e9:.2f} "
@@ -111,7 +85,7 @@ def load_pretrained(
             shapes, a damaged file, a parameter left on meta.
     """
     begun, target = time.perf_counter(), torch.device(device)
-    folder = ranks.collective(local_folder)(str(path))
+    folder = ranks.collective(formats.local_folder)(str(path))
     # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
     with unwrapped_base(model) as base:
         frozen = {n for n, p in _parameters(base).items() if not p.requires_grad}
@@ -123,7 +97,7 @@ def load_pretrained(
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
         record_base(model, str(path), folder, digest)
-    begin_adapters(model, target, seed)
+    materialisation.begin_adapters(model, target, seed)
     return LoadReport(*counts, time.perf_counter() - begun)
 
 
@@ -136,14 +110,16 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     """
     if cfg.init == "random":
         return
-    folder = local_folder(cfg.name_or_path, cfg.revision)
-    entries = read_weights(weight_files(folder, cfg.name_or_path, cfg.revision))
+    folder = formats.local_folder(cfg.name_or_path, cfg.revision)
+    entries = formats.read_weights(formats.weight_files(folder, cfg.name_or_path, cfg.revision))
     with unwrapped_base(model) as base:
         _check_shapes(base, entries)
         _refuse(base, folder, misfits(base, entries))
 
 
-def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
+def misfits(
+    model: PreTrainedModel, entries: dict[str, formats.TensorEntry]
+) -> dict[str, list[str]]:
     """Return what would keep transformers from loading `entries` into `model`, which is on meta and
     not sharded, and stays so: kind -> tensors.
     """
@@ -156,12 +132,12 @@ def misfits(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> dict[str
     without_bytes = copy.deepcopy(model)
     for name, layer in packed_weights(without_bytes).items():  # the load reads the matrix
         whole = torch.empty(layer.shape, dtype=layer.source_dtype, device=meta)
-        replace(without_bytes, name, nn.Parameter(whole, requires_grad=False))
-    info = run_loader(without_bytes, sources, meta)
+        materialisation.replace(without_bytes, name, nn.Parameter(whole, requires_grad=False))
+    info = convert.run_loader(without_bytes, sources, meta)
     if info.conversion_errors:  # a conversion that looks at values: the load itself will tell
         return {}
-    settle_keys(without_bytes, info)
-    return problems(info)
+    convert.settle_keys(without_bytes, info)
+    return convert.problems(info)
 
 
 @ranks.collective
@@ -169,25 +145,27 @@ def _stream(
     model: PreTrainedModel, folder: Path, path: str, device: torch.device
 ) -> tuple[Any, tuple[int, int, int]]:
     """Read this rank's slices; return the account of keys and (tensors, bytes, bytes requested)."""
-    entries = read_weights(weight_files(folder, path))
+    entries = formats.read_weights(formats.weight_files(folder, path))
     _check_shapes(model, entries)
-    home = parameter_device(model, device)
+    home = materialisation.parameter_device(model, device)
     packed = packed_weights(model)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
     dtypes = {t.dtype for n, t in model.state_dict().items() if n not in packed}
     dtypes = {d for d in dtypes if d.is_floating_point} | {p.source_dtype for p in packed.values()}
     dtype, copy = (dtypes.pop() if len(dtypes) == 1 else None), home.type == "cpu"
-    with OpenFiles() as reader:
+    with formats.OpenFiles() as reader:
         sources: dict[str, Any] = {}
         for name, entry in entries.items():
             rows = _resized_rows(model, name, entry)
-            sources[name] = FileTensor(reader, name, entry, dtype=dtype, rows=rows, copy=copy)
-        groups = groups_to_read_whole(model, sources)
+            sources[name] = formats.FileTensor(
+                reader, name, entry, dtype=dtype, rows=rows, copy=copy
+            )
+        groups = convert.groups_to_read_whole(model, sources)
         whole = {key: sources.pop(key) for group in groups for key in group.keys}
         bar = ranks.rank() == 0 and sys.stderr.isatty()
-        info = run_loader(model, sources, home, bar=bar)
+        info = convert.run_loader(model, sources, home, bar=bar)
         if groups:
-            convert_then_slice(model, groups, whole, device, info)
+            convert.convert_then_slice(model, groups, whole, device, info)
     return info, (len(entries), sum(e.nbytes for e in entries.values()), reader.requested)
 
 
@@ -196,26 +174,26 @@ def _settle(
     model: PreTrainedModel, device: torch.device, folder: Path, info: Any, frozen: set[str]
 ) -> None:
     """Tie, compute what no checkpoint holds, and refuse what does not fit or stayed on meta."""
-    settle_keys(model, info)
+    convert.settle_keys(model, info)
     for name, parameter in _parameters(model).items():
         parameter.requires_grad_(name not in frozen)  # the loader makes new ones that have one
-    _refuse(model, folder, problems(info))
+    _refuse(model, folder, convert.problems(info))
     persistent = model.state_dict().keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
-    parameters = [n for n, p in model.named_parameters() if local_tensor(p).is_meta]
-    fill_missing(model, device, parameters, buffers, seed=0)
-    settle(model, device)
+    parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
+    materialisation.fill_missing(model, device, parameters, buffers, seed=0)
+    materialisation.settle(model, device)
 
 
 def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -> None:
     if found:
         raise LoadingError(
             f"{folder} does not fit {plain_name(model)} as its config.json describes it: "
-            f"{listed(found)}. Give a folder whose config.json and weights belong together"
+            f"{convert.listed(found)}. Give a folder whose config.json and weights belong together"
         )
 
 
-def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> None:
+def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry]) -> None:
     """Refuse other shapes from the headers, before a byte is read."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
@@ -228,9 +206,9 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, TensorEntry]) -> No
             )
 
 
-def _resized_rows(model: PreTrainedModel, name: str, entry: TensorEntry) -> int | None:
+def _resized_rows(model: PreTrainedModel, name: str, entry: formats.TensorEntry) -> int | None:
     """Return the new number of rows of an embedding or head that `resize_embeddings` changed."""
-    if not getattr(assets_of(model), "resized", False):
+    if not getattr(formats.assets_of(model), "resized", False):
         return None
     named = _parameters(model).items()
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):

@@ -24,23 +24,9 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
-from toolkit import ranks
+from toolkit import formats, ranks
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
-from toolkit.formats import (
-    HFAssets,
-    asset_files,
-    assets_of,
-    check_config,
-    conversion_mapping,
-    local_folder,
-    nested_items,
-    read_config,
-    read_weights,
-    source_dtypes,
-    transformers_private,
-    weight_files,
-)
 from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import tied_names
 from toolkit.models.patterns import matching_parameters
@@ -55,7 +41,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     Parameters have the storage dtype `cfg.dtype`, or fp32 where transformers keeps them so.
     `model.hf_assets` holds what an export needs. ModelError: no usable config of a causal LM there.
     """
-    folder = local_folder(cfg.name_or_path, cfg.revision)
+    folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     model_class = _causal_lm_class(config, cfg, folder)
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
@@ -80,13 +66,19 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     if dtype != torch.float32:
         for tensor in kept_in_fp32(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
-    pristine, files, tokenizer_folder = read_config(folder), asset_files(folder), folder
+    pristine, files, tokenizer_folder = (
+        formats.read_config(folder),
+        formats.asset_files(folder),
+        folder,
+    )
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
-        check_config(tokenizer_folder)
+        formats.check_config(tokenizer_folder)
     if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
         kept = {n: content for n, content in files.items() if n == _GENERATION}
-        files = {n: c for n, c in asset_files(tokenizer_folder).items() if n != _GENERATION} | kept
+        files = {
+            n: c for n, c in formats.asset_files(tokenizer_folder).items() if n != _GENERATION
+        } | kept
     resized = cfg.resize_embeddings and _resize(model, pristine, tokenizer_folder, cfg)
     model.tie_weights()
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
@@ -95,12 +87,12 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         what = f"names every parameter of {type(model).__name__}: nothing would be trained"
         raise ModelError(f"model.frozen_parameters {cfg.frozen_parameters} {what}")
     is_folder = os.path.isdir(os.path.expanduser(cfg.name_or_path))
-    model.hf_assets = HFAssets(
+    model.hf_assets = formats.HFAssets(
         config=pristine,
         files=files,
-        source=source_dtypes(folder) if cfg.init == "pretrained" else None,
+        source=formats.source_dtypes(folder) if cfg.init == "pretrained" else None,
         tied=tied_names(model),
-        conversions=conversion_mapping(model),
+        conversions=formats.conversion_mapping(model),
         model_class=model_class,
         resized=resized,
         name_or_path=os.path.abspath(folder) if is_folder else cfg.name_or_path,
@@ -126,7 +118,7 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
     if cfg.trust_remote_code:
         what = f"Python code that comes with {cfg.name_or_path} runs with your rights"
         ranks.say(f"WARNING: model.trust_remote_code is on: {what}")
-    folder = local_folder(cfg.name_or_path, cfg.revision)
+    folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     _causal_lm_class(config, cfg, folder)
     # Rotary models take longer sequences without a word.
@@ -135,7 +127,7 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
         what = f"the model has {limit} positions (max_position_embeddings); use at most {limit}"
         raise ModelError(f"data.sequence_length is {sequence_length}, {what}")
     if cfg.init == "pretrained":
-        read_weights(weight_files(folder, cfg.name_or_path, cfg.revision))
+        formats.read_weights(formats.weight_files(folder, cfg.name_or_path, cfg.revision))
 
 
 @ranks.collective
@@ -163,9 +155,9 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
 
 def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     """Return transformers' config of the model; refuses unknown model types, quantised weights."""
-    file, content = folder / "config.json", read_config(folder)
-    check_config(folder)
-    if found := next((v for k, v in nested_items(content) if k == _QUANTISED and v), None):
+    file, content = folder / "config.json", formats.read_config(folder)
+    formats.check_config(folder)
+    if found := next((v for k, v in formats.nested_items(content) if k == _QUANTISED and v), None):
         kind = found.get("quant_method", found) if isinstance(found, dict) else found
         raise ModelError(
             f"{file} has a {_QUANTISED}: its weights are quantised already ({kind}), which cannot "
@@ -220,7 +212,7 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
         return getattr(torch, cfg.dtype or "float32")
     stored = getattr(config, "dtype", None)
     if stored is None:
-        source = source_dtypes(folder) or {}
+        source = formats.source_dtypes(folder) or {}
         return torch.float32 if set(source.values()) == {"F32"} else torch.bfloat16
     dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     if dtype == torch.float16:
@@ -233,7 +225,7 @@ def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.
     """Return the parameters (and `buffers`) that transformers keeps in fp32 beside bfloat16."""
     if not isinstance(model, PreTrainedModel):
         return {}
-    dtype_plan = transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")
+    dtype_plan = formats.transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")
     plan = dtype_plan(model, torch.bfloat16)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     tensors |= model.named_buffers() if buffers else ()
@@ -253,7 +245,7 @@ def build(model_class: Any, config: Any, dtype: torch.dtype, **options: Any) -> 
 
 def plain_class(model: nn.Module) -> Any:
     """Return the model's class as it was before sharding changed it."""
-    return assets_of(model).model_class or type(model)
+    return formats.assets_of(model).model_class or type(model)
 
 
 def plain_name(model: nn.Module) -> str:

@@ -21,16 +21,10 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
+from toolkit.models import packed_linear
 from toolkit.models.causal_lm import kept_in_fp32, plain_name
 from toolkit.models.layers import decoder_layers, numbers_of_experts, outer_names
 from toolkit.models.modes import forked_rng
-from toolkit.models.packed_linear import (
-    BLOCK,
-    PackedLinear,
-    check_device,
-    packed_linear,
-    packed_weights,
-)
 from toolkit.models.patterns import no_match, numbered
 from toolkit.models.peft_model import unwrapped_base
 
@@ -51,7 +45,7 @@ def check_quantisation(
     ):
         if on:
             raise ConfigError(f"lora.load_in_4bit with {with_what}: {why}. Leave out one of them")
-    check_device(torch.device(device), lora, getattr(torch, sharding.param_dtype))
+    packed_linear.check_device(torch.device(device), lora, getattr(torch, sharding.param_dtype))
 
 
 @ranks.collective
@@ -64,7 +58,7 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     which the units compute. ModelError where no layer can be quantised, `lora.target_parameters`
     names one that is, or `lora.bnb_4bit_skip_modules` nothing.
     """
-    make, dtype = packed_linear(), getattr(torch, param_dtype)
+    make, dtype = packed_linear.packed_linear(), getattr(torch, param_dtype)
     chosen, left = _choose(model, cfg)
     if not chosen:
         what = f"{plain_name(model)} has no linear layer to quantise in its decoder layers"
@@ -75,7 +69,7 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
                 f"names the weight of {hit[0]}, which is in 4 bits; use lora.target_modules instead"
             )
             raise ModelError(f"lora.target_parameters: {target!r} {what}")
-    packed: dict[int, PackedLinear] = {}
+    packed: dict[int, packed_linear.PackedLinear] = {}
     weights: dict[int, nn.Parameter] = {}
     for name, linear in chosen.items():
         if id(linear) not in packed:
@@ -110,7 +104,9 @@ def _choose(
             "kept in float32 by the model": f"{name}.weight" in fp32,
             "router": one_each or any("router" in n for n in around),
             "its weight is used without its forward": leaf in _read_directly(kind),
-            f"in_features is no multiple of {BLOCK}": linear.in_features % BLOCK > 0,
+            f"in_features is no multiple of {packed_linear.BLOCK}": linear.in_features
+            % packed_linear.BLOCK
+            > 0,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -177,7 +173,7 @@ def _why(left: dict[str, list[str]]) -> str:
 def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
     """Return what decides the values of the base, as JSON; None where nothing is in 4 bits."""
     with unwrapped_base(model) as base:
-        packed = packed_weights(base)
+        packed = packed_linear.packed_weights(base)
     if not packed:
         return None
     first = next(iter(packed.values()))
@@ -185,7 +181,7 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
     return {
         "bnb_4bit_quant_type": first.quant_type,
         "bnb_4bit_use_double_quant": first.double_quant,
-        "blocksize": BLOCK,
+        "blocksize": packed_linear.BLOCK,
         "layers": dict(sorted(layers.items())),
     }
 
@@ -193,7 +189,7 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
 def describe(model: nn.Module, shards: int) -> str | None:
     """Return in two lines what is in 4 bits, shared by `shards` ranks, and what not; or None."""
     with unwrapped_base(model) as base:
-        packed = packed_weights(base)
+        packed = packed_linear.packed_weights(base)
         decoders = decoder_layers(base).values()
         held = {id(p): p.numel() for decoder in decoders for p in decoder.parameters()}
     if not packed:

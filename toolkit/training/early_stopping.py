@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.retention import retention
+from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import CheckpointConfig, FinetuneTrainConfig
 from toolkit.errors import TrainingError
 
@@ -67,11 +67,9 @@ def early_stopping(
     train: FinetuneTrainConfig, saving: CheckpointConfig, kept: Mapping[str, Any]
 ) -> EarlyStopping:
     """Return the count, continued from a checkpoint's `extra`; TrainingError: of another metric."""
-    policy, state = retention(saving), kept.get(KEY, {})
-    metric, patience = policy.metric, train.early_stopping_patience
-    stopping = EarlyStopping(
-        metric, policy.greater_is_better, patience, train.early_stopping_threshold
-    )
+    (metric, greater), state = best_metric(saving), kept.get(KEY, {})
+    patience = train.early_stopping_patience
+    stopping = EarlyStopping(metric, greater, patience, train.early_stopping_threshold)
     if patience is not None and state:
         if state["metric"] != metric:
             raise TrainingError(

@@ -9,26 +9,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from toolkit import formats
 from toolkit.checkpoint import commit, rng_state
 from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE
 from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.checkpoint.store import files_below, read_object, read_plain
 from toolkit.errors import CheckpointError, LoadingError
-from toolkit.formats import (
-    METADATA_FILE,
-    StoredTensor,
-    coverage_fault,
-    damaged_blobs,
-    damaged_pieces,
-    digest,
-    header_metadata,
-    read_header,
-    read_metadata,
-    tensor_chunks,
-)
 from toolkit.verify.findings import Findings, is_regular
 
-_METADATA = f"dcp/{METADATA_FILE}"
+_METADATA = f"dcp/{formats.METADATA_FILE}"
 
 
 class CheckpointCheck:
@@ -108,7 +97,7 @@ class CheckpointCheck:
             self.add(MANIFEST, None, f"does not name {_METADATA}")
         elif _METADATA not in self.damaged:
             try:
-                return read_metadata(self.folder / "dcp", blobs=False)
+                return formats.read_metadata(self.folder / "dcp", blobs=False)
             except CheckpointError as error:
                 self.add(_METADATA, None, str(error))
         return None
@@ -126,12 +115,14 @@ class CheckpointCheck:
             found = [(tensor, f"is lost: its shard {what}") for tensor, _, _ in places]
             self.add(name, None, what)
         elif places:
-            found = damaged_blobs(file, places, self.files[name].get("blobs", ""))
+            found = formats.damaged_blobs(file, places, self.files[name].get("blobs", ""))
             if not found and file.stat().st_size == self.files[name]["size"]:
                 what += "; its tensors are whole: of another checkpoint, or hit between them"
         elif name.endswith(".safetensors"):
             try:
-                found = damaged_pieces(file, read_header(file, whole=False), header_metadata(file))
+                found = formats.damaged_pieces(
+                    file, formats.read_header(file, whole=False), formats.header_metadata(file)
+                )
             except LoadingError:
                 lost = f"is lost with the header of its file, which {what}"
                 found = [(n, lost) for n in rng_state.PIECES if name.startswith("rng/")]
@@ -144,12 +135,12 @@ class CheckpointCheck:
     def _tensors(self, metadata: Metadata, manifest: dict[str, Any]) -> None:
         """Check that every tensor is there once, and holds what was in live memory."""
         tensors = {
-            key: StoredTensor(entry.properties.dtype, tuple(entry.size), ())
+            key: formats.StoredTensor(entry.properties.dtype, tuple(entry.size), ())
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
         for key in tensors:
-            if fault := coverage_fault(metadata, key):
+            if fault := formats.coverage_fault(metadata, key):
                 self.add(_METADATA, key, f"is not whole: {fault}")
                 self.hit.add(key)
         self.findings.report.tensors += len(tensors)
@@ -172,8 +163,11 @@ class CheckpointCheck:
 
         def check(key: str) -> None:
             try:
-                chunks = tuple(tensor_chunks(self.folder / "dcp", metadata, key))
-                if digest(replace(tensors[key], chunks=chunks), key) != known[key]["digest"]:
+                chunks = tuple(formats.tensor_chunks(self.folder / "dcp", metadata, key))
+                if (
+                    formats.digest(replace(tensors[key], chunks=chunks), key)
+                    != known[key]["digest"]
+                ):
                     files = [f"dcp/{chunk.file.name}" for chunk in chunks] or ["dcp"]
                     file = next((name for name in files if name in self.damaged), files[0])
                     self.add(file, key, "does not hold what was in memory at saving")

@@ -10,26 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from toolkit import formats
 from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
-from toolkit.formats import (
-    DTYPE_NAMES,
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
-    TensorEntry,
-    asset_files,
-    damaged_pieces,
-    export_manifest,
-    first_difference,
-    in_file,
-    is_cached,
-    plain_file,
-    read_config,
-    read_header,
-    read_weights,
-    weight_files,
-)
 from toolkit.loading import load_groups, misfits
 from toolkit.models import model_on_meta, tied_names
 from toolkit.parsing import read_json
@@ -46,7 +29,7 @@ class ExportCheck:
     """One Hugging Face folder, the checkpoint that it should hold, and what is found in it."""
 
     verdict = "holds the weights of"  # begins the note on a whole export, the checkpoint ends it
-    single_file = SINGLE_FILE  # of the weights
+    single_file = formats.SINGLE_FILE  # of the weights
 
     def __init__(
         self, folder: Path, findings: Findings, source: Source | None, base: str | Path | None
@@ -54,7 +37,7 @@ class ExportCheck:
         self.folder, self.findings, self.add, self.source = folder, findings, findings.add, source
         self.given_base = base  # of adapters: folder or Hub id; None: where the export says
         self.manifest: dict[str, Any] = {}
-        self.entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, formats.TensorEntry] = {}
         self.model: PreTrainedModel | None = None  # of the export's config, on meta
 
     def run(self, logits: bool) -> None:
@@ -77,9 +60,9 @@ class ExportCheck:
     def check(self) -> None:
         """Check names, hashes, headers, index, config, and the model that the config describes."""
         try:
-            self.manifest = export_manifest.read(self.folder)
+            self.manifest = formats.export_manifest.read(self.folder)
         except ExportError as error:
-            self.add(export_manifest.FILE, None, str(error))
+            self.add(formats.export_manifest.FILE, None, str(error))
         self._check_names()
         if self.manifest and self._hash_files():
             return  # what damaged files say of each other is no news
@@ -92,11 +75,11 @@ class ExportCheck:
 
     def _check_names(self) -> None:
         """Look for names that an export does not have."""
-        known, listed = self.manifest.get("files"), export_manifest.listed(self.folder)
+        known, listed = self.manifest.get("files"), formats.export_manifest.listed(self.folder)
         for name in sorted(os.listdir(self.folder)):
             file = self.folder / name
             weights = name.endswith((*_OTHER_WEIGHTS, ".safetensors", ".index.json"))
-            if file.is_symlink() and not is_cached(file):
+            if file.is_symlink() and not formats.is_cached(file):
                 self.add(name, None, f"is a link to {os.readlink(file)}")
             elif name not in listed and not weights:
                 continue  # of the user, or hidden
@@ -107,7 +90,7 @@ class ExportCheck:
                 self.add(name, None, f"{what} that the manifest does not know")
             elif known is None and name.endswith(_OTHER_WEIGHTS):
                 self.add(name, None, "is a weight file that is not safetensors")
-            elif known is None and name.endswith(".index.json") and name != INDEX_FILE:
+            elif known is None and name.endswith(".index.json") and name != formats.INDEX_FILE:
                 self.add(name, None, "is a second index")
 
     def _hash_files(self) -> bool:
@@ -116,7 +99,7 @@ class ExportCheck:
         strange = {name for name, what in faults.items() if self._locate(name, what)}
         if strange and strange == {entry["file"] for entry in self.manifest["tensors"].values()}:
             what = "says of no tensor here what it is: is it the manifest of another export?"
-            self.add(export_manifest.FILE, None, what)
+            self.add(formats.export_manifest.FILE, None, what)
         return bool(faults)
 
     def _locate(self, name: str, what: str) -> bool:
@@ -130,11 +113,13 @@ class ExportCheck:
             # Where they are is taken from the manifest: the header may be what is damaged.
             places = {}
             for key, known in held.items():
-                dtype, shape = DTYPES[known["dtype"]], tuple(known["shape"])
+                dtype, shape = formats.DTYPES[known["dtype"]], tuple(known["shape"])
                 nbytes = math.prod(shape) * dtype.itemsize
-                places[key] = TensorEntry(file, dtype, shape, known["begin"], nbytes)
-            kind = export_manifest.tensor_hash(self.manifest)
-            found = damaged_pieces(file, places, {k: e[kind] for k, e in held.items()}, kind)
+                places[key] = formats.TensorEntry(file, dtype, shape, known["begin"], nbytes)
+            kind = formats.export_manifest.tensor_hash(self.manifest)
+            found = formats.damaged_pieces(
+                file, places, {k: e[kind] for k, e in held.items()}, kind
+            )
             what += "" if found else "; the bytes of its tensors are whole, its header is not"
         for key, damage in found or [(None, what)]:
             self.add(name, key, damage)
@@ -142,22 +127,22 @@ class ExportCheck:
 
     def read_tensors(self) -> None:
         """Read headers and index; where they do not agree, no tensor is known."""
-        index, single = self.folder / INDEX_FILE, self.single_file
-        where = INDEX_FILE if index.is_file() and single == SINGLE_FILE else single
+        index, single = self.folder / formats.INDEX_FILE, self.single_file
+        where = formats.INDEX_FILE if index.is_file() and single == formats.SINGLE_FILE else single
         try:
-            if single == SINGLE_FILE:
-                files = weight_files(self.folder)
+            if single == formats.SINGLE_FILE:
+                files = formats.weight_files(self.folder)
             else:
-                files = [plain_file(self.folder, single, LoadingError)]
+                files = [formats.plain_file(self.folder, single, LoadingError)]
             used = {file.name for file in files}
             for name in sorted(os.listdir(self.folder)):
                 if name.endswith(".safetensors") and name not in used:
                     self.add(name, None, "is a weight file that loaders of this folder do not read")
             for file in files:
                 where = file.name
-                read_header(file)
-            where = INDEX_FILE
-            entries = read_weights(files)
+                formats.read_header(file)
+            where = formats.INDEX_FILE
+            entries = formats.read_weights(files)
             if used != {single}:
                 self._check_index(read_json(index, LoadingError), entries)
             elif index.is_file():
@@ -168,21 +153,25 @@ class ExportCheck:
         self.entries = entries
         self.findings.report.tensors += len(entries)
 
-    def _check_index(self, index: dict[str, Any], entries: dict[str, TensorEntry]) -> None:
+    def _check_index(self, index: dict[str, Any], entries: dict[str, formats.TensorEntry]) -> None:
         """Look for what the index leaves out; what it says `read_weights` has compared."""
         for name in sorted(entries.keys() - index["weight_map"].keys()):
-            self.add(INDEX_FILE, name, f"is in {entries[name].file.name} and not in the index")
+            self.add(
+                formats.INDEX_FILE, name, f"is in {entries[name].file.name} and not in the index"
+            )
         metadata = index.get("metadata")
         known = metadata.get("total_size") if isinstance(metadata, dict) else None
         total = sum(entry.nbytes for entry in entries.values())
         if known not in (None, total):
-            self.add(INDEX_FILE, None, f"says total_size {known}, the tensors have {total} bytes")
+            self.add(
+                formats.INDEX_FILE, None, f"says total_size {known}, the tensors have {total} bytes"
+            )
 
     def _compare_headers(self, tensors: dict[str, dict[str, Any]]) -> None:
         for name in sorted(tensors.keys() | self.entries.keys()):
             header: dict[str, Any] = {}
             if entry := self.entries.get(name):
-                header = {"file": entry.file.name, "dtype": DTYPE_NAMES[entry.dtype]}
+                header = {"file": entry.file.name, "dtype": formats.DTYPE_NAMES[entry.dtype]}
                 header |= {"shape": list(entry.shape), "begin": entry.begin}
             manifest = {
                 k: v for k, v in tensors.get(name, {}).items() if k not in ("sha256", "xxh3")
@@ -194,7 +183,7 @@ class ExportCheck:
     def read_model(self) -> None:
         """Check config.json, and build the model that it describes."""
         try:
-            config = read_config(self.folder)
+            config = formats.read_config(self.folder)
             listed = config.get("architectures")
             architectures = listed if isinstance(listed, list) else []
             for name in filter(_WRAPPERS.search, map(str, architectures)):
@@ -236,10 +225,10 @@ class ExportCheck:
             for name in names:
                 faults.setdefault(name.partition(" (")[0], f"is {kind}: {name}")
         file_of = {name: entry.file.name for name, entry in self.entries.items()}
-        where = min(file_of.values()) if len({*file_of.values()}) == 1 else INDEX_FILE
+        where = min(file_of.values()) if len({*file_of.values()}) == 1 else formats.INDEX_FILE
         for name, what in faults.items():
             self.add(file_of.get(name, where), name, what)
-        stored: dict[str, TensorEntry] = {}
+        stored: dict[str, formats.TensorEntry] = {}
         first_name = tied_names(model)
         self.groups = load_groups(model, self.entries)
         for group in self.groups:
@@ -248,7 +237,10 @@ class ExportCheck:
             other = stored.setdefault(own, entry)
             if other is not entry:
                 same = (other.shape, other.dtype) == (entry.shape, entry.dtype)
-                differs = not same or first_difference(in_file(other), in_file(entry))[0]
+                differs = (
+                    not same
+                    or formats.first_difference(formats.in_file(other), formats.in_file(entry))[0]
+                )
                 what = ", and they differ" if differs else ""
                 self.add(entry.file.name, key, f"is {own}, which is stored twice{what}")
 
@@ -256,7 +248,7 @@ class ExportCheck:
         """Compare config, tokenizer and code with those that the checkpoint carries."""
         self.compare_files(source)
         try:
-            theirs, ours = read_config(source.hf), read_config(self.folder)
+            theirs, ours = formats.read_config(source.hf), formats.read_config(self.folder)
         except ModelError as error:
             self.add("config.json", None, f"cannot be compared: {error}")
             return
@@ -273,8 +265,10 @@ class ExportCheck:
         self, source: Source, belongs: Callable[[str], bool] = lambda name: True
     ) -> None:
         """Compare tokenizer, code and other files with those of the checkpoint that belong here."""
-        expected = {n: content for n, content in asset_files(source.hf).items() if belongs(n)}
-        for name in sorted(expected.keys() | asset_files(self.folder).keys()):
+        expected = {
+            n: content for n, content in formats.asset_files(source.hf).items() if belongs(n)
+        }
+        for name in sorted(expected.keys() | formats.asset_files(self.folder).keys()):
             if name not in expected:
                 self.add(name, None, "is not with the checkpoint")
             elif not (self.folder / name).is_file():

@@ -9,15 +9,7 @@ from typing import Any
 import datasets
 
 from toolkit.config.settings import DataConfig, SourceConfig
-from toolkit.data.examples.recognise import (
-    PIECE_LAYOUT,
-    Example,
-    Layout,
-    document_layout,
-    example_of,
-    known_columns,
-    recognise,
-)
+from toolkit.data.examples import recognise
 from toolkit.data.sources import instructions, lines, tables
 from toolkit.data.sources.files import What, configured, find_files, kind_of, stdlib_files
 from toolkit.data.sources.row_values import BadRow, or_bad
@@ -36,7 +28,7 @@ class DataSource:
     name: str
     where: str  # the setting and the first file, for messages
     rows: tables.RowDataset  # as they are stored: see `row`. A stream has a shard a file
-    layout: Layout
+    layout: recognise.Layout
     weight: float | None = None
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
@@ -47,9 +39,9 @@ class DataSource:
             return lines.decoded(stored)
         return {k: tables.plain(v, k) for k, v in stored.items() if k not in _OF_FILES}
 
-    def example(self, stored: dict[str, Any]) -> Example:
+    def example(self, stored: dict[str, Any]) -> recognise.Example:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
-        return example_of(self.row(stored), self.layout)
+        return recognise.example_of(self.row(stored), self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
         """Return where the `number`-th row of the source, or of a pass over a stream, stands."""
@@ -90,7 +82,11 @@ def load_sources(
     elif not configs and what == "train":
         where, rows = "the built-in instructions (Python's standard library)", instructions.pairs()
         stream = rows.to_iterable_dataset() if streaming else rows
-        return [DataSource("stdlib-instructions", where, stream, Layout("messages", ("messages",)))]
+        return [
+            DataSource(
+                "stdlib-instructions", where, stream, recognise.Layout("messages", ("messages",))
+            )
+        ]
     return [_source(source, setting, cfg, streaming, documents) for setting, source in configs]
 
 
@@ -98,7 +94,7 @@ def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
 ) -> DataSource:
     files: list[Path] = []
-    known = known_columns(cfg.text_column)
+    known = recognise.known_columns(cfg.text_column)
     schema, kind = None, None
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
@@ -119,7 +115,7 @@ def _source(
             reader = partial(tables.arrow_tables, kind=kind, columns=known)
         rows = tables.read_files(reader, files, where, schema, streaming=streaming)
     made = DataSource(
-        *(str(source.name), where, rows, replace(PIECE_LAYOUT, whole=documents)),
+        *(str(source.name), where, rows, replace(recognise.PIECE_LAYOUT, whole=documents)),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
     )
     return made if kind == "text" else _recognised(made, cfg, documents)
@@ -139,7 +135,7 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
             f"{source.place(first[0][0], 0)}: {first[0][1]}, and none of the first {len(first)} "
             "rows can be read. Is this the right file?"
         )
-    layout_of = document_layout if documents else recognise
+    layout_of = recognise.document_layout if documents else recognise.recognise
     try:
         layout = layout_of([row for _, row in readable], cfg.text_column)
     except BadRow as bad:
