@@ -306,10 +306,8 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
 
     After the return a power loss cannot undo it; before its last step nothing counts as committed.
     Files are fsynced once more, at no cost where they were before. See [Note: order of operations].
-
-    Raises:
-        CheckpointError: the folder is not what `manifest` says, or the disk or store refuses; what
-            was committed before is as it was, and `folder` is there to be removed.
+    CheckpointError: the folder is not what `manifest` says, or the disk or store refuses; what was
+    committed before is as it was, and `folder` is there to be removed.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
     if isinstance(folder, store.Place):

@@ -57,10 +57,8 @@ def find(run_dir: str | Folder, model: nn.Module, position: Any = None) -> Folde
 
     The newest that verifies, of this very model; `position` (in the data) is moved to where it was
     saved, since the number of steps and the batch depend on it. `restore` takes the result.
-
-    Raises:
-        CheckpointError: none verifies and some were set aside; it is of another model; or it holds
-            no position.
+    CheckpointError: none verifies and some were set aside; it is of another model; or it holds no
+    position.
     """
     saved = newest(run_dir)
 
@@ -146,10 +144,8 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     """Refuse to go on with another architecture than was saved, before a tensor is read.
 
     Compares config.json: two models may agree in every shape and still compute something else
-    (heads, rotary base, activation); of adapters also their settings and the base.
-
-    Raises:
-        CheckpointError: names the settings that changed, or the base.
+    (heads, rotary base, activation); of adapters also their settings and the base. CheckpointError:
+    names the settings that changed, or the base.
     """
     check_same_adapters(model, read_state(checkpoint), checkpoint)
     assets, file = getattr(model, "hf_assets", None), checkpoint / HF / "config.json"

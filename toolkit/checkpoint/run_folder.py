@@ -129,11 +129,8 @@ def local_copy(path: str | Path) -> Iterator[Path]:
 
     What is on a disk is given as it is. From a store the checkpoint, or the newest committed one of
     a run, is copied into a temporary folder (TMPDIR), with the run's config and metrics, and
-    deleted afterwards; a line on stderr says so.
-
-    Raises:
-        CheckpointError: nothing committed is there, the store cannot be read, or the copy does not
-            fit.
+    deleted afterwards; a line on stderr says so. CheckpointError: nothing committed is there, the
+    store cannot be read, or the copy does not fit.
     """
     # Of a config that is no run's, whoever reads the folder says what is wrong with it.
     saving = {} if is_url(path) else plain_config(Path(path)).get("checkpoint")
@@ -188,9 +185,8 @@ def claim(cfg: Any) -> Any:
     """Refuse a run directory or a `checkpoint.root` that is not free and does not hold this very
     run; return the settings that an earlier start recorded, None where it left no work.
 
-    Raises:
-        ConfigError: the directory holds another run, or files that are not a run's.
-        CheckpointError: `checkpoint.root` is on a store that cannot be read or written.
+    ConfigError: the directory holds another run, or files that are not a run's. CheckpointError:
+    `checkpoint.root` is on a store that cannot be read or written.
     """
     folder, root = Path(cfg.output_dir), root_of(cfg)
     _check_writable(folder, "output_dir")

@@ -169,9 +169,7 @@ def read_tensors(folder: Folder, metadata: Metadata, tensors: dict[str, torch.Te
 
     Collective. Each name must be in `metadata` with the tensor's shape and dtype. torch reads the
     whole blob of every chunk that a rank shares: up to twice its own bytes on twice the ranks.
-
-    Raises:
-        CheckpointError: on every rank: chunks do not cover a tensor once, or a blob is damaged.
+    CheckpointError: on every rank: chunks do not cover a tensor once, or a blob is damaged.
     """
 
     def check_whole() -> None:

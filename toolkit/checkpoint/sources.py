@@ -76,9 +76,8 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
         checkpoint: a run (its newest committed checkpoint), a checkpoint, or one of another tool.
         hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none.
 
-    Raises:
-        CheckpointError: there is none (says which path would do), or it is damaged.
-        ExportError: there is no config for it.
+    CheckpointError: there is none (says which path would do), or it is damaged. ExportError: there
+    is no config for it.
     """
     path = Path(checkpoint).expanduser()
     if path.is_file():
@@ -157,10 +156,8 @@ def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str,
     """Return the base as an exported adapter names it: as the run did, or `elsewhere`.
 
     A folder's weights are read and compared. Of a Hub id whose weights are not here only the config
-    is: a name is no reason to download them. `toolkit verify --logits` reads them.
-
-    Raises:
-        ExportError: `elsewhere` is not found here, or is another base.
+    is: a name is no reason to download them. `toolkit verify --logits` reads them. ExportError:
+    `elsewhere` is not found here, or is another base.
     """
     entry = base_entry(source)
     if elsewhere is None:
@@ -201,10 +198,8 @@ def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str
     """Return (prefix, parameter name -> key of the checkpoint) of all weights in `source`.
 
     Wrappers' parts of the keys (`_orig_mod.` of torch.compile) are left out. Of keys without a
-    prefix only those below the model's own modules count.
-
-    Raises:
-        ExportError: two prefixes would do, or two keys are one parameter.
+    prefix only those below the model's own modules count. ExportError: two prefixes would do, or
+    two keys are one parameter.
     """
     wanted = set(names)
     clean: dict[str, str] = {}

@@ -160,8 +160,7 @@ def empty_moments(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return, per trained parameter, tensors to load its optimizer state into, laid out like it.
 
-    Raises:
-        CheckpointError: the checkpoint is of another optimizer, or lacks a part of its state.
+    CheckpointError: the checkpoint is of another optimizer, or lacks a part of its state.
     """
     if state.optimizer is None:
         return {}

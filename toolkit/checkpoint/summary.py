@@ -25,10 +25,8 @@ def summarise(path: str | Path) -> dict[str, Any]:
     disk), `dtypes` (section -> dtype -> elements) and `tensors` (name, section, shape, dtype,
     bytes, chunks, sharded_dims, sizes).
 
-    Costs one read of `.metadata` and one stat a file.
-
-    Raises:
-        CheckpointError: nothing of the kind is there, or its metadata is damaged.
+    Costs one read of `.metadata` and one stat a file. CheckpointError: nothing of the kind is
+    there, or its metadata is damaged.
     """
     path = Path(path).expanduser()
     if (path / METADATA_FILE).is_file():

@@ -48,11 +48,10 @@ def prepare_data(
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
 
-    Raises:
-        DataError: the tokenizer, a file, a row or the number of samples cannot be trained with,
-            nothing of a source is learned, the model mixes packed samples, ranks read different
-            data, the global batch does not divide, or max_repeats ends the data too early.
-        ConfigError: a setting needs evaluations, and there is nothing to evaluate on.
+    DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, nothing
+    of a source is learned, the model mixes packed samples, ranks read different data, the global
+    batch does not divide, or max_repeats ends the data too early. ConfigError: a setting needs
+    evaluations, and there is nothing to evaluate on.
     """
     encoder = ranks.on_all(lambda: _encoder(cfg, model_cfg, model))
     rows = cfg.train.per_device_train_batch_size

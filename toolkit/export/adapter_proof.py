@@ -34,10 +34,8 @@ def prove_adapter(model: nn.Module, checkpoint: str) -> str:
     log, empty for a model without adapters. One that does not come back is set aside. Collective.
 
     Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
-
-    Raises:
-        CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
-        ExportError: on every rank: it cannot be exported or loaded by PEFT.
+    CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
+    ExportError: on every rank: it cannot be exported or loaded by PEFT.
     """
     if not has_adapters(model):
         return ""

@@ -57,8 +57,7 @@ def export_live(
         output, dtype, max_shard_size: as for `consolidate`; on a disk that rank 0 sees.
         origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
 
-    Raises:
-        ExportError: on every rank: the output is in the way, there is no space, or a write failed.
+    ExportError: on every rank: the output is in the way, there is no space, or a write failed.
     """
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:

@@ -113,8 +113,7 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
     """Return the dtype of all floating tensors (None: as the source has them) and the bytes of a
     weight file, of a size such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
 
-    Raises:
-        ExportError: one of them is no such thing.
+    ExportError: one of them is no such thing.
     """
     if dtype not in DTYPE_CHOICES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
@@ -156,9 +155,8 @@ def make_plan(
         limit: bytes of a weight file.
         where, prefix: what holds the weights, and before their names there; for error messages.
 
-    Raises:
-        ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
-            cannot be exported.
+    ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
+    cannot be exported.
     """
     assets, origin = assets_of(model), _match(model, stored, where, prefix)
     order = {name: i for i, name in enumerate(origin)}

@@ -42,10 +42,8 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
 
     None where `cfg` does not ask for it. The export is the run's own of this step, where it holds
     the checkpoint's weights; else `RUN-hf`, or `RUN-hf-step-N` where another one is in the way.
-
-    Raises:
-        HubError: the push failed; names the command that does it again.
-        ExportError: the checkpoint cannot be exported, or the export does not verify.
+    HubError: the push failed; names the command that does it again. ExportError: the checkpoint
+    cannot be exported, or the export does not verify.
     """
     return ranks.on_main(lambda: _publish(Path(run_dir), cfg, say)) if cfg.push_to_hub else None
 

@@ -55,8 +55,7 @@ class NoRevisionError(HubError):
 def retried(what: str, fn: Callable[[], T], say: Say) -> T:
     """Return what `fn` returns; call it again after each `TryAgainError`.
 
-    Raises:
-        HubError: the last try failed, or the Hub asks to wait too long.
+    HubError: the last try failed, or the Hub asks to wait too long.
     """
     tries = 0
     while True:

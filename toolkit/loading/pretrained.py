@@ -17,7 +17,16 @@ from toolkit import formats, ranks
 from toolkit.adapters.base import base_digest, record_base
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError
-from toolkit.loading import convert, materialisation
+from toolkit.loading import convert
+from toolkit.loading.materialisation import (
+    begin_adapters,
+    fill_missing,
+    init_weights,
+    materialise,
+    parameter_device,
+    replace,
+    settle,
+)
 from toolkit.models.causal_lm import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
@@ -53,10 +62,10 @@ def fill(
     target = torch.device(device)
     what = "base       " if has_adapters(model) else "weights    "
     if empty and not has_adapters(model):
-        materialisation.materialise(base_of(model), target)
+        materialise(base_of(model), target)
         say(f"{what}those of the run's checkpoint")
     elif cfg.init == "random":
-        materialisation.init_weights(model, target, seed)
+        init_weights(model, target, seed)
         say(f"{what}random, drawn from seed {seed}")
     else:
         folder = ranks.collective(formats.local_folder)(cfg.name_or_path, cfg.revision)
@@ -97,7 +106,7 @@ def load_pretrained(
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
         record_base(model, str(path), folder, digest)
-    materialisation.begin_adapters(model, target, seed)
+    begin_adapters(model, target, seed)
     return LoadReport(*counts, time.perf_counter() - begun)
 
 
@@ -132,7 +141,7 @@ def misfits(
     without_bytes = copy.deepcopy(model)
     for name, layer in packed_weights(without_bytes).items():  # the load reads the matrix
         whole = torch.empty(layer.shape, dtype=layer.source_dtype, device=meta)
-        materialisation.replace(without_bytes, name, nn.Parameter(whole, requires_grad=False))
+        replace(without_bytes, name, nn.Parameter(whole, requires_grad=False))
     info = convert.run_loader(without_bytes, sources, meta)
     if info.conversion_errors:  # a conversion that looks at values: the load itself will tell
         return {}
@@ -147,7 +156,7 @@ def _stream(
     """Read this rank's slices; return the account of keys and (tensors, bytes, bytes requested)."""
     entries = formats.read_weights(formats.weight_files(folder, path))
     _check_shapes(model, entries)
-    home = materialisation.parameter_device(model, device)
+    home = parameter_device(model, device)
     packed = packed_weights(model)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
     dtypes = {t.dtype for n, t in model.state_dict().items() if n not in packed}
@@ -181,8 +190,8 @@ def _settle(
     persistent = model.state_dict().keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
-    materialisation.fill_missing(model, device, parameters, buffers, seed=0)
-    materialisation.settle(model, device)
+    fill_missing(model, device, parameters, buffers, seed=0)
+    settle(model, device)
 
 
 def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -> None:

@@ -32,9 +32,7 @@ class StreamFeed(Feed):
     Every rank reads and encodes every row; see [Note: streams] in `stream.py`. What to evaluate on
     is not streamed, and nothing is split off a stream. `window` rows of a source are shuffled and
     packed together, `group` global batches sorted by length together where samples are padded.
-
-    Raises:
-        DataError: several sources without weights, or max_repeats is not a whole number of passes.
+    DataError: several sources without weights, or max_repeats is not a whole number of passes.
     """
 
     def __init__(
