@@ -184,19 +184,17 @@ def _turn_style(value: Any, column: str) -> RowShape:
         value = json_value(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         value = None  # judged with the row
-    listed = value if isinstance(value, list) else []
-    keys = {key for turn in listed if isinstance(turn, dict) for key in turn}
-    if "role" in keys:
-        return "messages"
-    return "sharegpt" if "from" in keys or column == "conversations" else "messages"
+    turns = value if isinstance(value, list) else []
+    keys = {key for turn in turns if isinstance(turn, dict) for key in turn}
+    sharegpt = "role" not in keys and ("from" in keys or column == "conversations")
+    return "sharegpt" if sharegpt else "messages"
 
 
 def example_of(row: dict[str, Any], layout: Layout) -> Example:
     """Return what is to be learned of `row`; raise BadRow for the first thing that is wrong."""
-    for column in layout.columns:
-        if column not in row:
-            said = f"expected a column {column!r} ({layout}), got {named(row)}"
-            raise BadRow(said, "missing column")
+    if missing := [column for column in layout.columns if column not in row]:
+        what = f"expected a column {missing[0]!r} ({layout}), got {named(row)}"
+        raise BadRow(what, "missing column")
     try:
         return _example(row, layout)
     except RecursionError as error:

@@ -130,7 +130,10 @@ def _message(turn: dict[str, Any], where: str) -> dict[str, Any]:
         if role != "assistant":
             said = "expected tool_calls in turns of the assistant only, got some"
             raise BadRow(f"{said} in {where!r} ({role})", "tool calls of another role")
-        message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+        if not isinstance(calls, list):
+            wrong(calls, f"{where}.tool_calls", "a list")
+        places = (f"{where}.tool_calls[{i}]" for i in range(len(calls)))
+        message["tool_calls"] = [*map(_tool_call, calls, places)]
     elif "content" not in turn:
         raise BadRow(f"expected 'content' in {where!r}, got {named(turn)}", "missing content")
     if turn.get("content") is not None or role != "assistant":
@@ -142,13 +145,11 @@ def _content(value: Any, where: str) -> str:
     """Return the text; of a list of parts, which text-only templates would print as a list."""
     if not isinstance(value, list):
         return string(value, where)
-    texts = []
     for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or kind != "text":
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
             wrong(kind, f"{where}[{i}]", "a part of type text")
-        texts.append(string(part.get("text"), f"{where}[{i}].text"))
-    return "".join(texts)
+    return "".join(string(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
 
 
 def _sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
@@ -159,15 +160,10 @@ def _sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
     value = string(turn["value"], f"{where}.value")
     if name not in _CALLS:
         return {"role": role, "content": value}
-    calls = parsed(value, f"{where}.value")
-    calls = calls if isinstance(calls, list) else [calls]
-    return {"role": role, "tool_calls": _tool_calls(calls, f"{where}.value")}
-
-
-def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        wrong(value, where, "a list")
-    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
+    found = parsed(value, f"{where}.value")
+    calls = found if isinstance(found, list) else [found]
+    places = (f"{where}.value[{i}]" for i in range(len(calls)))
+    return {"role": role, "tool_calls": [*map(_tool_call, calls, places)]}
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

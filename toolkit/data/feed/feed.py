@@ -40,14 +40,8 @@ class Processes(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    def loader(
-        self,
-        dataset: Any,
-        batches: Any = None,
-        workers: int = 0,
-        collate_fn: Callable[[list], Any] | None = None,
-    ) -> Any:
-        """Return `batches` of a map-style data set, or what `dataset` yields, on the device."""
+    @property
+    def loader(self) -> Callable[..., Any]: ...
 
 
 def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
@@ -73,9 +67,8 @@ class Feed(ABC):
     """This rank's micro-batches, and where the run stands.
 
     A sample is a packed one (`bfd`), a window (`wrapped`) or a row (`none`), and so is what weights
-    and batch sizes count. Both kinds are made of `sources` to train on, the `shape`, the `seed` of
-    the orders, the `global_batch` (a checkpoint's own replaces it), `eval_sources`, and
-    `max_eval_samples`: windows or rows of each that are evaluated on at most.
+    and batch sizes count. A checkpoint's own `global_batch` replaces the one that is given;
+    `max_eval_samples` are windows or rows of each source that are evaluated on at most.
     """
 
     sources: Sequence[Any]

@@ -78,8 +78,8 @@ class StreamPlace:
 
     def read(self) -> dict[str, Any]:
         """Return what is counted over all passes, as JSON values."""
-        names = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
-        return {name: asdict(self)[name] for name in names}
+        of_pass = ("epoch", "shard", "row", "rows", "window", "samples")
+        return {name: value for name, value in asdict(self).items() if name not in of_pass}
 
 
 class StreamSample(NamedTuple):

@@ -230,8 +230,7 @@ class Pieces:
 class Samples(Dataset):
     """Windows or pieces as samples of a shape, packed where it says so; see `SampleShape.sample`.
 
-    `FILLER` gives a sample without a label that counts. Pickles as the path of its file with its
-    plan.
+    `FILLER` gives one without a label that counts. Pickles as the path of its file, and its plan.
     """
 
     def __init__(self, pieces: Windows | Pieces, shape: SampleShape) -> None:

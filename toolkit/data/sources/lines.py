@@ -163,17 +163,14 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
         if cut.intersection(range(first, last + 1)) or sum(map(len, fields)) > limit:
             yield first, _too_long(limit)
         elif len(fields) == len(header):
-            yield first, _as_json(dict(zip(header, fields, strict=True)))
+            row = json.dumps(dict(zip(header, fields, strict=True)), ensure_ascii=False)
+            try:
+                yield first, row.encode("utf-8")
+            except UnicodeEncodeError as error:
+                yield first, _not_utf8(ord(row[error.start]) - 0xDC00)
         elif fields:
             said = f"expected {len(header)} fields ({named(header)}), got {len(fields)}"
             yield first, BadRow(said, "wrong number of fields")
-
-
-def _as_json(row: dict[str, str]) -> bytes | BadRow:
-    try:
-        return json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        return _not_utf8(ord(error.object[error.start]) - 0xDC00)
 
 
 def _too_long(limit: int) -> BadRow:

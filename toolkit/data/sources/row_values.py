@@ -25,7 +25,7 @@ class BadRow(Exception):
 
 
 def or_bad(fn: Callable[[Any], T], value: Any) -> T | BadRow:
-    """Return what `fn` returns for a value, or the BadRow that it raises."""
+    """Return what `fn` makes of a value, or the BadRow that it raises."""
     try:
         return fn(value)
     except BadRow as bad:
@@ -97,11 +97,11 @@ def parsed(value: Any, where: str) -> Any:
 
 def json_value(text: str) -> Any:
     """Return what JSON text stands for; NaN and infinities, which are no JSON, raise ValueError."""
-    return json.loads(text, parse_constant=_refuse_constant)
 
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON")
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    return json.loads(text, parse_constant=refuse)
 
 
 def clean(value: Any, where: str, *, nul: bool = False) -> None:
