@@ -50,9 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(run: Callable, help: str, description: str) -> Callable:
-        sub = commands.add_parser(
-            run.__name__.lstrip("_"), help=help, description=description, allow_abbrev=False
-        )
+        texts: dict = {"help": help, "description": description}
+        sub = commands.add_parser(run.__name__.lstrip("_"), allow_abbrev=False, **texts)
         sub.set_defaults(run=run)
         return sub.add_argument
 

@@ -94,9 +94,8 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
     `saved` is. Of a base that is not loaded yet 16 kB a tensor are read. CheckpointError.
     """
     before = saved.get("adapter")
-    if not isinstance(before, dict | None) or (
-        before and not isinstance(before.get("config"), dict | None)
-    ):
+    config = before.get("config") if isinstance(before, dict) else None
+    if not (isinstance(before, dict | None) and isinstance(config, dict | None)):
         raise CheckpointError(f"{checkpoint}: what its state.json says of the adapter is no object")
     what = remedy = ""
     if has_adapters(model) and before is not None:

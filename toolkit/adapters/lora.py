@@ -67,9 +67,7 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}")
     for name in ("lora_dropout", "use_dora"):
         if cfg.target_parameters and getattr(cfg, name):
-            what = (
-                f"lora.target_parameters {cfg.target_parameters} cannot be adapted with lora.{name}"
-            )
+            what = f"lora.target_parameters {cfg.target_parameters} cannot have lora.{name}"
             raise ConfigError(f"{what}, as the weight itself is changed; leave out one of them")
     if has_adapters(model):
         raise ModelError("the model has adapters already; build it anew to adapt it otherwise")

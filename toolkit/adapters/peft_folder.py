@@ -129,11 +129,10 @@ def _keys(model: Any) -> dict[str, str]:
     first = _first_names(model)
     # PEFT passes the values on untouched: here they say which parameter they stand for.
     state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
+    # Else PEFT would add the frozen matrix of an embedding that is adapted.
+    options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": False}
     with warnings.catch_warnings(action="ignore"):
-        # Else PEFT would add the frozen matrix of an embedding that is adapted.
-        return get_peft_model_state_dict(
-            model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False
-        )
+        return get_peft_model_state_dict(model, state, **options)
 
 
 def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:

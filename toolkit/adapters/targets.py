@@ -99,9 +99,7 @@ def _modules_to_save(named: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
     found = _named(setting, cfg.modules_to_save, named)
     for name in sorted(found):
         if isinstance(named[name], nn.ModuleList | nn.ModuleDict):
-            raise ModelError(
-                f"{setting}: {name} only holds modules and is never called; name those"
-            )
+            raise ModelError(f"{setting}: {name} holds modules and is never called; name those")
         if outer := [o for o in found if name.startswith(o + ".")]:
             raise ModelError(f"{setting} names {name} and {outer[0]}, which holds it; name one")
     return found
@@ -149,9 +147,7 @@ def _refuse_ties_apart(tied: set[str], expected: set[str], saved: set[str]) -> N
     else:
         return
     others = ", ".join(sorted(tied - {name}))
-    raise ModelError(
-        f"lora.{setting} names {name}, which is one matrix with {others}: {why} leave it out"
-    )
+    raise ModelError(f"lora.{setting}: {name} is one matrix with {others}: {why} leave it out")
 
 
 def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:

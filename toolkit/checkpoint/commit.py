@@ -158,9 +158,8 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     """Return the manifest that `content` is; `source` names it in errors."""
     manifest = parse_json(content, source, CheckpointError)
     try:
-        files = [
-            (n, e["size"], e["sha256"], e.get("blobs", "")) for n, e in manifest["files"].items()
-        ]
+        listed = manifest["files"].items()
+        files = [(name, e["size"], e["sha256"], e.get("blobs", "")) for name, e in listed]
         tensors = [(e["shape"], e["dtype"], e["digest"]) for e in manifest["tensors"].values()]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{source} is not a manifest of this toolkit: {error!r}") from error

@@ -164,9 +164,8 @@ def _last_part(path: str) -> str:
 def _publishable(value: Any) -> Any:
     """Return `value` as JSON can hold it (NaN becomes null), without secrets."""
     if isinstance(value, dict):
-        return {
-            scrub(str(k)): _publishable(v) for k, v in value.items() if not is_secret_name(str(k))
-        }
+        named = {str(key): inner for key, inner in value.items()}
+        return {scrub(k): _publishable(v) for k, v in named.items() if not is_secret_name(k)}
     if isinstance(value, list | tuple):
         return [_publishable(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -74,9 +74,8 @@ def restore(folder: Folder, rank: int) -> None:
     try:
         saved = load(read_plain(file))
     except (SafetensorError, OSError) as error:
-        fault = (
-            "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        )
+        missing = isinstance(error, FileNotFoundError)
+        fault = "is missing" if missing else f"cannot be read ({error})"
         raise CheckpointError(f"{file} {fault}: the random state of rank {rank}") from error
     wanted = (*PIECES, *([] if device_type() == "cpu" else [device_type()]))
     if lacking := [name for name in wanted if name not in saved]:

@@ -23,7 +23,7 @@ from toolkit.checkpoint import disk
 from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, find_checkpoint
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, probe, replace_synced, where
-from toolkit.config import FinetuneConfig, PretrainConfig
+from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.formats import is_inner_path
@@ -47,7 +47,7 @@ class RunFolder:
     Every method is collective. Raises as `claim` does.
     """
 
-    def __init__(self, cfg: PretrainConfig | FinetuneConfig) -> None:
+    def __init__(self, cfg: RunConfig) -> None:
         self._cfg, self._before = cfg, ranks.on_all(lambda: claim(cfg))
         self.path, self.root = Path(cfg.output_dir), root_of(cfg)
         self.tokenizer = self.path / TOKENIZER  # one that the run trains
@@ -264,9 +264,7 @@ def _read(file: Folder, cls: type) -> Any:
             copy.write_bytes(file.read_bytes())
             return config.load(cls, copy)
     except (ConfigError, OSError) as error:
-        raise ConfigError(
-            f"{file.parent} holds a run whose config cannot be read: {error}"
-        ) from error
+        raise ConfigError(f"the config of the run in {file.parent} is damaged: {error}") from error
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
@@ -286,9 +284,7 @@ def _check_writable(folder: Path, setting: str) -> None:
     above = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         what = "cannot be written to" if above.is_dir() else "is not a folder"
-        raise ConfigError(
-            f"{setting} {folder} cannot be made: {above} {what}; give another {setting}"
-        )
+        raise ConfigError(f"{setting} {folder} cannot be made: {above} {what}; give another")
 
 
 def _is_ours(file: Path, cls: type) -> bool:

@@ -126,7 +126,7 @@ class _Snapshot:
                         no_dist=group is None,
                     )
                 parts = ranks.gather_results(
-                    lambda: (self._write_small(writer.files), digests.result())
+                    lambda: (self._write_rest(writer.files), digests.result())
                 )
             path = ranks.on_main(lambda: str(self._commit(parts)))
         except CheckpointException as error:
@@ -143,7 +143,7 @@ class _Snapshot:
         ranks.on_main(lambda: retention.prune(self.run, self.cfg))
         return path
 
-    def _write_small(self, shards: Files) -> Files:
+    def _write_rest(self, shards: Files) -> Files:
         """Write what is not tensors; return size and sha256 of every file of this rank."""
         folder = self.folder
         with disk_errors(self.failed):
@@ -162,14 +162,12 @@ class _Snapshot:
         return {f"{DCP}/{name}": entry for name, entry in shards.items()} | small
 
     def _commit(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
+        lanes = torch.stack([share for _, share in parts]).sum(0)  # int64 wraps
         manifest = {
             "version": MANIFEST_VERSION,
             "step": self.step,
             "files": {name: entry for files, _ in parts for name, entry in files.items()},
-            # int64 wraps
-            "tensors": formats.described(
-                self.model, torch.stack([lanes for _, lanes in parts]).sum(0)
-            ),
+            "tensors": formats.described(self.model, lanes),
             **({} if self.adapter is None else {"adapter": self.adapter}),
         }
         with disk_errors(self.failed):

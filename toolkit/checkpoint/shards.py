@@ -66,9 +66,8 @@ class HashingWriter(FileSystemWriter):
         try:
             jobs = []
             for i, items in enumerate(filter(None, spread(plan.items, _size, count))):
-                names = dataclasses.replace(
-                    plan.storage_data, prefix=f"{prefix}{i}_" if i else prefix
-                )
+                own = f"{prefix}{i}_" if i else prefix
+                names = dataclasses.replace(plan.storage_data, prefix=own)
                 part = dataclasses.replace(plan, items=items, storage_data=names)
                 jobs.append(pool.submit(write, part, planner))
             return _done([result for job in jobs for result in job.result().wait()])

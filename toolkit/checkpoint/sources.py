@@ -82,9 +82,8 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
     path = Path(checkpoint).expanduser()
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the folder that holds it: {path.parent}")
-    if (path / formats.METADATA_FILE).is_file() and (
-        hf_assets is not None or not commit.is_committed(path.parent)
-    ):
+    foreign = hf_assets is not None or not commit.is_committed(path.parent)
+    if foreign and (path / formats.METADATA_FILE).is_file():
         return _dcp(path, _assets(hf_assets, path))
     if shards := sorted(path.glob(commit.SHARDED_SAFETENSORS)):
         return _safetensors(path, shards, _assets(hf_assets, path))
@@ -95,15 +94,14 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
         return find_source(inner[0], hf_assets or (path if _has_config(path) else None))
     if inner:
         raise CheckpointError(
-            f"{path} holds {len(inner)} models; give one of them: {', '.join(map(str, inner))}"
+            f"{path} holds several models; give one: {', '.join(map(str, inner))}"
         )
     try:
         found = commit.find_checkpoint(path)
     except CheckpointError as error:
         if _has_config(path) and any(path.glob("*.safetensors")):
-            raise CheckpointError(
-                f"{path} is a Hugging Face folder already: nothing to consolidate"
-            ) from error
+            what = "is a Hugging Face folder already: nothing to consolidate"
+            raise CheckpointError(f"{path} {what}") from error
         raise
     return _own_checkpoint(found, hf_assets)
 
@@ -206,9 +204,7 @@ def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str
     for key in source.tensors:
         name = _WRAPPERS.sub("", key)
         if name in clean:
-            raise ExportError(
-                f"{source.folder} holds {clean[name]} and {key}, which are both {name}"
-            )
+            raise ExportError(f"{source.folder} holds {clean[name]} and {key}: both are {name}")
         clean[name] = key
     prefix = _find_prefix(clean, wanted, source) if source.checkpoint is None else _PREFIX
     found = {n.removeprefix(prefix): key for n, key in clean.items() if n.startswith(prefix)}
@@ -258,13 +254,11 @@ def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
         raise CheckpointError(f"{folder} holds an optimizer's state; the weights are in {weights}")
 
     def stored(key: str) -> formats.StoredTensor:
-        return formats.StoredTensor(
-            *tensors[key], tuple(formats.tensor_chunks(folder, metadata, key))
-        )
+        chunks = tuple(formats.tensor_chunks(folder, metadata, key))
+        return formats.StoredTensor(*tensors[key], chunks)
 
-    return Source(
-        folder, hf, checkpoint, tensors, stored, partial(formats.coverage_fault, metadata)
-    )
+    fault = partial(formats.coverage_fault, metadata)
+    return Source(folder, hf, checkpoint, tensors, stored, fault)
 
 
 def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
@@ -303,9 +297,8 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
         found[name] = formats.StoredTensor(chunks[0].dtype, shape, chunks)
 
     def fault(name: str) -> str | None:
-        return formats.boxes_fault(
-            found[name].shape, [(c.offsets, c.sizes) for c in found[name].chunks]
-        )
+        boxes = [(chunk.offsets, chunk.sizes) for chunk in found[name].chunks]
+        return formats.boxes_fault(found[name].shape, boxes)
 
     tensors = {name: (stored.dtype, stored.shape) for name, stored in found.items()}
     return Source(folder, hf, None, tensors, found.__getitem__, fault)

@@ -125,9 +125,7 @@ def state_faults(checkpoint: Folder) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{checkpoint / STATE} does not hold the state of a run: {error!r}"
-        ) from error
+        raise CheckpointError(f"{checkpoint / STATE} is no state of a run: {error!r}") from error
 
 
 def piece(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:

@@ -227,14 +227,13 @@ def _check_path(cls: type, path: str, where: str) -> Any:
             if is_secret_name(part):
                 what = "is no setting: a config is written to files, where no token belongs"
                 raise ConfigError(
-                    f"{path!r} ({where}) {what}. Run `hf auth login`, or set HF_TOKEN"
+                    f"{path!r} ({where}) {what}. Use `hf auth login`, or set HF_TOKEN"
                 )
             guess = difflib.get_close_matches(part, hints, n=1)
             meant = f", did you mean {walked}{guess[0]}?" if guess else ""
             section = walked.removesuffix(".") or "the top level"
-            known = (
-                f"known in {section}: {', '.join(hints)}" if hints else f"{section} takes a value"
-            )
+            listed = f"known in {section}: {', '.join(hints)}"
+            known = listed if hints else f"{section} takes a value"
             raise ConfigError(f"unknown setting {path!r} ({where}){meant}; {known}")
         here, walked = hints[part], f"{walked}{part}."
     return here

@@ -19,9 +19,8 @@ else:
     AtLeast1 = restricted.PositiveInt
     AtLeast2 = restricted.restricted_number_type("AtLeast2", int, (">=", 2))
     NotNegative = restricted.NonNegativeInt
-    AllOrCount = restricted.restricted_number_type(
-        "AllOrCount", int, [("==", -1), (">=", 1)], join="or"
-    )
+    _ALL_OR_COUNT = [("==", -1), (">=", 1)]
+    AllOrCount = restricted.restricted_number_type("AllOrCount", int, _ALL_OR_COUNT, join="or")
     Positive = restricted.restricted_number_type("Positive", float, [(">", 0), _FINITE])
     NonNegative = restricted.restricted_number_type("NonNegative", float, [(">=", 0), _FINITE])
     Fraction = restricted.restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])

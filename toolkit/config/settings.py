@@ -587,7 +587,7 @@ class FinetuneConfig(RunConfig):
             raise ConfigError(f"checkpoint.async_save with lora.r {what}")
 
 
-def model_settings(cfg: PretrainConfig | FinetuneConfig) -> ModelConfig:
+def model_settings(cfg: RunConfig) -> ModelConfig:
     """Return the model's settings with the dtype filled in: the checkpoint's own under adapters."""
     with_adapters = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
     dtype = cfg.model.dtype or ("auto" if with_adapters else "float32")

@@ -13,7 +13,7 @@ from toolkit.config.settings import (
     DataConfig,
     FinetuneConfig,
     ModelConfig,
-    PretrainConfig,
+    RunConfig,
     model_settings,
 )
 from toolkit.data.chat import chat_templates
@@ -35,7 +35,7 @@ from toolkit.models.attention import attend_within_documents
 
 
 def prepare_data(
-    cfg: PretrainConfig | FinetuneConfig,
+    cfg: RunConfig,
     model: PreTrainedModel,
     model_cfg: ModelConfig,
     run: Processes,
@@ -81,9 +81,7 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     return supervision_report(feed, encoder.tokenizer, samples) | said
 
 
-def _encoder(
-    cfg: PretrainConfig | FinetuneConfig, model_cfg: ModelConfig, model: PreTrainedModel
-) -> Encoder:
+def _encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
     """Return the encoder of the run's rows, its tokenizer with `data.chat_template` where it is
     set: that becomes part of `model.hf_assets`, so that the export answers as it was trained.
     """
@@ -101,9 +99,7 @@ def _encoder(
     return encoder
 
 
-def read_sources(
-    cfg: PretrainConfig | FinetuneConfig, encoder: Encoder, choice: "Choice", world_size: int
-) -> Feed:
+def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size: int) -> Feed:
     """Read and encode the data; return what a run reads from. Cached on disk: one rank first."""
     data, train, finetune = cfg.data, cfg.train, isinstance(cfg, FinetuneConfig)
 
@@ -223,7 +219,7 @@ def _check_evaluations(cfg: Any, sources: list[str]) -> None:
 class TrainingData:
     """What the loop of a recipe reads; `prepare_data` makes it."""
 
-    cfg: PretrainConfig | FinetuneConfig
+    cfg: RunConfig
     feed: Feed
     choice: Choice
     tokenizer: PreTrainedTokenizerBase | None  # None where the data came as token ids

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.adapters import prepare_adapters
-from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
+from toolkit.config.settings import FinetuneConfig, RunConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.causal_lm import build_on_meta, plain_name
@@ -127,9 +127,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def plan_summary(
-    cfg: PretrainConfig | FinetuneConfig, world_size: int | None = None
-) -> dict[str, Any]:
+def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any]:
     """Return how a run of `cfg` on GPUs would be sharded, ready for JSON, in one process without
     weights. Without `world_size` `cfg` must have dp_replicate and dp_shard (ConfigError).
     """

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from toolkit import ranks
 from toolkit.adapters.coverage import coverage_lines
-from toolkit.config.settings import FinetuneConfig, PretrainConfig
+from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import METRICS, keep_until
@@ -166,7 +166,7 @@ class Metrics:
 
 
 def begin(
-    cfg: PretrainConfig | FinetuneConfig,
+    cfg: RunConfig,
     run: Run,
     folder: Path,
     model: nn.Module,

@@ -161,9 +161,7 @@ class _Search:
                 raise NotFound(f"the chat template does not print {self.view.named(i)}")
             tails.append(text.rpartition(word)[2])
         if tails[0] != tails[1] or not self.text.endswith(tails[0]):
-            raise NotFound(
-                f"cannot tell where {self.view.named(i)} ends: what follows it depends on it"
-            )
+            raise NotFound(f"cannot tell where {self.view.named(i)} ends: what follows varies")
         return common_start(self.text, *texts), len(self.text) - len(tails[0])
 
     def _before_next(self, i: int, end: int) -> bool:
@@ -320,10 +318,8 @@ class _Search:
         """Refuse a span that is empty, overlaps the one before, or holds what others said."""
         own, inside = text_of(self.messages[i]), self.text[begin:end]
         prompt = self.known.prompt.strip()
-        others = [
-            (m.get("content") or "").strip() for m in self.messages if m["role"] != "assistant"
-        ]
-        others = [said for said in others if len(said) > SURELY and said not in own]
+        others = [m.get("content") or "" for m in self.messages if m["role"] != "assistant"]
+        others = [said for said in map(str.strip, others) if len(said) > SURELY and said not in own]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
         contents = said_of(self.messages[i].get("content") or "") if calls else []
@@ -335,6 +331,4 @@ class _Search:
             or any(name not in inside for name in names)
             or (contents and not any(said in inside for said in contents))
         ):
-            raise NotFound(
-                f"the rendering of {self.view.named(i)} cannot be told from the turns around it"
-            )
+            raise NotFound(f"cannot tell {self.view.named(i)} from what is rendered around it")

@@ -104,9 +104,8 @@ class Template:
         try:
             chat_template_utils._compile_jinja_template(text)
         except TemplateSyntaxError as error:
-            raise DataError(
-                f"the chat template cannot be used: line {error.lineno}: {error.message}"
-            ) from error
+            what = f"line {error.lineno}: {error.message}"
+            raise DataError(f"the chat template cannot be used: {what}") from error
 
     def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered:
         """Return what `masks.mark` does of the first spelling that it takes, or raise a BadRow."""
@@ -134,9 +133,8 @@ class Template:
             if every != wanted:
                 raise
             found, unchecked = mark(render, messages, [], **options), True
-        markers = self._render(
-            messages, tools, conversation.template_kwargs, return_assistant_tokens_mask=True
-        )[1]
+        kwargs = conversation.template_kwargs
+        markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
         if unchecked:
             return Rendered(found.text, markers, found.notes + Counter([UNCHECKED]))
         turns = dict(zip(every, found.spans, strict=True))
@@ -204,9 +202,7 @@ def _by_markers(
         if len(overlap) == 1:
             last = overlap[0]
         elif overlap or last is None or not only_marks(begin, end):
-            raise disagreement(
-                f"enclose {text[begin:end][:60]!r}, which is no single turn of the assistant"
-            )
+            raise disagreement(f"enclose {text[begin:end][:60]!r}, no single turn of the assistant")
         marked[last].append((begin, end))
     spans = []
     for i in wanted:

@@ -46,18 +46,15 @@ class _Shape(NamedTuple):
 _MASKS = ("labels", "completion_mask", "assistant_masks")  # columns that say what is learned
 _TURN_COLUMNS = ("messages", "conversations", "conversation")
 _CHAT = ("tools", "chat_template_kwargs")
+_OF_ALPACA = ("input", "history", "system")
 _SHAPES: dict[RowShape, _Shape] = {
     "text": _Shape("text", "text"),
     "pieces": _Shape("text", "text files"),
     "prompt_completion": _Shape("prompt_completion", "prompts and completions"),
     "turn_lists": _Shape("conversation", "prompts and completions as lists of turns", _CHAT),
     "messages": _Shape("conversation", "conversations (turns with role and content)", _CHAT),
-    "sharegpt": _Shape(
-        "conversation", "conversations (ShareGPT: turns with from and value)", (*_CHAT, "system")
-    ),
-    "alpaca": _Shape(
-        "conversation", "instructions (Alpaca)", (*_CHAT, "input", "history", "system")
-    ),
+    "sharegpt": _Shape("conversation", "conversations (ShareGPT)", (*_CHAT, "system")),
+    "alpaca": _Shape("conversation", "instructions (Alpaca)", (*_CHAT, *_OF_ALPACA)),
     "tokenised": _Shape("tokenised", "token ids", (*_MASKS, "attention_mask")),
 }
 
@@ -252,9 +249,8 @@ def _conversation(
             f"{', '.join(learned)}{' in the completion' if supervised_from else ''}",
             "no assistant turn",
         )
-    return Conversation(
-        messages, turns.tools_of(row), turns.template_kwargs_of(row), supervised_from
-    )
+    tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
+    return Conversation(messages, tools, kwargs, supervised_from)
 
 
 def _ids_and_labels(row: dict[str, Any]) -> tuple[list[int], list[int] | None]:

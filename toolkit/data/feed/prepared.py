@@ -62,9 +62,8 @@ class PreparedFeed(Feed):
         self.sources, self.total = list(sources), self.order.total
         position = Position(len(self), seed, global_batch, _reading(sources, self.train, shape))
         super().__init__(shape, position, eval_sources, max_eval_samples)
-        self.eval_sets |= {
-            s.name: held for s, (_, held) in zip(sources, split, strict=True) if held
-        }
+        held_outs = zip(sources, split, strict=True)
+        self.eval_sets |= {source.name: held for source, (_, held) in held_outs if held}
 
     def __len__(self) -> int:
         """Return the samples of a pass over all sources."""

@@ -122,10 +122,8 @@ class Mixture:
 
     def _used_up(self, source: int) -> int:
         """Return the first position before which `source`, of the last phase, gave its limit."""
-        begin = self._phases[-1].start
-        return bisect_left(
-            range(_FAR), self._limits[source], lo=begin, key=lambda p: self.counts(p)[source]
-        )
+        begin, limit = self._phases[-1].start, self._limits[source]
+        return bisect_left(range(_FAR), limit, lo=begin, key=lambda p: self.counts(p)[source])
 
 
 class SampleOrder(Mixture):

@@ -49,9 +49,8 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each sample."""
     narrow = lengths.astype(np.uint16 if capacity < 1 << 16 else np.int32)  # 16 bits: radix sort
     spread = _spread(len(lengths))
-    longest_first = spread[
-        np.argsort((capacity - narrow[spread]).astype(narrow.dtype), kind="stable")
-    ]
+    room = (capacity - narrow[spread]).astype(narrow.dtype)
+    longest_first = spread[np.argsort(room, kind="stable")]
     counts = np.bincount(narrow)
     values = np.flatnonzero(counts)[::-1]
     runs = np.array(_place(values.tolist(), counts[values].tolist(), capacity), np.int64)

@@ -79,12 +79,10 @@ class SampleShape:
             width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
             fill = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
             samples = [s | {"attention_mask": torch.ones_like(s["labels"])} for s in samples]
-            batch = {
-                name: torch.stack(
-                    [F.pad(s[name], (0, width - len(s[name])), value=v) for s in samples]
-                )
-                for name, v in fill.items()
-            }
+            batch = {}
+            for name, value in fill.items():
+                rows = [F.pad(s[name], (0, width - len(s[name])), value=value) for s in samples]
+                batch[name] = torch.stack(rows)
         else:
             batch = default_collate(samples)
             if self.borders:

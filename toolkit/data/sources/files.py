@@ -21,7 +21,7 @@ DATA_ENDINGS: dict[str, Kind] = {".jsonl": "json", **{f".{kind}": kind for kind 
 _TEXT = (
     "c cc cpp cu go h hpp html java jl js lua md py pyi r rb rs rst scala sh sql tex text ts txt"
 )
-TEXT_ENDINGS = [f".{name}" for name in _TEXT.split(" ")]
+TEXT_ENDINGS = [f".{name}" for name in _TEXT.split()]
 """Endings of text that are taken from beneath a folder; a file named itself may have any."""
 
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")

@@ -159,9 +159,8 @@ def _tables(
         except DataError:
             raise
         except Exception as error:  # the file comes from outside: it may hold anything
-            raise DataError(
-                f"{file} cannot be read from row {row} on: {one_line(error)}"
-            ) from error
+            what = f"cannot be read from row {row} on: {one_line(error)}"
+            raise DataError(f"{file} {what}") from error
 
 
 def arrow_tables(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -217,9 +216,8 @@ def read_named(
         raise as_data_error(error, where) from error
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
-            raise DataError(
-                f"{where} has no split {split!r}, only {', '.join(rows)}; set its dataset_split"
-            )
+            what = f"no split {split!r}, only {', '.join(rows)}"
+            raise DataError(f"{where} has {what}; set its dataset_split")
         rows = rows[split]
     # A saved selection or shuffle is an index over the rows; what follows reads the rows in order.
     if isinstance(rows, datasets.Dataset) and rows._indices is not None:

@@ -20,9 +20,8 @@ from toolkit.errors import DataError
 PIECE_BYTES = 1 << 17  # a longer text is cut: a few megabytes keep every core busy
 LINE_BYTES = 64 << 20  # a longer line is refused before any of it is tokenised
 
-PIECES = pa.schema(
-    {"text": pa.string(), "start": pa.bool_(), "end": pa.bool_(), PLACE: pa.string()}
-)
+_TEXT, _FLAG = pa.string(), pa.bool_()
+PIECES = pa.schema({"text": _TEXT, "start": _FLAG, "end": _FLAG, PLACE: _TEXT})
 
 
 def text_tables(file: str) -> Iterator[pa.Table]:
