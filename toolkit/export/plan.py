@@ -117,9 +117,8 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
     """
     if dtype not in DTYPE_CHOICES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
-    size = re.fullmatch(
-        r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", str(max_shard_size).strip().upper()
-    )
+    given = str(max_shard_size).strip().upper()
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", given)
     digits, unit, binary = size.groups() if size else ("0", None, None)
     limit = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
     if limit < 1:
@@ -210,9 +209,8 @@ def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
         held = next(member for member in family if member in stored)
         shape, expected = stored[held][1], tuple(state[name].shape)
         if shape != expected:
-            raise ExportError(
-                f"{prefix}{held} is {shape} in {where}, {expected} in {described}; {doubt}"
-            )
+            what = f"is {shape} in {where}, {expected} in {described}"
+            raise ExportError(f"{prefix}{held} {what}; {doubt}")
         origin[_exported_name(model, family)] = held
     return origin
 

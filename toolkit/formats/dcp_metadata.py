@@ -46,9 +46,8 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     except Exception as error:  # what a damaged pickle raises has no common class
-        raise CheckpointError(
-            f"{file} is damaged, or not as torch writes it: {one_line(error)}"
-        ) from error
+        what = f"is damaged, or not as torch writes it: {one_line(error)}"
+        raise CheckpointError(f"{file} {what}") from error
     names = {info.relative_path for info in metadata.storage_data.values()}
     for name in names:
         if not is_plain_name(name):
@@ -161,10 +160,13 @@ def _build_metadata(root: Any, most: int) -> Metadata:
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in stored.items():
         fqn, offset, number = _fields(key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER)
-        place = {"relative_path": str, "offset": int, "length": int}
-        file, begin, length, transforms = _fields(
-            value, "_StorageInfo", **place, transform_descriptors=object
-        )
+        place = {
+            "relative_path": str,
+            "offset": int,
+            "length": int,
+            "transform_descriptors": object,
+        }
+        file, begin, length, transforms = _fields(value, "_StorageInfo", **place)
         index = MetadataIndex(fqn, None if offset is None else _size(offset), number)
         info = _StorageInfo(file, begin, length, None if transforms is None else _path(transforms))
         if storage.setdefault(index, info) != info:
@@ -180,9 +182,8 @@ def _build_metadata(root: Any, most: int) -> Metadata:
 
 
 def _tensor_metadata(fqn: str, record: Any, most: int) -> TensorStorageMetadata:
-    properties, whole, parts = _fields(
-        record, "TensorStorageMetadata", properties=_Record, size=object, chunks=list
-    )
+    kinds = {"properties": _Record, "size": object, "chunks": list}
+    properties, whole, parts = _fields(record, "TensorStorageMetadata", **kinds)
     if properties.kind != "TensorProperties":
         raise TypeError(f"{fqn} has no tensor properties")
     dtype, layout, requires_grad = properties.state[:3]

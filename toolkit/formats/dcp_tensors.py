@@ -77,9 +77,7 @@ def _locate(
     if info is None:
         raise CheckpointError(f"{fqn}: the chunk at {tuple(part.offsets)} is stored nowhere")
     if info.transform_descriptors:
-        raise CheckpointError(
-            f"{fqn} is stored transformed ({info.transform_descriptors}); save it plainly"
-        )
+        raise CheckpointError(f"{fqn} is stored by {info.transform_descriptors}; save it plainly")
     file, dtype, sizes = folder / info.relative_path, entry.properties.dtype, tuple(part.sizes)
     nbytes = math.prod(sizes) * dtype.itemsize
     try:
@@ -88,9 +86,8 @@ def _locate(
             begin, length = payload(blob)
             tensor = blob.load("meta")
     except Exception as error:  # what a damaged blob raises has no common class
-        raise CheckpointError(
-            f"{file}: the blob of {fqn} cannot be read: {one_line(error)}"
-        ) from error
+        what = f"the blob of {fqn} cannot be read: {one_line(error)}"
+        raise CheckpointError(f"{file}: {what}") from error
     is_tensor = isinstance(tensor, torch.Tensor)
     found = (tensor.dtype, tuple(tensor.shape)) if is_tensor else type(tensor)
     if found != (dtype, sizes) or length < nbytes:
@@ -166,9 +163,8 @@ def payload(blob: "BlobView") -> tuple[int, int]:
                 place = (record.header_offset + 30 + skipped, record.file_size)
                 continue
             if record.file_size > _MAX_RECORD:
-                raise CheckpointError(
-                    f"its record {record.filename:.80} has {record.file_size} bytes"
-                )
+                what = f"its record {record.filename:.80} has {record.file_size} bytes"
+                raise CheckpointError(what)
             if record.CRC == 0:  # torch.save was told to leave it out
                 record.CRC = None  # type: ignore[assignment]
             content = archive.read(record)

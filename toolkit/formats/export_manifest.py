@@ -43,9 +43,8 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
             raise ExportError(str(error)) from error
         for key, entry in entries.items():
             if key in tensors:
-                raise ExportError(
-                    f"{folder}: tensor {key} is in both {tensors[key]['file']} and {name}"
-                )
+                both = f"{tensors[key]['file']} and {name}"
+                raise ExportError(f"{folder}: tensor {key} is in both {both}")
             xxh3 = hash_of_part(file, entry.begin, entry.nbytes, "xxh3")
             tensors[key] = describe_tensor(entry, xxh3)
     return {"files": files, "tensors": tensors}
@@ -86,9 +85,8 @@ def read(folder: Path) -> dict[str, Any]:
     """
     file = folder / FILE
     if not file.is_file():
-        raise ExportError(
-            f"{folder} has no {FILE}: not written by `toolkit consolidate`, or not copied whole"
-        )
+        what = "not written by `toolkit consolidate`, or not copied whole"
+        raise ExportError(f"{folder} has no {FILE}: {what}")
     raw = read_bounded(plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
     content = parse_json(raw, f"{file} is damaged: it", ExportError)
     manifest: Any = content.get("manifest") if isinstance(content, dict) else None

@@ -92,9 +92,8 @@ def assets_of(model: torch.nn.Module) -> HFAssets:
     """Return the assets that `build_on_meta` attached to `model`; ModelError without."""
     assets = getattr(model, "hf_assets", None)
     if not isinstance(assets, HFAssets):
-        raise ModelError(
-            f"{type(model).__name__} carries no Hugging Face assets; build it with build_on_meta"
-        )
+        what = "carries no Hugging Face assets; build it with build_on_meta"
+        raise ModelError(f"{type(model).__name__} {what}")
     return assets
 
 
@@ -159,9 +158,8 @@ def check_config(folder: Path) -> None:
         if file.is_file() and file.name not in _BY_RUST:
             read_json(file, ModelError)
         elif file.is_file() and (size := file.stat().st_size) > _VOCABULARY_BYTES:
-            raise ModelError(
-                f"{file} has {size:,} bytes, more than the {_VOCABULARY_BYTES:,} expected; {_AGAIN}"
-            )
+            what = f"more than the {_VOCABULARY_BYTES:,} expected; {_AGAIN}"
+            raise ModelError(f"{file} has {size:,} bytes, {what}")
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:

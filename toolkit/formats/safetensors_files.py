@@ -66,9 +66,8 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
     except (ValueError, TypeError) as error:
         raise _damaged(file, error) from error
     if whole and position != size:
-        raise LoadingError(
-            f"{file} should be {position} bytes long by its header, and is {size}; {_AGAIN}"
-        )
+        what = f"should be {position} bytes long by its header, and is {size}"
+        raise LoadingError(f"{file} {what}; {_AGAIN}")
     return entries
 
 
@@ -138,9 +137,8 @@ def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
 
 
 def _damaged(file: Path, what: object) -> LoadingError:
-    return LoadingError(
-        f"{file} has a damaged safetensors header: {one_line(str(what), 200)}; {_AGAIN}"
-    )
+    text = one_line(str(what), 200)
+    return LoadingError(f"{file} has a damaged safetensors header: {text}; {_AGAIN}")
 
 
 class OpenFiles(contextlib.ExitStack):

@@ -83,9 +83,7 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
         groups.append(ExportGroup(tuple(sources), outputs, converted))
         for output in outputs:
             if seen.setdefault(output, sources) is not sources:
-                raise ExportError(
-                    f"{seen[output]} and {sources} would both be exported as {output}"
-                )
+                raise ExportError(f"{seen[output]} and {sources} would both become {output}")
     return groups
 
 

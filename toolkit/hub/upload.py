@@ -172,9 +172,8 @@ class _Repository:
         """Return the state of the revision (or of main)."""
         revision = None if main else self.revision
         with self.request(f"reading {self.repo_id}"):
-            info = self.api.model_info(
-                self.repo_id, revision=revision, files_metadata=True, timeout=_ANSWER
-            )
+            options: Any = {"revision": revision, "files_metadata": True, "timeout": _ANSWER}
+            info = self.api.model_info(self.repo_id, **options)
             files = {s.rfilename: s for s in info.siblings or []}
             ours = True
             if CARD in files:

@@ -148,12 +148,11 @@ def settle_keys(model: PreTrainedModel, info: Any) -> None:
 
 def problems(info: Any) -> dict[str, list[str]]:
     """Return what an account of keys complains of: kind -> tensors."""
+    shapes = ((n, tuple(a), tuple(b)) for n, a, b in info.mismatched_keys)
     found = {
         "missing in the checkpoint": sorted(info.missing_keys),
         "not known to the model": sorted(info.unexpected_keys),
-        "of another shape": sorted(
-            f"{n} ({tuple(a)}, expected {tuple(b)})" for n, a, b in info.mismatched_keys
-        ),
+        "of another shape": sorted(f"{n} ({a}, expected {b})" for n, a, b in shapes),
         "not convertible": sorted(info.conversion_errors),
     }
     return {kind: names for kind, names in found.items() if names}

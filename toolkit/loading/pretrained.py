@@ -166,9 +166,7 @@ def _stream(
         sources: dict[str, Any] = {}
         for name, entry in entries.items():
             rows = _resized_rows(model, name, entry)
-            sources[name] = formats.FileTensor(
-                reader, name, entry, dtype=dtype, rows=rows, copy=copy
-            )
+            sources[name] = formats.FileTensor(reader, name, entry, dtype, rows, copy)
         groups = convert.groups_to_read_whole(model, sources)
         whole = {key: sources.pop(key) for group in groups for key in group.keys}
         bar = ranks.rank() == 0 and sys.stderr.isatty()

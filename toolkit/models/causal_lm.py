@@ -75,10 +75,9 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
         formats.check_config(tokenizer_folder)
     if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
-        kept = {n: content for n, content in files.items() if n == _GENERATION}
-        files = {
-            n: c for n, c in formats.asset_files(tokenizer_folder).items() if n != _GENERATION
-        } | kept
+        own = {n: content for n, content in files.items() if n == _GENERATION}
+        files = formats.asset_files(tokenizer_folder)
+        files = {n: content for n, content in files.items() if n != _GENERATION} | own
     resized = cfg.resize_embeddings and _resize(model, pristine, tokenizer_folder, cfg)
     model.tie_weights()
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):

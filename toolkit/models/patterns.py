@@ -27,10 +27,8 @@ def matching_modules(
         if called:
             holding = {n for n in matched if isinstance(named[n], nn.ModuleList | nn.ModuleDict)}
             if holding == matched:
-                what = "which holds modules and is never called; name those, such as"
-                raise ModelError(
-                    f"{setting}: {pattern!r} matches only {min(holding)}, {what} {min(holding)}.*"
-                )
+                name, what = min(holding), "which holds modules and is never called; name those"
+                raise ModelError(f"{setting}: {pattern!r} matches only {name}, {what}: {name}.*")
             matched -= holding
         found |= matched
     return {name: module for name, module in named.items() if name in found}

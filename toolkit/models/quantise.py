@@ -65,9 +65,7 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
         raise ModelError(f"lora.load_in_4bit: {what} ({_why(left) or 'they hold no matrices'})")
     for target in cfg.target_parameters:
         if hit := [name for name in chosen if f".{name}.weight".endswith(f".{target}")]:
-            what = (
-                f"names the weight of {hit[0]}, which is in 4 bits; use lora.target_modules instead"
-            )
+            what = f"names the weight of {hit[0]}, which is in 4 bits; use lora.target_modules"
             raise ModelError(f"lora.target_parameters: {target!r} {what}")
     packed: dict[int, packed_linear.PackedLinear] = {}
     weights: dict[int, nn.Parameter] = {}

@@ -25,6 +25,7 @@ from toolkit.models.patterns import numbered
 VOCABULARY = 128
 SPECIAL = 48  # ids from here up to VOCABULARY mean nothing special to a copy
 _WINDOW = 4
+_SETTING = bool | str | int | float | None
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _VISION_DEPTHS = (*_DEPTHS, "depth", "num_blocks", "encoder_layers", "num_encoder_layers")
@@ -100,9 +101,7 @@ def _switches(layer: nn.Module) -> list[str]:
     found = set()
     for name, module in layer.named_modules():
         kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-        own = {
-            k: _plain(v) for k, v in kept.items() if isinstance(v, bool | str | int | float | None)
-        }
+        own = {k: _plain(v) for k, v in kept.items() if isinstance(v, _SETTING)}
         found.add(json.dumps([numbered(name), type(module).__name__, own], sort_keys=True))
     return sorted(found)
 

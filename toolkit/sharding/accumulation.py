@@ -51,10 +51,9 @@ class Accumulation:
         if self.reduce_each is None and count > 1:
             self.reduce_each = self._gradient_is_large(ids.device)
         last, keep = index == count - 1, self.keep and count > 1
+        reduced = last or sync_each or bool(self.reduce_each)
         for unit in self._units:
-            unit.set_requires_gradient_sync(
-                last or sync_each or bool(self.reduce_each), recurse=False
-            )
+            unit.set_requires_gradient_sync(reduced, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or not keep, recurse=False)
             if keep:

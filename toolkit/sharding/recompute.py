@@ -49,9 +49,7 @@ def recompute_in_backward(
     there until the backward.
     """
     forward: Callable = module.forward
-    draws: bool | None = (
-        None  # whether the forward draws random numbers; not known before the first
-    )
+    draws: bool | None = None  # whether it draws random numbers; not known before the first
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:

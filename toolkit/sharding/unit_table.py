@@ -82,13 +82,11 @@ def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
     plan, reduced = plan_of(model), getattr(torch, cfg.reduce_dtype)
     parameters = dict(model.named_parameters())
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
-    replicated = [parameters[name] for name in plan.replicated]
+    whole = [(parameters[name].dtype, name in trained) for name in plan.replicated]
     return {
         "storage": _stored(parameters, packed_weights(model)),
-        "compute": _counted([u.param_dtype for u in plan.units], [p.dtype for p in replicated]),
-        "reduction": _counted(
-            [reduced for _ in plan.units], [p.dtype for p in replicated if p.requires_grad]
-        ),
+        "compute": _counted([u.param_dtype for u in plan.units], [d for d, _ in whole]),
+        "reduction": _counted([reduced for _ in plan.units], [d for d, learns in whole if learns]),
         "optimizer": _stored(trained, {}),
         "export": _exported(model),
     }
@@ -195,9 +193,8 @@ def _exported(model: nn.Module) -> str:
 
 def _stored(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
     """Return the storage dtypes; of what is in 4 bits the format, not the dtype of its bytes."""
-    kinds = {
-        packed[n].quant_type if n in packed else _short(p.dtype) for n, p in parameters.items()
-    }
+    held = {n: _short(p.dtype) for n, p in parameters.items()}
+    kinds = {packed[name].quant_type if name in packed else dtype for name, dtype in held.items()}
     return "/".join(sorted(kinds)) or "-"
 
 

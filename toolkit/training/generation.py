@@ -69,9 +69,8 @@ def generate(
     finally:
         base.generation_config = own
         reshard(model)
-    texts = ranks.gather_results(
-        lambda: {n: tokenizer.decode(ids, skip_special_tokens=True) for n, ids in mine.items()}
-    )
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    texts = ranks.gather_results(lambda: {n: decode(ids) for n, ids in mine.items()})
     found: dict[int, Any] = {n: text for part in texts for n, text in part.items()}
     return [found[number] for number in range(len(prompts))]
 

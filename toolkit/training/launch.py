@@ -311,9 +311,8 @@ def _connect(backend: str, rank: int, world: int) -> None:
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE_TIMEOUT
-        )
+        place: Any = {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **place)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"process {rank} of {world} did not meet the others at {where}: "

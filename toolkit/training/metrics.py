@@ -66,9 +66,8 @@ class Metrics:
         if self._main:
             keep_until(self._file, first_step)
         hide = disable_tqdm or not self._main or None  # None: shown in a terminal only
-        self._bar = tqdm(
-            total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=hide
-        )
+        options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": hide}
+        self._bar = tqdm(total=max_steps, initial=first_step, **options)
 
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""

@@ -191,6 +191,5 @@ def _is_described(adapter: Any) -> bool:
     if not isinstance(adapter, dict) or not isinstance(base := adapter.get("base"), dict):
         return False
     parts = (adapter.get("base_config"), adapter.get("settings"))
-    return isinstance(base.get("digest"), str | None) and all(
-        isinstance(part, dict | None) for part in parts
-    )
+    described = all(isinstance(part, dict | None) for part in parts)
+    return described and isinstance(base.get("digest"), str | None)

@@ -117,9 +117,8 @@ class ExportCheck:
                 nbytes = math.prod(shape) * dtype.itemsize
                 places[key] = formats.TensorEntry(file, dtype, shape, known["begin"], nbytes)
             kind = formats.export_manifest.tensor_hash(self.manifest)
-            found = formats.damaged_pieces(
-                file, places, {k: e[kind] for k, e in held.items()}, kind
-            )
+            hashes = {key: known[kind] for key, known in held.items()}
+            found = formats.damaged_pieces(file, places, hashes, kind)
             what += "" if found else "; the bytes of its tensors are whole, its header is not"
         for key, damage in found or [(None, what)]:
             self.add(name, key, damage)
@@ -156,16 +155,14 @@ class ExportCheck:
     def _check_index(self, index: dict[str, Any], entries: dict[str, formats.TensorEntry]) -> None:
         """Look for what the index leaves out; what it says `read_weights` has compared."""
         for name in sorted(entries.keys() - index["weight_map"].keys()):
-            self.add(
-                formats.INDEX_FILE, name, f"is in {entries[name].file.name} and not in the index"
-            )
+            what = f"is in {entries[name].file.name} and not in the index"
+            self.add(formats.INDEX_FILE, name, what)
         metadata = index.get("metadata")
         known = metadata.get("total_size") if isinstance(metadata, dict) else None
         total = sum(entry.nbytes for entry in entries.values())
         if known not in (None, total):
-            self.add(
-                formats.INDEX_FILE, None, f"says total_size {known}, the tensors have {total} bytes"
-            )
+            what = f"says total_size {known}, the tensors have {total} bytes"
+            self.add(formats.INDEX_FILE, None, what)
 
     def _compare_headers(self, tensors: dict[str, dict[str, Any]]) -> None:
         for name in sorted(tensors.keys() | self.entries.keys()):
@@ -173,9 +170,8 @@ class ExportCheck:
             if entry := self.entries.get(name):
                 header = {"file": entry.file.name, "dtype": formats.DTYPE_NAMES[entry.dtype]}
                 header |= {"shape": list(entry.shape), "begin": entry.begin}
-            manifest = {
-                k: v for k, v in tensors.get(name, {}).items() if k not in ("sha256", "xxh3")
-            }
+            known = tensors.get(name, {}).items()
+            manifest = {k: v for k, v in known if k not in ("sha256", "xxh3")}
             if header != manifest:
                 what = f"is {header or None} by its header, {manifest or None} by the manifest"
                 self.add((header or manifest)["file"], name, what)
@@ -265,9 +261,8 @@ class ExportCheck:
         self, source: Source, belongs: Callable[[str], bool] = lambda name: True
     ) -> None:
         """Compare tokenizer, code and other files with those of the checkpoint that belong here."""
-        expected = {
-            n: content for n, content in formats.asset_files(source.hf).items() if belongs(n)
-        }
+        theirs = formats.asset_files(source.hf).items()
+        expected = {name: content for name, content in theirs if belongs(name)}
         for name in sorted(expected.keys() | formats.asset_files(self.folder).keys()):
             if name not in expected:
                 self.add(name, None, "is not with the checkpoint")

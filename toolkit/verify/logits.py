@@ -44,9 +44,8 @@ def load_export(folder: Path, like: PreTrainedModel) -> tuple[PreTrainedModel, d
 
     known = type(like.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     loader: Any = AutoModelForCausalLM if known else type(like)
-    return loader.from_pretrained(
-        folder, output_loading_info=True, local_files_only=True, trust_remote_code=False
-    )
+    here: Any = {"local_files_only": True, "trust_remote_code": False}
+    return loader.from_pretrained(folder, output_loading_info=True, **here)
 
 
 def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
