@@ -22,6 +22,7 @@ from toolkit.errors import ToolkitError
 T = TypeVar("T")
 P = ParamSpec("P")
 
+_Told = tuple[type[Exception], str] | None  # what other ranks learn of one's failure
 _PATIENCE = datetime.timedelta(days=1)
 _groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
 _channel = threading.local()
@@ -174,16 +175,14 @@ def _outcome(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _told(failure: BaseException | None) -> tuple[type[Exception], str] | None:
+def _told(failure: BaseException | None) -> _Told:
     """Return what the other ranks learn of a failure."""
     if isinstance(failure, ToolkitError):
         return type(failure), str(failure)
     return None if failure is None else (ToolkitError, f"{type(failure).__name__}: {failure}")
 
 
-def _raise_on_all(
-    told: list[tuple[type[Exception], str] | None], failure: BaseException | None
-) -> None:
+def _raise_on_all(told: list[_Told], failure: BaseException | None) -> None:
     """Raise where any of the ranks that `told` is of failed; `failure` is this rank's own."""
     failed = [i for i, what in enumerate(told) if what is not None]
     if not failed:

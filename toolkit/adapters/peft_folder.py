@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import ExportError, one_line
+from toolkit.formats import Tensors
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.parsing import read_json
@@ -213,7 +214,7 @@ def read_as_peft(
 
 
 def merge_layer(
-    layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: dict[str, torch.Tensor]
+    layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> torch.Tensor:
     """Return `weight` with one layer of the adapter merged in, by PEFT's own layer.
 
@@ -226,9 +227,7 @@ def merge_layer(
         return getattr(module.get_base_layer(), _leaf(module)).data
 
 
-def weight_delta(
-    layout: PeftLayout, layer: AdapterLayer, factors: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tensors) -> torch.Tensor:
     """Return what PEFT's layer adds to its weight for these factors, in float32."""
     module = layout.model.get_submodule(layer.module)
     shape = getattr(module.get_base_layer(), _leaf(module)).shape
@@ -243,7 +242,7 @@ def _leaf(module: Any) -> str:
 
 @contextlib.contextmanager
 def _holding(
-    layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: dict[str, torch.Tensor]
+    layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> Iterator[Any]:
     """Yield PEFT's layer with these tensors; afterwards it is on meta again."""
     module = layout.model.get_submodule(layer.module)

@@ -59,6 +59,7 @@ MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 STATE = "state.json"
 BAD = "BAD"
+Files = dict[str, dict[str, Any]]  # name -> size and sha256
 SHARDED_SAFETENSORS = "shard-*-model-*-of-*.safetensors"
 ACCELERATE = "pytorch_model_fsdp_"  # folder of the weights in what `save_state` writes
 LEFT_OVER = ("tmp", "trash")  # kinds of attempts that killed saves and deletions leave
@@ -177,7 +178,7 @@ def damaged_files(
     only: Iterable[str] | None = None,
     *,
     hashed: Collection[str] | None = None,
-    files: dict[str, dict[str, Any]] | None = None,
+    files: Files | None = None,
 ) -> list[tuple[str, str]]:
     """Return (file, what is wrong) for every file that is not what the manifest says.
 
@@ -281,9 +282,7 @@ def begin(run: str | store.Folder, step: int) -> Any:
         return folder
 
 
-def hash_files(
-    folder: Path, names: Iterable[str], to: store.Place | None = None
-) -> dict[str, dict[str, Any]]:
+def hash_files(folder: Path, names: Iterable[str], to: store.Place | None = None) -> Files:
     """Fsync files below `folder`, or put them `to` a store; return their manifest entries."""
 
     def settle(name: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
 from toolkit.checkpoint import commit, retention, rng_state
+from toolkit.checkpoint.commit import Files
 from toolkit.checkpoint.shards import HashingWriter, first_failure
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
 from toolkit.checkpoint.store import Folder, Place, disk_error, disk_errors, files_below, where
@@ -33,8 +34,6 @@ from toolkit.training import background
 MANIFEST_VERSION = 2
 DCP, HF, RNG = "dcp", "hf", "rng"
 _CHANNEL, _GATHERED = "checkpoint", "gathered"
-
-Files = dict[str, dict[str, Any]]  # name -> size and sha256
 
 
 def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str:

@@ -18,6 +18,7 @@ from toolkit.checkpoint import rng_state
 from toolkit.checkpoint.commit import STATE
 from toolkit.checkpoint.store import Folder, read_object
 from toolkit.errors import CheckpointError
+from toolkit.formats import Tensors
 from toolkit.models.peft_model import has_adapters
 
 Known = dict[str, TensorStorageMetadata]  # name -> what a checkpoint says of its tensor
@@ -52,7 +53,7 @@ class TrainState:
         return {n: p for n, p in self.model.named_parameters() if id(p) in held}
 
 
-def optimizer_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+def optimizer_tensors(state: TrainState) -> Tensors:
     """Return `optimizer.<parameter>.<name>` -> tensor; numbers go to state.json."""
     return {
         f"optimizer.{name}.{key}": value
@@ -135,7 +136,7 @@ def piece(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any
     return saved[name]
 
 
-def check_model(tensors: dict[str, torch.Tensor], known: Known, checkpoint: Folder) -> None:
+def check_model(tensors: Tensors, known: Known, checkpoint: Folder) -> None:
     """Refuse a checkpoint whose model tensors have other names, shapes or dtypes."""
     faults = []
     if lacking := sorted(tensors.keys() - known.keys()):
@@ -155,7 +156,7 @@ def check_model(tensors: dict[str, torch.Tensor], known: Known, checkpoint: Fold
 
 def empty_moments(
     state: TrainState, known: Known, saved: dict[str, Any], checkpoint: Folder
-) -> dict[str, dict[str, torch.Tensor]]:
+) -> dict[str, Tensors]:
     """Return, per trained parameter, tensors to load its optimizer state into, laid out like it.
 
     CheckpointError: the checkpoint is of another optimizer, or lacks a part of its state.
@@ -172,7 +173,7 @@ def empty_moments(
     parameters = state.trained()
     own: Any = getattr(state.optimizer, "init_state", None)
     first = {name: own(p) if own else {} for name, p in parameters.items()}
-    moments: dict[str, dict[str, torch.Tensor]] = {n: {} for n in parameters}
+    moments: dict[str, Tensors] = {n: {} for n in parameters}
     for key, info in known.items():
         name, _, part = key.removeprefix("optimizer.").rpartition(".")
         if key.startswith("optimizer.") and name in parameters:
@@ -206,14 +207,12 @@ def empty_moments(
     return moments
 
 
-def fill_optimizer(
-    state: TrainState, moments: dict[str, dict[str, torch.Tensor]], saved: dict[str, Any]
-) -> None:
+def fill_optimizer(state: TrainState, moments: dict[str, Tensors], saved: dict[str, Any]) -> None:
     """Put loaded `moments` and the numbers of state.json into the optimizer."""
     optimizer = state.optimizer
     if optimizer is None:
         return
-    numbers: dict[str, dict[str, torch.Tensor]] = {name: {} for name in moments}
+    numbers: dict[str, Tensors] = {name: {} for name in moments}
     for key, held in saved["optimizer"]["scalars"].items():
         for name in held.keys() & numbers.keys():
             numbers[name][key] = torch.tensor(held[name], dtype=torch.float32)

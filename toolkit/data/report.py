@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed, SourceSamples
@@ -26,9 +26,7 @@ _NUMBERS = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
 `cut_off`, tokens of what was truncated, beyond `tokens`."""
 
 
-def supervision_report(
-    feed: Feed, tokenizer: PreTrainedTokenizerBase | None, samples: int = 2
-) -> dict[str, Any]:
+def supervision_report(feed: Feed, tokenizer: Tokenizer | None, samples: int = 2) -> dict[str, Any]:
     """Return what the sources of a feed hold and what of it is learned, ready for JSON; of a stream
     only what is evaluated on is known. Costs a pass over the lengths of the examples.
 
@@ -100,7 +98,7 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
 def _entry(
     source: EncodedSource,
     part: SourceSamples | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     samples: int,
 ) -> dict[str, Any]:
     """Return the facts on a source, which became the samples `part`; None: it is evaluated on."""
@@ -145,9 +143,7 @@ def _histogram(lengths: np.ndarray) -> list[list[int]]:
     return [[1 << p >> 1, (1 << p) - 1, int(counts[p])] for p in range(first, last + 1)]
 
 
-def _parts(
-    ids: list[int], spans: list[int], tokenizer: PreTrainedTokenizerBase | None
-) -> list[dict[str, Any]]:
+def _parts(ids: list[int], spans: list[int], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
     """Return an example as (text, supervised), cut where what is learned begins and ends."""
     # The first token has nothing before it to be predicted from, whatever the span says.
     edges = [min(max(edge, 1), len(ids)) for edge in spans]
@@ -158,9 +154,7 @@ def _parts(
     ]
 
 
-def _decoded(
-    ids: list[int], begin: int, end: int, tokenizer: PreTrainedTokenizerBase | None
-) -> str:
+def _decoded(ids: list[int], begin: int, end: int, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "".join(f"{token} " for token in ids[begin:end])
 

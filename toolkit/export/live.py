@@ -31,7 +31,7 @@ from toolkit.export.plan import (
     parse_options,
 )
 from toolkit.export.writer import check_output, write_export
-from toolkit.formats import ExportGroup, assets_of
+from toolkit.formats import ExportGroup, Tensors, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
 
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name
@@ -106,7 +106,7 @@ def exported(run_dir: str | Path, step: int) -> bool:
 
 
 def _plan_live(
-    model: nn.Module, tensors: dict[str, torch.Tensor], override: torch.dtype | None, limit: int
+    model: nn.Module, tensors: Tensors, override: torch.dtype | None, limit: int
 ) -> tuple[ExportPlan, dict[str, Any]]:
     """Return the plan, and what the manifest says of an adapter."""
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
@@ -122,9 +122,7 @@ def _plan_live(
         return plan, {"adapter": adapter_origin(hf, entry)}
 
 
-def _gather_group(
-    plan: ExportPlan, tensors: dict[str, torch.Tensor], group: ExportGroup
-) -> dict[str, torch.Tensor]:
+def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Tensors:
     """Return a group's outputs in host memory, with the other ranks' help."""
     stored = [plan.stored[name] for name in group.sources]
     ranks.broadcast(stored)
@@ -132,7 +130,7 @@ def _gather_group(
     return plan.convert(group, dict(zip(group.sources, gathered, strict=True)))
 
 
-def _serve(tensors: dict[str, torch.Tensor]) -> None:
+def _serve(tensors: Tensors) -> None:
     """Take part in the gathers that rank 0 asks for, until it is done or has failed."""
     names: list[str] | None
     while (names := ranks.broadcast(None)) is not None:

@@ -32,6 +32,7 @@ from toolkit.formats import (
     ExportGroup,
     HFAssets,
     TensorEntry,
+    Tensors,
     assets_of,
     convert_back,
     export_groups,
@@ -75,9 +76,7 @@ class ExportPlan:
         facts = repr((made_by, self.stored, self.groups, hashes))
         return hashlib.sha256(facts.encode()).hexdigest()
 
-    def convert(
-        self, group: ExportGroup, parameters: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def convert(self, group: ExportGroup, parameters: Tensors) -> Tensors:
         """Return output name -> tensor, in the order of `group.outputs`; may be strided views."""
         if not group.converted:
             return dict(zip(group.outputs, parameters.values(), strict=True))

@@ -33,7 +33,14 @@ from toolkit.formats.hf_folder import (
     source_dtypes,
     weight_files,
 )
-from toolkit.formats.layout import laid_out_as, local_slices, local_tensor, part_of, reshard
+from toolkit.formats.layout import (
+    Tensors,
+    laid_out_as,
+    local_slices,
+    local_tensor,
+    part_of,
+    reshard,
+)
 from toolkit.formats.plain_files import is_cached, is_inner_path, is_plain_name, plain_file
 from toolkit.formats.safetensors_files import (
     DTYPE_NAMES,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.tensor import DTensor, Replicate
 
-from toolkit.formats.layout import local_slices
+from toolkit.formats.layout import Tensors, local_slices
 
 LANES = 2  # 64-bit lanes of a digest
 _MASK = 2**64 - 1
@@ -43,7 +43,7 @@ def hexadecimal(lanes: torch.Tensor) -> str:
     return lanes.numpy().astype("<i8").tobytes().hex()
 
 
-def whole_rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def whole_rows(tensors: Tensors) -> Tensors:
     """Return those of `tensors` of which no rank holds whole rows, gathered. Collective."""
     # Vectors, and what is sharded over another dimension than the first.
     sharded = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
@@ -55,9 +55,9 @@ def whole_rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return gathered
 
 
-def _whole_vectors(vectors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
+def _whole_vectors(vectors: dict[str, DTensor]) -> Tensors:
     """Return vectors whole. Collective: one exchange a device, for a model has hundreds of them."""
-    found: dict[str, torch.Tensor] = {}
+    found: Tensors = {}
     for device in dict.fromkeys(t.to_local().device for t in vectors.values()):
         here = {n: t for n, t in vectors.items() if t.to_local().device == device}
         parts = []
@@ -81,9 +81,7 @@ def _counts(tensor: DTensor) -> bool:
     return all(c == 0 or p.is_shard() for c, p in where)
 
 
-def part_digests(
-    tensors: dict[str, torch.Tensor], gathered: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def part_digests(tensors: Tensors, gathered: Tensors) -> torch.Tensor:
     """Return this rank's share of every digest, int64 [len(tensors), LANES]; no collective.
 
     The sum over the ranks is the digest. Of replicas only the first counts.
@@ -102,9 +100,7 @@ def part_digests(
     return lanes
 
 
-def described(
-    tensors: dict[str, torch.Tensor], lanes: torch.Tensor
-) -> dict[str, dict[str, object]]:
+def described(tensors: Tensors, lanes: torch.Tensor) -> dict[str, dict[str, object]]:
     """Return name -> {"shape", "dtype", "digest"}, as a manifest keeps it."""
     return {
         name: {

@@ -6,6 +6,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import ShardingError
 
+Tensors = dict[str, torch.Tensor]  # by name
+
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return which part of the global tensor this rank holds, a slice a dim."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import ExportError, ModelError
 from toolkit.formats.hf_folder import HFAssets
+from toolkit.formats.layout import Tensors
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,7 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
     return groups
 
 
-def convert_back(
-    model: PreTrainedModel, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def convert_back(model: PreTrainedModel, tensors: Tensors) -> Tensors:
     """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
     return transformers_private("core_model_loading", "revert_weight_conversion")(model, tensors)
 

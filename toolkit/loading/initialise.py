@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import LoadingError, one_line
-from toolkit.formats import transformers_private
+from toolkit.formats import Tensors, transformers_private
 from toolkit.models.causal_lm import build, plain_class
 from toolkit.models.modes import forked_rng
 
@@ -84,9 +84,7 @@ def drawn(
             yield name, value
 
 
-def _drawn_in(
-    built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int
-) -> dict[str, torch.Tensor]:
+def _drawn_in(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int) -> Tensors:
     """Return the first values of parameters of the module `path`; NaN where nothing was written."""
     from transformers.initialization import guard_torch_init_functions
 

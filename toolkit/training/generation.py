@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit import ranks
 from toolkit.config.settings import FinetuneTrainConfig
@@ -26,7 +27,7 @@ from toolkit.models.peft_model import base_of
 
 def generate(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     max_new_tokens: int,
 ) -> list[str]:
@@ -77,7 +78,7 @@ def generate(
 
 def answer_prompts(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     cfg: FinetuneTrainConfig,
     file: Path,
     step: int,
@@ -97,9 +98,7 @@ def answer_prompts(
 
 
 @ranks.collective
-def check_prompts(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, cfg: FinetuneTrainConfig
-) -> None:
+def check_prompts(model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig) -> None:
     """Refuse `train.eval_prompts` that `generate` would; the model may be on meta. Collective."""
     if tokenizer is not None:
         encoded_prompts(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)

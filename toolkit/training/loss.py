@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.data.samples.sequences import SUPERVISED
+from toolkit.data.samples.sequences import SUPERVISED, MicroBatch
 from toolkit.errors import one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
 from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
 
 _TRIED = 8  # tokens of the trial
-# model -> the logits of a token and what becomes of them; None: its own logits are used.
-_known: "weakref.WeakKeyDictionary[nn.Module, tuple[int, LogitMap] | None]"
-_known = weakref.WeakKeyDictionary()
+# The logits of a token and what a model makes of them; None: its own logits are used.
+_Found = tuple[int, LogitMap] | None
+_known: "weakref.WeakKeyDictionary[nn.Module, _Found]" = weakref.WeakKeyDictionary()
 
 
 def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -33,9 +33,7 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def loss_sum(
-    model: nn.Module, batch: dict[str, Any], *, label_smoothing: float = 0.0
-) -> torch.Tensor:
+def loss_sum(model: nn.Module, batch: MicroBatch, *, label_smoothing: float = 0.0) -> torch.Tensor:
     """Return the sum of the cross entropies of the supervised tokens of one micro-batch, 0-d fp32.
 
     The logits of one chunk of tokens exist at a time; see `HeadLoss` for what that costs. The
@@ -110,9 +108,7 @@ class _InHead:
 # --------------------------------------------------------------------------------------------------
 
 
-def _find_out(
-    model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor
-) -> tuple[int, LogitMap] | None:
+def _find_out(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> _Found:
     """Return the logits of a token and the map that `model` puts behind its head, None where the
     loss cannot be computed inside it. Every rank finds the same; the random state stays.
     """

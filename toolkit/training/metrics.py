@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.training.launch import Run
 from toolkit.training.model_flops import device_peak_flops, training_flops
 from toolkit.training.optim import state_dtypes
-from toolkit.training.step import evaluate
+from toolkit.training.step import EvalSets, evaluate
 
 
 class Metrics:
@@ -210,9 +210,7 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def evaluate_metrics(
-    model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
-) -> dict[str, float]:
+def evaluate_metrics(model: nn.Module, sources: EvalSets) -> dict[str, float]:
     """Return the losses of `evaluate` as a metrics line holds them: `eval_loss`,
     `eval_perplexity`, and where there are several sources `eval_NAME_loss` and
     `eval_NAME_perplexity` of each. Collective; waits for the device.

@@ -21,6 +21,7 @@ from toolkit.formats import reshard
 from toolkit.sharding.accumulation import accumulation_of
 from toolkit.training.loss import loss_sum, supervised_tokens
 
+EvalSets = Mapping[str, Iterable[dict[str, torch.Tensor]]]  # source -> its batches
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
@@ -123,9 +124,7 @@ def _average_replicated(model: nn.Module, world: int) -> None:
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, sources: Mapping[str, Iterable[dict[str, torch.Tensor]]]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def evaluate(model: nn.Module, sources: EvalSets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the mean loss over the supervised tokens of all ranks and `sources`, 0-d, and that of
     each source. Collective. NaN where there is no supervised token at all.
 

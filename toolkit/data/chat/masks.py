@@ -27,6 +27,7 @@ from toolkit.data.chat.rendering import (
     NUMBERS,
     SURELY,
     Habits,
+    Marks,
     Message,
     Render,
     Rendering,
@@ -69,7 +70,7 @@ def mark(
     messages: list[Message],
     wanted: list[int],
     *,
-    specials: tuple[str, ...],
+    specials: Marks,
     known: Habits,
     has_tools: bool = False,
 ) -> Rendered:
@@ -85,9 +86,7 @@ def mark(
 
 
 class _Search:
-    def __init__(
-        self, view: Rendering, wanted: list[int], specials: tuple[str, ...], known: Habits
-    ) -> None:
+    def __init__(self, view: Rendering, wanted: list[int], specials: Marks, known: Habits) -> None:
         self.view, self.wanted, self.specials, self.known = view, wanted, specials, known
         self.text, self.messages, self.words = view.text, view.messages, view.words
         self.notes: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from toolkit.data.sources.row_values import BadRow
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters (begin, end)
+Marks = tuple[str, ...]  # special tokens, or other texts that stand around turns
 _TAG = r"<[^<>\s]+>|\[/?[A-Z_]+\]"
 Render = Callable[..., str]  # render(messages, prompt=False) -> text; raises `TEMPLATE_ERRORS`
 TEMPLATE_ERRORS = (
@@ -190,14 +191,14 @@ def loose_start(prompt: str, text: str) -> Span:
 
 
 @lru_cache(maxsize=64)
-def pattern_of(words: tuple[str, ...], tags: bool = False) -> re.Pattern[str]:
+def pattern_of(words: Marks, tags: bool = False) -> re.Pattern[str]:
     """Return what matches any of `words`, the longest first; with `tags`, `<think>` and such."""
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     either = [*map(re.escape, longest_first), *([_TAG] if tags else [])]
     return re.compile("|".join(either) or "(?!)")
 
 
-def uncut(text: str, at: int, specials: tuple[str, ...]) -> int:
+def uncut(text: str, at: int, specials: Marks) -> int:
     """Return `at`, or where the tag or special token begins that it lies within."""
     for match in pattern_of(specials, tags=True).finditer(text):
         if match.start() < at < match.end():
@@ -222,10 +223,10 @@ class Habits:
     header: str = ""  # what of `prompt` the answer begins with, where no more comes before it
     unasked: bool = False  # a generation prompt ends every text, asked for or not
     closings: tuple[str, ...] = ()  # what may follow an answer, up to and with its stop token
-    openers: tuple[str, ...] = ()  # special tokens that begin a turn or end its header
+    openers: Marks = ()  # special tokens that begin a turn or end its header
 
 
-def habits(render: Render, specials: tuple[str, ...], bos: str | None, eos: str | None) -> Habits:
+def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) -> Habits:
     """Return the habits of a template: none where it takes no such conversation."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}
@@ -266,8 +267,8 @@ def habits(render: Render, specials: tuple[str, ...], bos: str | None, eos: str 
 
 
 def closings_of(
-    last: str, middle: str, specials: tuple[str, ...], openers: tuple[str, ...], calls: bool = False
-) -> tuple[str, ...]:
+    last: str, middle: str, specials: Marks, openers: Marks, calls: bool = False
+) -> Marks:
     """Return what may close a turn, stop token at its end; empty where nothing does.
 
     `last` follows the turn at the end of a conversation, `middle` amid it. With `calls`, special

@@ -151,10 +151,8 @@ class Template:
             self._habits[key] = habits(render, self.specials, bos, eos)
         return self._habits[key]
 
-    def _text(
-        self, messages: list[Message], prompt: bool = False, *, tools: Any, kwargs: dict[str, Any]
-    ) -> str:
-        return self._render(messages, tools, kwargs, add_generation_prompt=prompt)[0]
+    def _text(self, turns: list[Message], prompt: bool = False, *, tools: Any, kwargs: Any) -> str:
+        return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
 
     def _render(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool

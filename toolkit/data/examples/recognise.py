@@ -23,6 +23,7 @@ from toolkit.data.examples import turns
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources.row_values import (
     BadRow,
+    Row,
     json_value,
     listed,
     named,
@@ -82,9 +83,9 @@ class Conversation:
 
     # Each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only beside
     # `tool_calls`, `{"function": {"name": text, "arguments": mapping}}`), and all else of its row.
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None  # JSON schemas
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    messages: list[Row]
+    tools: list[Row] | None = None  # JSON schemas
+    template_kwargs: Row = field(default_factory=dict)
     supervised_from: int = 0  # turns before this index are a prompt, whatever their role
 
 
@@ -122,7 +123,7 @@ class Layout:
 PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
 
 
-def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
+def recognise(rows: Sequence[Row], text_column: str = "text") -> Layout:
     """Return the layout that most of `rows` have, the first rows of a source.
 
     Of several formats, the first of these wins: `input_ids`, a `text_column` other than `text`,
@@ -141,7 +142,7 @@ def recognise(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layo
     )
 
 
-def document_layout(rows: Sequence[dict[str, Any]], text_column: str = "text") -> Layout:
+def document_layout(rows: Sequence[Row], text_column: str = "text") -> Layout:
     """Return the layout of documents: token ids where rows have any, else text, else BadRow."""
     if any("input_ids" in row for row in rows):
         return Layout("tokenised", ("input_ids",), whole=True)
@@ -161,7 +162,7 @@ def known_columns(text_column: str = "text") -> tuple[str, ...]:
     return tuple(dict.fromkeys((text_column, *needed, *extras)))
 
 
-def _layout_of(row: dict[str, Any], text_column: str) -> Layout | None:
+def _layout_of(row: Row, text_column: str) -> Layout | None:
     if "input_ids" in row:
         return Layout("tokenised", ("input_ids",))
     if text_column != "text" and text_column in row:
@@ -187,7 +188,7 @@ def _turn_style(value: Any, column: str) -> RowShape:
     return "sharegpt" if sharegpt else "messages"
 
 
-def example_of(row: dict[str, Any], layout: Layout) -> Example:
+def example_of(row: Row, layout: Layout) -> Example:
     """Return what is to be learned of `row`; raise BadRow for the first thing that is wrong."""
     if missing := [column for column in layout.columns if column not in row]:
         what = f"expected a column {missing[0]!r} ({layout}), got {named(row)}"
@@ -198,7 +199,7 @@ def example_of(row: dict[str, Any], layout: Layout) -> Example:
         raise BadRow("expected plain values, got lists in lists without end", "nesting") from error
 
 
-def _example(row: dict[str, Any], layout: Layout) -> Example:
+def _example(row: Row, layout: Layout) -> Example:
     column = layout.columns[0]
     match layout.shape:
         case "text" | "pieces":
@@ -231,9 +232,7 @@ def _example(row: dict[str, Any], layout: Layout) -> Example:
             return _conversation(row, turns.from_alpaca(row))
 
 
-def _conversation(
-    row: dict[str, Any], messages: list[dict[str, Any]], supervised_from: int = 0
-) -> Conversation:
+def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:
     for i, turn in enumerate(messages):
         said = turn.get("tool_calls") or (turn.get("content") or "").strip()
         if turn["role"] == "assistant" and not said:
@@ -253,7 +252,7 @@ def _conversation(
     return Conversation(messages, tools, kwargs, supervised_from)
 
 
-def _ids_and_labels(row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+def _ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
     """Return the token ids of a row and their unshifted labels; None: all are learned.
 
     Each of `_MASKS` narrows what is learned; what `attention_mask` leaves out is padding.

@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.data.sources.row_values import (
     BadRow,
+    Row,
     clean,
     listed,
     named,
@@ -29,18 +30,18 @@ _SHAREGPT_ROLES = {
 _RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt"}
 
 
-def from_messages(value: Any, where: str) -> list[dict[str, Any]]:
+def from_messages(value: Any, where: str) -> list[Row]:
     """Return turns of `role` and `content`, checked; see [Note: formats]."""
     return [_message(turn, at) for turn, at in _turns(value, where, ("role",), "content")]
 
 
-def from_sharegpt(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
+def from_sharegpt(row: Row, column: str) -> list[Row]:
     """Return ShareGPT's turns of `from` and `value` as messages, after `system`."""
     turns = _turns(row[column], column, ("from", "value"))
     return _with_system(row, [_sharegpt(turn, at) for turn, at in turns])
 
 
-def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
+def from_alpaca(row: Row) -> list[Row]:
     """Return Alpaca's instruction, input and output as messages, after `system` and `history`."""
     said: list[str] = []
     for i, pair in enumerate(listed(row.get("history") or [], "history")):
@@ -58,7 +59,7 @@ def from_alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
     return _with_system(row, messages)
 
 
-def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_system(row: Row, messages: list[Row]) -> list[Row]:
     system = optional_string(row, "system")
     if not system.strip():
         return messages
@@ -68,7 +69,7 @@ def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[di
     return [{"role": "system", "content": system}, *messages]
 
 
-def tools_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+def tools_of(row: Row) -> list[Row] | None:
     """Return the JSON schemas in the column `tools`, a list or JSON text; None where empty."""
     given = [] if row.get("tools") in (None, "") else listed(row["tools"], "tools")
     tools = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(given)]
@@ -79,7 +80,7 @@ def tools_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
+def template_kwargs_of(row: Row) -> Row:
     """Return further arguments of the template from the column `chat_template_kwargs`."""
     name = "chat_template_kwargs"
     value = {} if row.get(name) in (None, "") else parsed(row[name], name)
@@ -95,9 +96,7 @@ def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _turns(
-    value: Any, where: str, keys: tuple[str, ...], *more: str
-) -> Iterator[tuple[dict[str, Any], str]]:
+def _turns(value: Any, where: str, keys: tuple[str, ...], *more: str) -> Iterator[tuple[Row, str]]:
     """Yield each turn, which has `keys`, and its place; `more` are named with them."""
     turns = listed(value, where)
     if not turns:
@@ -114,7 +113,7 @@ def _turns(
         yield turn, at
 
 
-def _message(turn: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(turn: Row, where: str) -> Row:
     role, calls = turn["role"], turn.get("tool_calls")
     if role not in ROLES:
         wrong(role, where, f"one of the roles {', '.join(ROLES)}", "unknown role")
@@ -152,7 +151,7 @@ def _content(value: Any, where: str) -> str:
     return "".join(string(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
 
 
-def _sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
+def _sharegpt(turn: Row, where: str) -> Row:
     name = turn["from"]
     role = _SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
     if role is None:
@@ -166,7 +165,7 @@ def _sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
     return {"role": role, "tool_calls": [*map(_tool_call, calls, places)]}
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> Row:
     if not isinstance(call, dict):
         wrong(call, where, "a tool call (a mapping)")
     bare = "function" not in call and "name" in call  # its fields without a `function` around them

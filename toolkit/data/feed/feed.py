@@ -30,6 +30,8 @@ from toolkit.data.samples.sequences import (
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
+Batches = Iterable[MicroBatch]
+
 
 class Processes(Protocol):
     """The processes of the run, as `training.launch.Run` has them."""
@@ -113,11 +115,9 @@ class Feed(ABC):
         finally:
             del batches  # now: a traceback would keep its workers, which then end badly
 
-    def evals(
-        self, run: Processes, *, per_device_batch_size: int
-    ) -> dict[str, Iterable[MicroBatch]]:
+    def evals(self, run: Processes, *, per_device_batch_size: int) -> dict[str, Batches]:
         """Return source name -> this rank's micro-batches; see `eval_batches`."""
-        found: dict[str, Iterable[MicroBatch]] = {}
+        found: dict[str, Batches] = {}
         for name, samples in self.eval_sets.items():
             order: Any = range(len(samples))
             if self.shape.packing == "none":
@@ -163,9 +163,7 @@ class Feed(ABC):
         """Raise a `DataError` for data of which nothing is learned, or too few for the ranks."""
 
     @abstractmethod
-    def _read(
-        self, run: Processes, count: int, size: int, each: int, workers: int
-    ) -> Iterable[MicroBatch]:
+    def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
         """Return this rank's micro-batches of `count` steps: `each` of `size` samples a step."""
 
     @abstractmethod

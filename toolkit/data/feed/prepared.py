@@ -2,19 +2,19 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from toolkit.data.feed.feed import Feed, Processes, samples_of, units_of
+from toolkit.data.feed.feed import Batches, Feed, Processes, samples_of, units_of
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
 from toolkit.data.order.position import Position, train_batches
-from toolkit.data.samples.sequences import MicroBatch, Samples, SampleShape
+from toolkit.data.samples.sequences import Samples, SampleShape
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
@@ -107,9 +107,7 @@ class PreparedFeed(Feed):
                 "smaller data.sequence_length or fewer processes"
             )
 
-    def _read(
-        self, run: Processes, count: int, size: int, each: int, workers: int
-    ) -> Iterable[MicroBatch]:
+    def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
         position, order = self.position, cast(Mixture | ByLength, self.order)
         if self.shape.packing == "none":
             lengths = np.concatenate([samples.pieces.lengths for samples in self.train])

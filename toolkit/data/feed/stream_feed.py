@@ -10,13 +10,13 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from toolkit import ranks
-from toolkit.data.feed.feed import Feed, Processes
+from toolkit.data.feed.feed import Batches, Feed, Processes
 from toolkit.data.feed.stream import WINDOW, SourceStream, StreamSample, StreamSource
 from toolkit.data.order.grouping import regroup
 from toolkit.data.order.mixture import DrawnSamples, locate, shares
 from toolkit.data.order.permutation import derived_seed
 from toolkit.data.order.position import Position
-from toolkit.data.samples.sequences import IGNORED, MicroBatch, SampleShape
+from toolkit.data.samples.sequences import IGNORED, SampleShape
 from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
@@ -108,9 +108,7 @@ class StreamFeed(Feed):
             for s in self.first_windows
         ]
 
-    def _read(
-        self, run: Processes, count: int, size: int, each: int, workers: int
-    ) -> Iterator[MicroBatch]:
+    def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
         place, rank, world = self.position.stream, run.rank, run.world_size
         mine = RankBatches(self._mixed(), place, self.shape, count, size, rank, world)
         for batch in run.loader(mine, workers=workers):

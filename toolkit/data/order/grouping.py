@@ -53,19 +53,17 @@ class ByLength:
         return self._kept[1]
 
 
-def regroup(
-    draws: DrawnSamples, lengths: np.ndarray, global_batch: int, seed: int, key: int
-) -> np.ndarray:
+def regroup(draws: DrawnSamples, lengths: np.ndarray, size: int, seed: int, key: int) -> np.ndarray:
     """Return the places of a window's samples in the order in which they are read.
 
-    A rest that fills no batch stays at the end. `key` tells this window from others.
+    A rest that fills no batch of `size` stays at the end. `key` tells this window from others.
     """
     places = np.arange(len(lengths))
-    for first, last in _runs(draws, global_batch):
-        here = slice(first * global_batch, last * global_batch)
+    for first, last in _runs(draws, size):
+        here = slice(first * size, last * size)
         by_length = places[here][np.argsort(lengths[here], kind="stable")]
         order = permute(np.arange(last - first), last - first, seed, key + first)
-        places[here] = by_length.reshape(-1, global_batch)[order].reshape(-1)
+        places[here] = by_length.reshape(-1, size)[order].reshape(-1)
     return places
 
 

@@ -11,6 +11,7 @@ _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 4
 
 T = TypeVar("T")
+Row = dict[str, Any]  # column -> value; a turn of a conversation has this form too
 
 
 class BadRow(Exception):

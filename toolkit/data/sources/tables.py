@@ -57,10 +57,8 @@ def stamped(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(str(f), s.st_size, s.st_mtime_ns) for f in files for s in [f.stat()]]
 
 
-def cached(
-    name: str, tables: Iterable[pa.Table], schema: pa.Schema, title: str
-) -> datasets.Dataset:
-    """Return the rows of `tables`, memory-mapped, as an earlier start wrote them under `name`, or
+def cached(name: str, parts: Iterable[pa.Table], schema: pa.Schema, title: str) -> datasets.Dataset:
+    """Return the rows of `parts`, memory-mapped, as an earlier start wrote them under `name`, or
     written now with a progress bar of that `title`.
     """
     file = cache_folder() / f"{name}.arrow"
@@ -70,7 +68,7 @@ def cached(
             pa.ipc.new_stream(str(scratch), schema) as out,
             tqdm(desc=title, unit=" rows") as bar,
         ):
-            for table in tables:
+            for table in parts:
                 out.write_table(table)
                 bar.update(len(table))
     return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=name)

@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
@@ -27,7 +27,7 @@ from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow, Row, or_bad
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, TokenSpans, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
@@ -90,9 +90,7 @@ class Encoder:
     `vocab_size` (rows of the model's embedding) or more is a DataError.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, cfg: DataConfig, vocab_size: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, cfg: DataConfig, vocab_size: int) -> None:
         self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
         self.finetune = cfg if isinstance(cfg, FinetuneDataConfig) else None
         self.supervise = "all" if self.finetune is None else self.finetune.supervise
@@ -112,13 +110,11 @@ class Encoder:
                 tokenizer.name_or_path,
             )
 
-    def row(self, source: DataSource, stored: dict[str, Any], number: int) -> EncodedRow:
+    def row(self, source: DataSource, stored: Row, number: int) -> EncodedRow:
         """Return the example of the `number`-th row of a source; see `rows`."""
         return self.rows(source, [stored], number)[0]
 
-    def rows(
-        self, source: DataSource, stored: Sequence[dict[str, Any]], first: int
-    ) -> list[EncodedRow]:
+    def rows(self, source: DataSource, stored: Sequence[Row], first: int) -> list[EncodedRow]:
         """Return the example of each stored row, or where it stands and why it is left out; with
         `on_bad_row` `error` a bad row is a DataError.
         """

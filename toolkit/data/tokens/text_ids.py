@@ -54,9 +54,7 @@ class TextTokenizer:
             self.backend.no_truncation()
             self.backend.no_padding()
 
-    def encode(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
-    ) -> list[TokenSpans | BadRow]:
+    def encode(self, texts: list[str], spans: list[list[Span]]) -> list[TokenSpans | BadRow]:
         """Return the ids of each text, and which of them lie within its spans, on all cores."""
         pairs = list(zip(texts, spans, strict=True))
         whole = [list(marked) == [(0, len(text))] for text, marked in pairs]
