@@ -106,10 +106,8 @@ def refuse_lost(run_dir: str | Folder) -> None:
     attempts = commit.attempts_of(run_dir)
     aside = [a.folder.name for a in attempts if a.kind == "bad"]
     if aside and not commit.counting(attempts):
-        raise CheckpointError(
-            f"no checkpoint of {run_dir} verifies; what failed is kept: {', '.join(aside[:4])}. To "
-            "begin anew give another output_dir, or move those away"
-        )
+        what = f"{', '.join(aside[:4])}. To begin anew give another output_dir, or move those away"
+        raise CheckpointError(f"no checkpoint of {run_dir} verifies; what failed is kept: {what}")
 
 
 def quarantine(checkpoint: str | Folder, what: str) -> None:

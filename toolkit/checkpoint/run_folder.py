@@ -246,10 +246,8 @@ def hold(folder: Path) -> None:
         _held[folder.resolve()] = descriptor
     except BlockingIOError as error:
         os.close(descriptor)
-        raise ConfigError(
-            f"another process is running on output_dir {folder}; wait for it, end it, or give "
-            "another output_dir"
-        ) from error
+        advice = "wait for it, end it, or give another output_dir"
+        raise ConfigError(f"another process is running on output_dir {folder}; {advice}") from error
     except OSError as error:  # a network file system without locks
         print(f"note: {folder} cannot be locked ({error.strerror}); start one run only on it")
 

@@ -181,10 +181,8 @@ def _base_folder(given: str, revision: str | None = None) -> Path:
     try:
         return formats.local_folder(given, revision)
     except ModelError as error:
-        raise ExportError(
-            f"the base of this adapter is not found: {error}; give its folder or Hub id with "
-            "--hf_assets"
-        ) from error
+        advice = "give its folder or Hub id with --hf_assets"
+        raise ExportError(f"the base of this adapter is not found: {error}; {advice}") from error
 
 
 def travels(name: str) -> bool:
@@ -308,10 +306,8 @@ def _assets(hf_assets: str | Path | None, own: Path) -> Path:
     """Return the folder with the config: the one given, else the checkpoint's own."""
     if hf_assets is None:
         if not _has_config(own):
-            raise ExportError(
-                f"{own} is without the model's config (config.json); give the folder or the Hub id "
-                "that has it: --hf_assets FOLDER_OR_ID"
-            )
+            advice = "give the folder or the Hub id that has it: --hf_assets FOLDER_OR_ID"
+            raise ExportError(f"{own} is without the model's config (config.json); {advice}")
         return own
     path = Path(hf_assets).expanduser()
     if path.is_file():

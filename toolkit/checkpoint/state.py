@@ -148,10 +148,8 @@ def check_model(tensors: Tensors, known: Known, checkpoint: Folder) -> None:
     if others := [f"{n} {saved[n]}, the model's {now[n]}" for n in now if saved[n] != now[n]]:
         faults.append(f"{len(others)} have other shapes or dtypes: {'; '.join(others[:3])}")
     if faults:
-        raise CheckpointError(
-            f"{checkpoint} is of another model: {'; '.join(faults)}. Use the model it was trained "
-            "with, or another output_dir"
-        )
+        advice = "Use the model it was trained with, or another output_dir"
+        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(faults)}. {advice}")
 
 
 def empty_moments(

@@ -180,10 +180,8 @@ def probe(place: Place) -> None:
         if found != (b"probe", {"object": 5}):
             raise CheckpointError(f"5 bytes were put there, read and listed are {found}")
     except (CheckpointError, FileNotFoundError) as error:
-        raise CheckpointError(
-            f"checkpoints cannot go to {place}: {error}; check the URL, the network and the "
-            "credentials, or give another checkpoint.root"
-        ) from error
+        advice = "check the URL, the network and the credentials, or give another checkpoint.root"
+        raise CheckpointError(f"checkpoints cannot go to {place}: {error}; {advice}") from error
 
 
 @contextlib.contextmanager

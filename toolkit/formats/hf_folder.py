@@ -244,10 +244,8 @@ def read_index(file: Path) -> dict[str, str]:
     content = parse_json(raw, file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not index or not _are_texts(index):
-        raise LoadingError(
-            f"{file} is not a safetensors index: its weight_map must map tensor names to file "
-            f"names; {_AGAIN}"
-        )
+        what = f"its weight_map must map tensor names to file names; {_AGAIN}"
+        raise LoadingError(f"{file} is not a safetensors index: {what}")
     for name in sorted(set(index.values())):
         if not is_plain_name(name):
             raise LoadingError(

@@ -34,20 +34,16 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     """
     folder = folder.expanduser()
     if any((folder / name).exists() for name in (CHECKPOINTS, COMMIT, "dcp")):
-        raise ExportError(
-            f"{folder} is a run or a checkpoint, not an export; make one first: toolkit "
-            f"consolidate {folder} --output {folder}-hf"
-        )
+        advice = f"make one first: toolkit consolidate {folder} --output {folder}-hf"
+        raise ExportError(f"{folder} is a run or a checkpoint, not an export; {advice}")
     for file in folder.glob("*"):  # what links lead to may not be meant for it
         if file.is_symlink():
             raise ExportError(f"{file} is a link, which is not published; copy the file here")
     report = verify_export(None, folder)
     if not report.ok:
         more = f" (and {len(report.findings) - 1} more)" if len(report.findings) > 1 else ""
-        raise ExportError(
-            f"{folder} is not published, it does not verify: {report.lines()[0]}{more}; see "
-            f"`toolkit verify {folder}`, or consolidate again"
-        )
+        what = f"{report.lines()[0]}{more}; see `toolkit verify {folder}`, or consolidate again"
+        raise ExportError(f"{folder} is not published, it does not verify: {what}")
     config = folder / CONFIG_FILE
     base = read_json(config, ExportError)["base_model_name_or_path"] if config.is_file() else None
     if base is not None and is_path(base, folder):

@@ -209,10 +209,8 @@ class _Repository:
 
     def check_visibility(self, state: _State) -> None:
         if self.private and not state.private:
-            raise HubError(
-                f"{self.repo_id} is public; add --public (private=False) to publish there, or give "
-                "another --repo_id"
-            )
+            advice = "add --public (private=False) to publish there, or give another --repo_id"
+            raise HubError(f"{self.repo_id} is public; {advice}")
 
     def check_access(self) -> None:
         """Refuse a token that may not write; create the repository when missing."""

@@ -132,10 +132,8 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
     sharding = cfg.sharding
     sizes = sharding.dp_replicate, sharding.dp_shard
     if world_size is None and -1 in sizes:
-        raise ConfigError(
-            "the number of processes is not known: give --world_size N, or set both "
-            "sharding.dp_replicate and sharding.dp_shard"
-        )
+        what = "give --world_size N, or set both sharding.dp_replicate and sharding.dp_shard"
+        raise ConfigError(f"the number of processes is not known: {what}")
     world_size = sizes[0] * sizes[1] if world_size is None else world_size
     if world_size < 1:
         raise ConfigError(f"--world_size must be at least 1, got {world_size}")

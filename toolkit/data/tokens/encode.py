@@ -150,10 +150,8 @@ class Encoder:
         if isinstance(example, Tokens):
             return self._of_ids(example)
         if self.tokenizer is None:
-            raise DataError(
-                "expected a tokenizer, since the data is text; set model.tokenizer_name_or_path, "
-                "or give data with a column input_ids"
-            )
+            advice = "set model.tokenizer_name_or_path, or give data with a column input_ids"
+            raise DataError(f"expected a tokenizer, since the data is text; {advice}")
         if isinstance(example, Text):
             self._check_mode("texts", "auto", "all")
             return Rendered(example.text, [(0, len(example.text))])
@@ -172,10 +170,8 @@ class Encoder:
 
     def _check_mode(self, what: str, *modes: str) -> None:
         if self.supervise not in modes:
-            raise DataError(
-                f"data.supervise {self.supervise} does not go with {what}; expected one of "
-                f"{', '.join(modes)}"
-            )
+            advice = f"expected one of {', '.join(modes)}"
+            raise DataError(f"data.supervise {self.supervise} does not go with {what}; {advice}")
 
     def _of_ids(self, example: Tokens) -> EncodedRow:
         ids = np.asarray(example.input_ids, np.int64)
