@@ -227,7 +227,7 @@ def machine(place: Any) -> None:
         if shutil.which("nvidia-smi"):
             asked = subprocess.run(query, capture_output=True, text=True, check=False)
             about["driver"] = asked.stdout.strip()
-        from toolkit.training.model_flops import device_peak_flops
+        from toolkit.training.metrics import device_peak_flops
 
         about["peak_tflops"] = (device_peak_flops(torch.device("cuda")) or 0) / 1e12
     python = platform.python_version()
@@ -321,7 +321,7 @@ def found_speed(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def speed_table(results: list[dict[str, Any]]) -> list[str]:
     lines = [
         "2 warm-up and 5 timed steps of 4 micro-batches; medians. MFU by the toolkit's formula "
-        "(docs of `toolkit.training.model_flops`), and against the best measured bf16 product.",
+        "(docs of `toolkit.training.metrics`), and against the best measured bf16 product.",
         "",
         "| case | tokens/s | step s | spread | MFU | of measured | peak GB | mean loss |",
         "|---|---|---|---|---|---|---|---|",

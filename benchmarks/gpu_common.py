@@ -46,7 +46,7 @@ from toolkit.config.settings import (
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.prepare import prepare_data
 from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
-from toolkit.training.model_flops import training_flops
+from toolkit.training.metrics import training_flops
 
 ROOT = Path(__file__).parent.parent
 WARMUP, TIMED = 2, 5

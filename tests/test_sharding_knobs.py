@@ -436,7 +436,7 @@ def test_reshard_is_a_policy_of_each_unit(folders):
         (
             {"activation_checkpointing": "full", "activation_checkpointing_modules": ["layers"]},
             ModelError,
-            r"'layers' matches only model.layers, .* never called; name those, .*model.layers.\*",
+            r"'layers' matches only model.layers, .* never called; name those: model.layers.\*",
         ),
         ({"layer_classes": ["ModuleList"]}, ModelError, "which holds modules and is never called"),
         (

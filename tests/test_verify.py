@@ -442,7 +442,7 @@ def test_white_space_around_commit_is_damage(copy: Callable[[str], Path]) -> Non
     seal = (folder / "COMMIT").read_bytes()
     for changed in (seal[:-1], seal + b"\n", seal[:-1] + b"\v", seal[:-1] + b" ", seal.upper()):
         (folder / "COMMIT").write_bytes(changed)
-        assert [f[0] for f in verify_checkpoint(folder).findings] == ["COMMIT"]
+        assert [f[0] for f in verify_checkpoint(folder).findings] == ["COMMIT", "manifest.json"]
 
 
 # --------------------------------------------------------------------------------------------------

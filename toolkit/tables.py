@@ -29,11 +29,6 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def without_numbers(name: str) -> str:
-    """Return a dotted name with `{}` for each part that is a number."""
-    return _NUMBER.sub("{}", name)
-
-
 def fold(names: list[str], facts: Sequence[Hashable] = ()) -> list[tuple[str, list[int]]]:
     """Return lines for names that are alike but for their numbers: (shown, indices of its names).
 
@@ -43,7 +38,7 @@ def fold(names: list[str], facts: Sequence[Hashable] = ()) -> list[tuple[str, li
     """
     groups: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for index, name in enumerate(names):
-        groups[without_numbers(name), facts[index] if facts else None].append(index)
+        groups[_NUMBER.sub("{}", name), facts[index] if facts else None].append(index)
     lines = []
     for (pattern, _), members in groups.items():
         numbers = [tuple(map(int, _NUMBER.findall(names[i]))) for i in members]

@@ -10,7 +10,8 @@ from toolkit import ranks
 from toolkit.formats import local_tensor
 from toolkit.models import peft_model
 from toolkit.models.layers import numbers_of_experts
-from toolkit.tables import fold, table, without_numbers
+from toolkit.models.patterns import numbered
+from toolkit.tables import fold, table
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -123,7 +124,7 @@ def idle_adapter_lines(model: nn.Module) -> list[str]:
 
 def _short(name: str) -> str:
     """Return the end of a parameter's name that is the same in every layer."""
-    return ".".join(without_numbers(name).split(".")[-3:]).rpartition("{}.")[2]
+    return ".".join(numbered(name).split(".")[-3:]).rpartition("*.")[2]
 
 
 def _kind(model: nn.Module) -> str:

@@ -103,9 +103,7 @@ class _InHead:
         return self._loss
 
 
-# --------------------------------------------------------------------------------------------------
-# What a model makes of its head's output
-# --------------------------------------------------------------------------------------------------
+# ---- What a model makes of its head's output
 
 
 def _find_out(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> _Found:

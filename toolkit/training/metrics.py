@@ -16,18 +16,38 @@ from toolkit.adapters.coverage import coverage_lines
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
+from toolkit.formats import assets_of
 from toolkit.formats.metrics_file import METRICS, keep_until
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
+from toolkit.models.layers import decoder_layers
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.training.launch import Run
-from toolkit.training.model_flops import device_peak_flops, training_flops
 from toolkit.training.optim import state_dtypes
 from toolkit.training.step import EvalSets, evaluate
+
+# Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
+_PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+    "MI250X": 191e12,
+}
 
 
 class Metrics:
@@ -38,7 +58,7 @@ class Metrics:
         first_step: steps that an earlier start has done; what it logged after them is dropped.
         tokens: supervised tokens of those steps.
         tokens_per_step: non-padding tokens of the global batch, for rates.
-        flops_per_token: operations of forward and backward; see `model_flops`.
+        flops_per_token: operations of forward and backward; see `training_flops`.
     """
 
     def __init__(
@@ -223,3 +243,26 @@ def evaluate_metrics(model: nn.Module, sources: EvalSets) -> dict[str, float]:
     # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
     exp = {f"{name}_perplexity": float(loss.double().exp()) for name, loss in named.items()}
     return losses | exp
+
+
+def training_flops(model: nn.Module, sequence_length: int) -> float:
+    """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
+    parameters, L layers of width H and sequences of T tokens, after PaLM (Chowdhery et al. 2022,
+    appendix B). An untied embedding is only looked up, a frozen parameter costs two less;
+    recomputation is no work.
+    """
+    base = base_of(model)
+    width = getattr(base.config.get_text_config(), "hidden_size", 0)
+    looked_up = 0 if assets_of(model).tied else models.vocabulary_size(base) * width
+    values = count_values(model)
+    frozen = values - sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = 6.0 * (values - looked_up) - 2.0 * max(0, frozen - looked_up)
+    return weights + 12.0 * len(decoder_layers(base)) * width * sequence_length
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Return the dense bf16 peak of a known GPU in FLOP/s, None for others and for CPUs."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

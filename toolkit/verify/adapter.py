@@ -4,12 +4,15 @@ A key that PEFT does not know is left out without a word, and the base answers i
 name: so every key is compared, and everything is loaded through PEFT.
 """
 
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.adapters.base import base_digest
@@ -22,12 +25,12 @@ from toolkit.adapters.peft_folder import (
     read_config,
     without_storage,
 )
-from toolkit.adapters.switch import amplified
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.errors import ExportError, ModelError, ToolkitError
 from toolkit.formats import export_manifest, in_file, local_folder, whole
 from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
+from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.verify.export import ExportCheck
 from toolkit.verify.logits import load_adapted, load_base, logits_of, noise
 from toolkit.verify.proof import Proof
@@ -173,7 +176,7 @@ class AdapterCheck(ExportCheck):
         effect = float((actual - plain).abs().max())
         self.findings.note(f"logits with and without the adapter: largest difference {effect:.3g}")
         if effect == 0.0:
-            with amplified(loaded) as has_moved:
+            with _amplified(loaded) as has_moved:
                 if has_moved and torch.equal(logits_of(loaded), plain):
                     self.add("", None, "has no effect: the logits are those of the base")
         if self.source is not None:
@@ -193,3 +196,24 @@ def _is_described(adapter: Any) -> bool:
     parts = (adapter.get("base_config"), adapter.get("settings"))
     described = all(isinstance(part, dict | None) for part in parts)
     return described and isinstance(base.get("digest"), str | None)
+
+
+@contextlib.contextmanager
+def _amplified(model: nn.Module) -> Iterator[bool]:
+    """Let each adapter add what it learned as if its largest value were 1: a difference after
+    little training then survives rounding, unless the adapter takes no part in the forward. Gives
+    whether any of them is no longer what adds nothing to the base.
+    """
+    before: list[tuple[dict[str, float], float]] = []
+    for module in model.modules():
+        own = layer_parameters(module)  # of each pair of factors the one that begins at zero
+        for name in own.keys() & {"lora_B", "lora_embedding_A"}:
+            if most := float(own[name].detach().abs().max()):
+                scaling: dict[str, float] = module.scaling  # type: ignore[assignment]
+                before.append((scaling, scaling[ADAPTER]))
+                scaling[ADAPTER] /= most
+    try:
+        yield bool(before)
+    finally:
+        for scaling, value in before:
+            scaling[ADAPTER] = value
