@@ -35,10 +35,7 @@ from toolkit.models.attention import attend_within_documents
 
 
 def prepare_data(
-    cfg: RunConfig,
-    model: PreTrainedModel,
-    model_cfg: ModelConfig,
-    run: Processes,
+    cfg: RunConfig, model: PreTrainedModel, model_cfg: ModelConfig, run: Processes
 ) -> "TrainingData":
     """Return what the run reads. Collective; encodes on all cores, once, cached.
 

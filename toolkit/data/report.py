@@ -96,10 +96,7 @@ def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
 
 
 def _entry(
-    source: EncodedSource,
-    part: SourceSamples | None,
-    tokenizer: Tokenizer | None,
-    samples: int,
+    source: EncodedSource, part: SourceSamples | None, tokenizer: Tokenizer | None, samples: int
 ) -> dict[str, Any]:
     """Return the facts on a source, which became the samples `part`; None: it is evaluated on."""
     lengths, counts = EncodedRows(source.tokens).lengths(), asdict(source.counts)

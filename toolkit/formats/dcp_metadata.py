@@ -160,12 +160,8 @@ def _build_metadata(root: Any, most: int) -> Metadata:
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in stored.items():
         fqn, offset, number = _fields(key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER)
-        place = {
-            "relative_path": str,
-            "offset": int,
-            "length": int,
-            "transform_descriptors": object,
-        }
+        place = {"relative_path": str, "offset": int, "length": int}
+        place |= {"transform_descriptors": object}
         file, begin, length, transforms = _fields(value, "_StorageInfo", **place)
         index = MetadataIndex(fqn, None if offset is None else _size(offset), number)
         info = _StorageInfo(file, begin, length, None if transforms is None else _path(transforms))

@@ -66,11 +66,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     if dtype != torch.float32:
         for tensor in kept_in_fp32(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
-    pristine, files, tokenizer_folder = (
-        formats.read_config(folder),
-        formats.asset_files(folder),
-        folder,
-    )
+    pristine, files = formats.read_config(folder), formats.asset_files(folder)
+    tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
         formats.check_config(tokenizer_folder)

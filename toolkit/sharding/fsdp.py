@@ -280,11 +280,7 @@ def _replicates_frozen(
 
 
 def _compiles_layers(
-    plan: UnitPlan,
-    cfg: ShardingConfig,
-    device_type: str,
-    fixed_length: bool,
-    own_kernels: bool = False,
+    plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool, own_kernels: bool
 ) -> tuple[bool, str]:
     """Return whether layers are compiled, and why; refuse units inside one, whose hooks would not
     run.

@@ -26,10 +26,7 @@ from toolkit.models.peft_model import base_of
 
 
 def generate(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    max_new_tokens: int,
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int
 ) -> list[str]:
     """Return the model's greedy answer to each of `prompts`, on every rank. Collective.
 
@@ -77,11 +74,7 @@ def generate(
 
 
 def answer_prompts(
-    model: nn.Module,
-    tokenizer: Tokenizer | None,
-    cfg: FinetuneTrainConfig,
-    file: Path,
-    step: int,
+    model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig, file: Path, step: int
 ) -> None:
     """Print answers to `train.eval_prompts` on rank 0, and append them to `file`. Collective."""
     if not cfg.eval_prompts or tokenizer is None:

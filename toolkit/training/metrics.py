@@ -185,12 +185,7 @@ class Metrics:
 
 
 def begin(
-    cfg: RunConfig,
-    run: Run,
-    folder: Path,
-    model: nn.Module,
-    data: TrainingData,
-    state: Any,
+    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: Any
 ) -> Metrics:
     """Print the lines that a run opens with; return its metrics from `state` on. Collective."""
     total = count_values(model)

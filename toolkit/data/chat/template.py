@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.masks import NotFound, Rendered, mark
-from toolkit.data.chat.rendering import REFUSED, Habits, Message, Span, habits, pattern_of
+from toolkit.data.chat.rendering import REFUSED, Habits, Marks, Message, Span, habits, pattern_of
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
@@ -169,11 +169,7 @@ class Template:
 
 
 def _by_markers(
-    text: str,
-    turns: dict[int, Span],
-    markers: list[Span],
-    wanted: list[int],
-    specials: tuple[str, ...],
+    text: str, turns: dict[int, Span], markers: list[Span], wanted: list[int], specials: Marks
 ) -> list[Span]:
     """Return the turns `wanted` as the template's own generation markers have them.
 
