@@ -39,10 +39,8 @@ def first_values(
             continue
         part, shape = rules[id(parameter)](parameter), local_tensor(parameter).shape
         if part.shape != shape:
-            raise LoadingError(
-                f"{name} holds {list(shape)} on this rank and its first value is {list(part.shape)}"
-                "; leave its module out of lora.target_modules"
-            )
+            what = f"{list(shape)} on this rank, its first value {list(part.shape)}"
+            raise LoadingError(f"{name} holds {what}; leave its module out of lora.target_modules")
         yield name, part
 
 

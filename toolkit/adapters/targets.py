@@ -168,10 +168,8 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
         owner = model.get_submodule(name.rpartition(".")[0])
         flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)
         if flat and "expert" in name:
-            raise ModelError(
-                f"lora.target_parameters names {name}, in which the experts lie one below the "
-                "other; PEFT adapts stacked ones only ([experts, rows, columns]). Leave it out"
-            )
+            what = "whose experts lie one below the other: PEFT adapts stacked ones. Leave it out"
+            raise ModelError(f"lora.target_parameters names {name}, {what}")
 
 
 def _misfit(module: nn.Module) -> str:
@@ -222,10 +220,8 @@ def check_adapted(adapted: PeftModel, targets: Targets) -> None:
             if pattern in left_over:
                 raise ModelError(_unknown("lora.target_modules", pattern, targets.names))
         elif not _ending(pattern, expected):
-            raise ModelError(
-                f"lora.target_modules: every module that {pattern!r} names is in "
-                "lora.exclude_modules or lora.modules_to_save; leave it out of one of them"
-            )
+            what = "names only modules of lora.exclude_modules or lora.modules_to_save"
+            raise ModelError(f"lora.target_modules: {pattern!r} {what}; leave it out of one")
     for pattern in cfg.target_parameters:
         if not _ending(pattern, parameters):
             what = "name the parameter (mlp.experts.gate_up_proj) itself, and not its module too"

@@ -154,10 +154,8 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     changed = [n for n in names if before.get(n) != now.get(n)]
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])
-        raise CheckpointError(
-            f"{checkpoint} is of another architecture: in config.json {listed}. Give the model it "
-            f"was trained with ({file} is its config), or another output_dir"
-        )
+        advice = f"Give the model it was trained with ({file}), or another output_dir"
+        raise CheckpointError(f"{checkpoint} is of another architecture: {listed}. {advice}")
 
 
 def restore(state: TrainState, saved: Folder | None) -> int | None:

@@ -195,10 +195,8 @@ def claim(cfg: Any) -> Any:
     ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp")
     strangers = {name for name in present if not (name in ours or name.startswith(ours[1] + "-"))}
     if strangers and CONFIG not in present:
-        raise ConfigError(
-            f"output_dir {folder} holds files that are not a run's "
-            f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
-        )
+        what = f"files that are not a run's ({', '.join(sorted(strangers)[:3])})"
+        raise ConfigError(f"output_dir {folder} holds {what}; give an empty or new folder")
     before = None
     if CONFIG in present and ((folder / METRICS).is_file() or committed_steps(folder)):
         before = _read(folder / CONFIG, type(cfg))
@@ -211,10 +209,8 @@ def claim(cfg: Any) -> Any:
                 f"and {CONFIG} from there to {root}, or leave checkpoint.root as it was"
             )
     elif CONFIG in present and not _is_ours(folder / CONFIG, type(cfg)):
-        raise ConfigError(
-            f"output_dir {folder} holds a {CONFIG} that no run has written, and this run would "
-            "overwrite it; give an empty or new folder"
-        )
+        what = f"a {CONFIG} that no run has written, and this run would overwrite it"
+        raise ConfigError(f"output_dir {folder} holds {what}; give an empty or new folder")
     if cfg.checkpoint.root is not None:
         if isinstance(root, Place):
             probe(root)
@@ -272,10 +268,8 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
         if name.startswith(_IDENTITY) and name not in _HARMLESS
     ]
     if changed:
-        raise ConfigError(
-            f"{setting} {folder} holds another run: {'; '.join(changed[:4])}. Give another "
-            f"{setting}, or the settings of that run ({folder / CONFIG})"
-        )
+        what = f"{'; '.join(changed[:4])}. Give another, or the settings of that run"
+        raise ConfigError(f"{setting} {folder} holds another run: {what} ({folder / CONFIG})")
 
 
 def _check_writable(folder: Path, setting: str) -> None:

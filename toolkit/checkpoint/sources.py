@@ -120,10 +120,8 @@ def base_entry(source: Source) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the base that was adapted."""
     entry = commit.read_manifest(source.checkpoint).get(ENTRY) if source.checkpoint else None
     if not isinstance(entry, dict) or not isinstance(entry.get("name_or_path"), str):
-        raise CheckpointError(
-            f"{source.checkpoint or source.folder} does not say which base model its adapter is "
-            f"for ({ENTRY!r} in its manifest)"
-        )
+        what = f"does not say which base model its adapter is for ({ENTRY!r} in its manifest)"
+        raise CheckpointError(f"{source.checkpoint or source.folder} {what}")
     return entry
 
 
@@ -134,10 +132,8 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
     """
     entry = base_entry(source)
     if str(entry.get("digest")).startswith("random"):
-        raise ExportError(
-            f"the base of {source.checkpoint} was drawn at random ({entry['digest']}) and is in no "
-            "folder: there is nothing that the adapter could be put on again"
-        )
+        what = f"was drawn at random ({entry['digest']}) and is in no folder"
+        raise ExportError(f"the base of {source.checkpoint} {what}: nothing to put the adapter on")
     given = str(elsewhere) if elsewhere is not None else entry["name_or_path"]
     revision = None if elsewhere is not None else entry.get("revision")
     folder = _base_folder(given, revision)
@@ -170,10 +166,8 @@ def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str,
         ours, theirs = formats.read_config(source.hf), formats.read_config(folder)
         for key in sorted((ours.keys() & theirs.keys()) - _OF_A_SAVE):
             if ours[key] != theirs[key]:
-                raise ExportError(
-                    f"{given} is not the base that the adapter was trained on: its config has "
-                    f"{key} {theirs[key]!r}, the checkpoint's {ours[key]!r}"
-                )
+                what = f"its config has {key} {theirs[key]!r}, the checkpoint's {ours[key]!r}"
+                raise ExportError(f"{given} is not the base that was adapted: {what}")
     return {**entry, "name_or_path": given, "revision": None}
 
 
@@ -334,8 +328,6 @@ def _find_prefix(clean: dict[str, str], wanted: set[str], source: Source) -> str
     held = {p: len({p + n for n in wanted} & clean.keys()) for p in found}
     best = sorted(p for p in found if held[p] == max(held.values()))
     if len(best) > 1:
-        raise ExportError(
-            f"{source.folder} holds the model {len(best)} times, under "
-            f"{', '.join(repr(p) for p in best)}; save the one to export by itself"
-        )
+        what = f"{len(best)} times, under {', '.join(map(repr, best))}"
+        raise ExportError(f"{source.folder} holds the model {what}; save the one to export alone")
     return best[0] if best else _PREFIX

@@ -164,10 +164,8 @@ def empty_moments(
     before = piece(saved, "optimizer", checkpoint)
     kind = type(state.optimizer).__name__
     if before["class"] != kind:
-        raise CheckpointError(
-            f"{checkpoint} holds the optimizer state of {before['class']}, which {kind} cannot go "
-            "on with; use the optimizer it was trained with, or another output_dir"
-        )
+        what = f"holds the optimizer state of {before['class']}, which {kind} cannot go on with"
+        raise CheckpointError(f"{checkpoint} {what}; use that one, or another output_dir")
     parameters = state.trained()
     own: Any = getattr(state.optimizer, "init_state", None)
     first = {name: own(p) if own else {} for name, p in parameters.items()}
@@ -198,10 +196,8 @@ def empty_moments(
         if not before["tensors"] and not before["scalars"]:
             lacking.append(f"all state of {name}")
     if lacking:
-        raise CheckpointError(
-            f"{checkpoint} holds no optimizer state for {len(lacking)} of what this run needs: "
-            f"{', '.join(lacking[:3])}"
-        )
+        what = f"{len(lacking)} of what this run needs: {', '.join(lacking[:3])}"
+        raise CheckpointError(f"{checkpoint} holds no optimizer state for {what}")
     return moments
 
 

@@ -121,10 +121,8 @@ def where(path: str | Folder) -> Folder:
     try:
         fs, stripped = fsspec.url_to_fs(url)
     except Exception as error:  # drivers have no common class
-        raise CheckpointError(
-            f"{url} cannot be opened, each machine of the run needs the driver of the store: "
-            f"{one_line(error)}"
-        ) from error
+        what = f"each machine of the run needs the driver of the store: {one_line(error)}"
+        raise CheckpointError(f"{url} cannot be opened, {what}") from error
     return Place(url, str(stripped).rstrip("/"), fs)
 
 

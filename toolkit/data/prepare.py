@@ -84,10 +84,8 @@ def _encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> 
     """
     tokenizer = load_tokenizer(model_cfg)
     if isinstance(cfg, FinetuneConfig) and cfg.train.eval_prompts and tokenizer is None:
-        raise DataError(
-            f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with none; "
-            "set model.tokenizer_name_or_path"
-        )
+        what = f"needs a tokenizer, and {cfg.model.name_or_path} comes with none"
+        raise DataError(f"train.eval_prompts {what}; set model.tokenizer_name_or_path")
     encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model))
     given = cfg.data.chat_template if isinstance(cfg, FinetuneConfig) else None
     if given is not None and tokenizer is not None:
@@ -164,10 +162,8 @@ def choose_packing(
     if verdict.ok:
         return Choice("bfd", verdict.why, verdict.mask)
     if asked == "bfd":
-        raise DataError(
-            f"data.packing bfd: {models.plain_name(model)} does not keep packed samples apart "
-            f"({verdict.why}); set data.packing: none"
-        )
+        what = f"does not keep packed samples apart ({verdict.why}); set data.packing: none"
+        raise DataError(f"data.packing bfd: {models.plain_name(model)} {what}")
     return Choice("none", verdict.why)
 
 
@@ -206,10 +202,8 @@ def _check_evaluations(cfg: Any, sources: list[str]) -> None:
     known = {f"{name}_{kind}" for name in named for kind in ("loss", "perplexity")}
     metric, _ = best_metric(cfg.checkpoint)
     if metric not in known and {*asked} - {"train.eval_prompts"}:
-        raise ConfigError(
-            f"checkpoint.metric_for_best_model {metric} is none of what an evaluation gives: "
-            f"{', '.join(sorted(known))}"
-        )
+        what = f"is none of what an evaluation gives: {', '.join(sorted(known))}"
+        raise ConfigError(f"checkpoint.metric_for_best_model {metric} {what}")
 
 
 @dataclass(eq=False)

@@ -121,10 +121,8 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
     digits, unit, binary = size.groups() if size else ("0", None, None)
     limit = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
     if limit < 1:
-        raise ExportError(
-            f'max_shard_size {max_shard_size!r} is not a size; write "5GB", "500MB" or a number of '
-            "bytes"
-        )
+        what = 'is not a size; write "5GB", "500MB" or a number of bytes'
+        raise ExportError(f"max_shard_size {max_shard_size!r} {what}")
     return (None if dtype == "auto" else getattr(torch, dtype)), int(limit)
 
 
@@ -199,10 +197,8 @@ def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
         raise ExportError(f"{where} holds {names}, which {described} does not have; {doubt}")
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
     if missing := [name for name, family in owned.items() if not stored.keys() & set(family)]:
-        raise ExportError(
-            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} "
-            "needs; the checkpoint is incomplete or of another model"
-        )
+        what = f"{prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} needs"
+        raise ExportError(f"{where} lacks {what}: the checkpoint is incomplete or of another model")
     origin = {}
     for name, family in owned.items():
         held = next(member for member in family if member in stored)

@@ -91,10 +91,8 @@ def _locate(
     is_tensor = isinstance(tensor, torch.Tensor)
     found = (tensor.dtype, tuple(tensor.shape)) if is_tensor else type(tensor)
     if found != (dtype, sizes) or length < nbytes:
-        raise CheckpointError(
-            f"{file}: the blob of {fqn} should be {dtype} {sizes} in {nbytes} bytes, is {found} in "
-            f"{length}"
-        )
+        what = f"should be {dtype} {sizes} in {nbytes} bytes, is {found} in {length}"
+        raise CheckpointError(f"{file}: the blob of {fqn} {what}")
     row_major = length == nbytes and tensor.is_contiguous() and tensor.storage_offset() == 0
     raw = info.offset + begin if row_major else None
     return Chunk(file, tuple(part.offsets), sizes, dtype, raw, (info.offset, info.length))

@@ -120,10 +120,8 @@ def _check(file: Path, manifest: Any) -> None:
     """Refuse what `write` never writes: the hash says that a file is whole, not whose it is."""
     try:
         if manifest["version"] not in (1, VERSION):
-            raise ExportError(
-                f"{file} has version {manifest['version']!r}; this toolkit ({__version__}) reads "
-                f"up to version {VERSION}: install a newer one"
-            )
+            what = f"this toolkit ({__version__}) reads up to version {VERSION}: get a newer one"
+            raise ExportError(f"{file} has version {manifest['version']!r}; {what}")
         if not isinstance(manifest["origin"], dict):
             raise TypeError("its origin is no object")
         for name, entry in manifest["files"].items():

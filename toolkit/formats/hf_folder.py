@@ -184,10 +184,8 @@ def weight_files(
         names = sorted(set(read_index(folder / INDEX_FILE).values()))
         missing = [n for n in names if not _obtain(folder, n, remote, revision)]
         if missing:
-            raise LoadingError(
-                f"{folder / INDEX_FILE} names {len(missing)} file(s) that are not there: "
-                f"{', '.join(missing[:5])}; complete the download or the copy of {folder}"
-            )
+            what = f"{len(missing)} file(s) that are not there: {', '.join(missing[:5])}"
+            raise LoadingError(f"{folder / INDEX_FILE} names {what}; complete the copy of {folder}")
     else:
         kinds = (".bin", ".pt", ".pth", ".gguf")
         others = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
@@ -213,10 +211,8 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
     if index is not None and index.is_file() and files[0].name != SINGLE_FILE:
         for name, where in read_index(index).items():
             if name not in entries or entries[name].file.name != where:
-                raise LoadingError(
-                    f"{index} places tensor {name} in {where}, which does not hold it; index and "
-                    "files are not of one checkpoint. Copy or download all of them again"
-                )
+                what = "does not hold it; they are not of one checkpoint. Copy all of them again"
+                raise LoadingError(f"{index} places tensor {name} in {where}, which {what}")
     return entries
 
 
@@ -248,8 +244,6 @@ def read_index(file: Path) -> dict[str, str]:
         raise LoadingError(f"{file} is not a safetensors index: {what}")
     for name in sorted(set(index.values())):
         if not is_plain_name(name):
-            raise LoadingError(
-                f"{file} names {name!r:.200}, which is not a file of its folder; get the "
-                "checkpoint again from a source that you trust"
-            )
+            what = "not a file of its folder; get the checkpoint from a source that you trust"
+            raise LoadingError(f"{file} names {name!r:.200}, which is {what}")
     return index

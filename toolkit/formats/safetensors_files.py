@@ -105,10 +105,8 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
         raise _damaged(file, "it is no JSON object")
     count = raw.count(b'"data_offsets"')
     if count > _MAX_TENSORS:
-        raise LoadingError(
-            f"{file} names {count:,} tensors, more than the {_MAX_TENSORS:,} of one file that are "
-            "read; save the model in several files (max_shard_size)"
-        )
+        what = f"more than the {_MAX_TENSORS:,} of one file that are read; save several"
+        raise LoadingError(f"{file} names {count:,} tensors, {what} (max_shard_size)")
     header = parse_json(raw, f"{file}: damaged safetensors header: it", LoadingError, strict=True)
     about = header.get("__metadata__", {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):

@@ -98,7 +98,5 @@ def transformers_private(module: str, name: str) -> Any:
     try:
         return operator.attrgetter(name)(importlib.import_module(f"transformers.{module}"))
     except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"transformers {transformers.__version__} has no {module}.{name}; install one from "
-            "5.17 to 5.23"
-        ) from error
+        what = f"has no {module}.{name}; install one from 5.17 to 5.23"
+        raise ModelError(f"transformers {transformers.__version__} {what}") from error

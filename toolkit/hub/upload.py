@@ -198,10 +198,8 @@ class _Repository:
             try:
                 state = self.read(main=True)
             except retries.NoRepositoryError:
-                raise HubError(
-                    f"{self.repo_id} cannot be created: the name is taken, and not by a model that "
-                    "this token may read; give another --repo_id"
-                ) from None
+                what = "the name is taken, and not by a model that this token may read"
+                raise HubError(f"{self.repo_id} cannot be created: {what}; give another") from None
             self.say(f"created {self.repo_id}, {'private' if self.private else 'public'}")
         # The visibility of the whole is decided before anything is added to it.
         self.check_visibility(state)
@@ -247,10 +245,8 @@ class _Repository:
         if wrong := [name for names in state.difference(export) for name in names]:
             if not url.endswith(state.head):
                 raise retries.TryAgainError("the Hub does not list the commit yet")
-            raise HubError(
-                f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
-                "again, and look at the repository's history"
-            )
+            what = f"but the Hub lists other content of {', '.join(wrong[:3])}"
+            raise HubError(f"{url} was made, {what}; push again, and look at the history")
         what = f"{len(sizes)} files, {sum(sizes.values()):,} bytes, all sizes and hashes agree"
         self.say(f"{where} holds the export: {what}")
         return url

@@ -207,10 +207,8 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry
     for name in [name for name in entries if name in shapes]:
         entry, expected = entries[name], shapes[name]
         if entry.shape != expected and _resized_rows(model, name, entry) is None:
-            raise LoadingError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
-                f"{list(expected)}; give a folder whose config.json and weights belong together"
-            )
+            what = f"has shape {list(entry.shape)}, the model expects {list(expected)}"
+            raise LoadingError(f"{entry.file}: {name} {what}; give the weights of this config.json")
 
 
 def _resized_rows(model: PreTrainedModel, name: str, entry: formats.TensorEntry) -> int | None:

@@ -204,10 +204,8 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
                 stored.setdefault(parameters[name].dtype, name)
         if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
-            raise ShardingError(
-                f"parameters of several storage dtypes cannot share the unit {unit.name}: "
-                f"{listed}; set model.dtype: float32"
-            )
+            what = f"cannot share the unit {unit.name}: {listed}; set model.dtype: float32"
+            raise ShardingError(f"parameters of several storage dtypes {what}")
 
 
 def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:

@@ -194,10 +194,8 @@ class _Search:
             found = closings_of(last, middle, self.specials, openers, calls)
             closings = [c for c in found if rest.startswith(c)]
             if not closings and pattern_of(self.specials).sub("", last).strip():
-                raise NotFound(
-                    f"cannot tell where {self.view.named(i)} ends: {last[:60]!r} follows it at the "
-                    f"end of a conversation, {middle[:60]!r} amid it"
-                )
+                what = f"{last[:60]!r} follows it at the end, {middle[:60]!r} amid a conversation"
+                raise NotFound(f"cannot tell where {self.view.named(i)} ends: {what}")
         closing = max(closings, key=len, default="")
         if not any(special and closing.endswith(special) for special in self.specials):
             self.notes[NO_STOP] += 1

@@ -51,10 +51,8 @@ def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None)
     rows, kind = EncodedRows(source.tokens), Windows if shape.packing == "wrapped" else Pieces
     pieces = kind(rows, shape.sequence_length, chosen)
     if not len(pieces):
-        raise DataError(
-            f"expected at least one row with a token in the source {source.name}, got none of "
-            f"{len(rows)}; give more data, or leave the source out"
-        )
+        what = f"{source.name}, got none of {len(rows)}; give more data, or leave the source out"
+        raise DataError(f"expected at least one row with a token in the source {what}")
     return Samples(pieces, shape)
 
 

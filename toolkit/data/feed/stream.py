@@ -99,10 +99,8 @@ class SourceStream:
     ) -> None:
         limit = source.max_repeats
         if limit is not None and (limit < 1 or limit != int(limit)):
-            raise DataError(
-                f"expected a whole number of passes as max_repeats of {source.name}, since the "
-                f"length of a stream is not known before its end, got {limit}"
-            )
+            what = f"of {source.name}, whose length is not known before its end, got {limit}"
+            raise DataError(f"expected a whole number of passes as max_repeats {what}")
         self.source, self.number, self.shape, self.window = source, number, shape, window
         self.seed = derived_seed(seed, "stream", number)
         self._start_at(StreamPlace())

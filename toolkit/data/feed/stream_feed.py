@@ -49,10 +49,8 @@ class StreamFeed(Feed):
     ) -> None:
         self.sources, self.window, self.group = list(sources), window, group
         if len(sources) > 1 and (lacking := [s.name for s in sources if s.weight is None]):
-            raise DataError(
-                "expected a weight for each source (data.sources[...].weight), since the size of a "
-                f"stream is not known before its end; {', '.join(lacking)} has none"
-            )
+            what = f"whose size is not known before its end: {', '.join(lacking)} has none"
+            raise DataError(f"expected a weight (data.sources[...].weight) of each stream, {what}")
         reading: dict[str, Any] = {
             "data.packing": shape.packing,
             "data.sequence_length": shape.sequence_length,
@@ -76,10 +74,8 @@ class StreamFeed(Feed):
         return [f"{self.names}: {self.shape}, read while training; {evals:,} to evaluate"]
 
     def steps_for(self, epochs: float) -> int:
-        raise DataError(
-            "expected a number of steps, since how long a pass over a stream is becomes known when "
-            "it ends; set train.max_steps"
-        )
+        what = "the length of a stream is not known before its end; set train.max_steps"
+        raise DataError(f"expected a number of steps: {what}")
 
     def check_enough(self, world_size: int) -> None:
         # However few samples there are is enough: a stream that is read through begins anew.

@@ -78,10 +78,8 @@ class Mixture:
         """
         stop = start + count
         if self.total is not None and stop > self.total:
-            raise DataError(
-                f"expected positions below {self.total}, where all sources have been read as often "
-                f"as max_repeats allows, got up to {stop}"
-            )
+            what = f"where max_repeats ends all sources, got up to {stop}"
+            raise DataError(f"expected positions below {self.total}, {what}")
         positions = np.arange(start, stop, dtype=np.int64)
         sources, turns = np.empty_like(positions), np.empty_like(positions)
         ends = [phase.start for phase in self._phases[1:]] + [stop]

@@ -147,10 +147,8 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
     text = "".join(header)
     broken = text.encode("utf-8", "replace") != text.encode("utf-8", "surrogateescape")
     if not header or len(set(header)) < len(header) or not all(header) or broken:
-        raise DataError(
-            f"{file}: expected a CSV header of different names in UTF-8 in its first line, got "
-            f"{named(header)}"
-        )
+        what = f"of different names in UTF-8 in its first line, got {named(header)}"
+        raise DataError(f"{file}: expected a CSV header {what}")
     while True:
         first = last + 1
         try:

@@ -131,10 +131,8 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
         raise DataError(f"{source.where}: expected examples, found no row")
     readable = [(i, row) for i, (_, row) in enumerate(first) if isinstance(row, dict)]
     if not readable:
-        raise DataError(
-            f"{source.place(first[0][0], 0)}: {first[0][1]}, and none of the first {len(first)} "
-            "rows can be read. Is this the right file?"
-        )
+        what = f"and none of the first {len(first)} rows can be read. Is this the right file?"
+        raise DataError(f"{source.place(first[0][0], 0)}: {first[0][1]}, {what}")
     layout_of = recognise.document_layout if documents else recognise.recognise
     try:
         layout = layout_of([row for _, row in readable], cfg.text_column)

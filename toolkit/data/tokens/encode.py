@@ -359,10 +359,8 @@ def _each(
         with ProcessPoolExecutor(processes, None, _set_work, (encoded_from,)) as pool:
             yield from pool.map(_work_here, starts)
     except BrokenProcessPool as error:
-        raise DataError(
-            f"{source.where}: one of {processes} processes that encode it was killed, perhaps for "
-            "its memory; lower data.dataset_num_proc"
-        ) from error
+        what = "that encode it was killed, perhaps for its memory; lower data.dataset_num_proc"
+        raise DataError(f"{source.where}: one of {processes} processes {what}") from error
 
 
 def _encoded_from(source: DataSource, encoder: Encoder, count: int, first: int) -> list[EncodedRow]:
