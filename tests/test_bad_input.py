@@ -603,7 +603,7 @@ def test_an_output_folder_that_is_none(start, tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for wrong, name in (("file", "file"), ("file/run", "file"), ("link", "link")):
         done = start("--output_dir", str(tmp_path / wrong))
-        said = f"{tmp_path / name} is not a folder; give another output_dir"
+        said = f"{tmp_path / name} is not a folder; give another"
         refused(done, "cannot be made", said, code=2)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -656,9 +656,7 @@ def test_a_run_whose_config_is_damaged(start, finished, tmp_path) -> None:
     (run / "config.yaml").write_text("model: [")
     before = hashes(run)
     done = start(*again(finished), "--output_dir", str(run))
-    refused(
-        done, "holds a run whose config cannot be read", "config.yaml is not readable YAML", code=2
-    )
+    refused(done, "the config of the run in", "config.yaml is not readable YAML", code=2)
     assert hashes(run) == before
 
 

@@ -111,11 +111,9 @@ def where(path: str | Folder) -> Folder:
     url = str(path).rstrip("/")
     parts = urllib.parse.urlsplit(url)
     if "@" in parts.netloc or parts.query or "::" in url:
-        raise CheckpointError(
-            f"{parts.scheme}://... holds credentials, options or a chain of file systems; give the "
-            "store's own URL, such as s3://bucket/run, and leave credentials to its driver (its "
-            "environment variables, its file in the home folder)"
-        )
+        what = f"{parts.scheme}://... holds credentials, options or a chain of file systems"
+        advice = "give the store's own URL, such as s3://bucket/run, and leave those to its driver"
+        raise CheckpointError(f"{what}; {advice}")
     import fsspec  # here: a run on a disk needs no store
 
     try:

@@ -6,6 +6,7 @@ files that a run will read.
 """
 
 import dataclasses
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -514,13 +515,9 @@ class RunConfig:
     """Seeds the random weights and adapters, the sample order and dropout."""
 
     def __post_init__(self) -> None:
-        for name, value in {
-            "model.name_or_path": self.model.name_or_path,
-            "output_dir": self.output_dir,
-            "data.train_files": self.data.train_files,
-            "data.eval_files": self.data.eval_files,
-            "checkpoint.root": self.checkpoint.root,
-        }.items():
+        paths = ("model.name_or_path", "output_dir", "checkpoint.root")
+        for name in (*paths, "data.train_files", "data.eval_files"):
+            value = operator.attrgetter(name)(self)
             if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
                 raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
         if self.model.kernels == "liger" and self.sharding.activation_checkpointing == "selective":
@@ -537,10 +534,8 @@ class RunConfig:
             raise ConfigError(f"train.deterministic: sharding.torch_compile_mode {what}")
         every, evals = self.checkpoint.save_steps, self.train.eval_steps
         if self.checkpoint.keep_best and (evals is None or every % evals):
-            raise ConfigError(
-                f"checkpoint.keep_best needs an evaluation at every checkpoint: save_steps {every} "
-                f"must be a multiple of train.eval_steps, got {evals}"
-            )
+            what = f"save_steps {every} must be a multiple of train.eval_steps, got {evals}"
+            raise ConfigError(f"checkpoint.keep_best needs an evaluation at each save: {what}")
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,9 @@ class _Unpickler(_InPython):
             return _ALLOWED[module, name]
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        raise CheckpointError(
-            f"names {module!s:.100}.{name!s:.100}, which DCP metadata never needs; it was not "
-            "read, because loading it could run code. Do not use this checkpoint unless you know "
-            "who wrote it"
-        )
+        what = "which DCP metadata never needs; it was not read, because loading it could run code"
+        advice = "Do not use this checkpoint unless you know who wrote it"
+        raise CheckpointError(f"names {module!s:.100}.{name!s:.100}, {what}. {advice}")
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()

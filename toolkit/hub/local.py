@@ -47,10 +47,9 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     config = folder / CONFIG_FILE
     base = read_json(config, ExportError)["base_model_name_or_path"] if config.is_file() else None
     if base is not None and is_path(base, folder):
-        raise ExportError(
-            f"{folder} is not published: {CONFIG_FILE} names its base by a path, {base!r}. Export "
-            "again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
-        )
+        what = f"{CONFIG_FILE} names its base by a path, {base!r}"
+        advice = "Export again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
+        raise ExportError(f"{folder} is not published: {what}. {advice}")
     manifest = export_manifest.read(folder)
     entries = dict(manifest["files"])
     # A small file is read now, so that what is sent is what was verified.

@@ -94,10 +94,9 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     members = _joined(model, members, replicated, dtypes.keys())
     owned = _owned(model, members, replicated)
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
-        raise ShardingError(
-            f"{plain_name(model)}: no unit but the root would hold a parameter; set "
-            "sharding.layer_classes, or ignored_parameters leaves none to shard: name fewer"
-        )
+        advice = "set sharding.layer_classes, or name fewer in sharding.ignored_parameters"
+        what = f"no unit but the root would hold a parameter; {advice}"
+        raise ShardingError(f"{plain_name(model)}: {what}")
     order = {name: i for i, name in enumerate(named)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
     depth = {name: len(name.split(".")) if name else 0 for name in named}

@@ -249,10 +249,9 @@ def _asked() -> tuple[int, int, int]:
         )
     for name, launcher in _OTHER_LAUNCHERS.items():
         if os.environ.get(name, "1") not in ("0", "1"):
-            raise LaunchError(
-                f"{launcher} started {os.environ[name]} processes ({name}), each of which would "
-                "train on its own; let it start one accelerate launch or torchrun a machine"
-            )
+            what = f"{os.environ[name]} processes ({name}), each of which would train on its own"
+            advice = "let it start one accelerate launch or torchrun a machine"
+            raise LaunchError(f"{launcher} started {what}; {advice}")
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         raise LaunchError(
@@ -277,10 +276,9 @@ def _uses_cpu(rank: int, world: int) -> bool:
     if by_accelerate and _accelerate_was_told_cpu():
         return True
     if by_accelerate and world > 1:
-        raise LaunchError(
-            f"accelerate launch was asked for {world} processes on GPUs, and torch sees no GPU "
-            f"({built}); mend the driver or torch, or use accelerate_configs/cpu.yaml"
-        )
+        what = f"was asked for {world} processes on GPUs, and torch sees no GPU ({built})"
+        advice = "mend the driver or torch, or use accelerate_configs/cpu.yaml"
+        raise LaunchError(f"accelerate launch {what}; {advice}")
     if rank == 0:
         print(f"WARNING: torch sees no GPU ({built}): training on the CPU", flush=True)
     return True

@@ -151,11 +151,8 @@ class _Search:
         tails = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
-                raise BadRow(
-                    f"the chat template prints {self.view.named(i)} {text.count(word)} times; use "
-                    "another one (data.chat_template)",
-                    "turn printed twice",
-                )
+                what = f"the chat template prints {self.view.named(i)} {text.count(word)} times"
+                raise BadRow(f"{what}; use another (data.chat_template)", "turn printed twice")
             if word not in text:
                 raise NotFound(f"the chat template does not print {self.view.named(i)}")
             tails.append(text.rpartition(word)[2])

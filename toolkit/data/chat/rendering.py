@@ -81,11 +81,9 @@ def check_printed(view: Rendering, has_tools: bool) -> None:
     _check_contents(view)
     _check_calls(view)
     if has_tools and view.tried(view.messages, tools=False) == view.text:
-        raise BadRow(
-            "the chat template prints nothing of the tools; use one that knows tools "
-            "(data.chat_template), or leave out the column",
-            "tools not printed",
-        )
+        advice = "use one that knows tools (data.chat_template), or leave out the column"
+        what = f"the chat template prints nothing of the tools; {advice}"
+        raise BadRow(what, "tools not printed")
 
 
 def _check_contents(view: Rendering) -> None:

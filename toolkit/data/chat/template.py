@@ -70,11 +70,9 @@ class Chat:
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
-            raise DataError(
-                "the tokenizer has chat templates by name "
-                f"({', '.join(sorted(self.templates))}), and none named default; choose one "
-                "with data.chat_template"
-            )
+            names = ", ".join(sorted(self.templates))
+            what = f"chat templates by name ({names}), and none named default"
+            raise DataError(f"the tokenizer has {what}; choose one with data.chat_template")
         try:
             wanted = learned_turns(conversation, self.supervise)
             rendered = self.templates[name].mark(conversation, wanted)
@@ -295,11 +293,9 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
         text = named.get(given) or (given if "{" in given else _read(given, sorted(named)))
         return {"default": text}
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} renders conversations by code of its own "
-            f"({type(tokenizer).__name__}), so that what is the assistant's cannot be told; give a "
-            "Jinja template with data.chat_template"
-        )
+        what = f"renders conversations by code of its own ({type(tokenizer).__name__})"
+        advice = "what is the assistant's cannot be told; give a template with data.chat_template"
+        raise DataError(f"the tokenizer {tokenizer.name_or_path} {what}: {advice}")
     if not own:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} has no chat template, and the data holds "

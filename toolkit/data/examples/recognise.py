@@ -236,18 +236,14 @@ def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Co
     for i, turn in enumerate(messages):
         said = turn.get("tool_calls") or (turn.get("content") or "").strip()
         if turn["role"] == "assistant" and not said:
-            raise BadRow(
-                f"expected an answer in turn {i} (assistant), got content "
-                f"{shown(turn.get('content'))} and no tool_calls",
-                "empty assistant turn",
-            )
+            content = shown(turn.get("content"))
+            what = f"expected an answer in turn {i} (assistant), got content {content}"
+            raise BadRow(f"{what} and no tool_calls", "empty assistant turn")
     learned = [turn["role"] for turn in messages[supervised_from:]]
     if "assistant" not in learned:
-        raise BadRow(
-            "expected a turn of the assistant to learn from, got the roles "
-            f"{', '.join(learned)}{' in the completion' if supervised_from else ''}",
-            "no assistant turn",
-        )
+        roles = f"{', '.join(learned)}{' in the completion' if supervised_from else ''}"
+        what = f"expected a turn of the assistant to learn from, got the roles {roles}"
+        raise BadRow(what, "no assistant turn")
     tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
     return Conversation(messages, tools, kwargs, supervised_from)
 
@@ -288,11 +284,9 @@ def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
         return [bool(value) for value in values]
     for i, (label, token) in enumerate(zip(values, ids, strict=True)):
         if label not in (IGNORED, token):
-            raise BadRow(
-                f"expected 'labels[{i}]' to be its token's id {token} or {IGNORED}, got {label}; "
-                "labels stand at the place of their token, the loss shifts them",
-                "labels that are not the tokens",
-            )
+            advice = "labels stand at the place of their token, the loss shifts them"
+            what = f"expected 'labels[{i}]' to be its token's id {token} or {IGNORED}, got {label}"
+            raise BadRow(f"{what}; {advice}", "labels that are not the tokens")
     return [label != IGNORED for label in values]
 
 

@@ -88,11 +88,9 @@ def template_kwargs_of(row: Row) -> Row:
         wrong(value, name, "a mapping")
     clean(value, name)
     if taken := _RESERVED.intersection(value):
-        raise BadRow(
-            f"expected further arguments of the template in {name!r}, got {named(sorted(taken))}, "
-            "which the toolkit sets",
-            "reserved template argument",
-        )
+        what = f"got {named(sorted(taken))}, which the toolkit sets"
+        said = f"expected further arguments of the template in {name!r}, {what}"
+        raise BadRow(said, "reserved template argument")
     return value
 
 
@@ -119,11 +117,9 @@ def _message(turn: Row, where: str) -> Row:
         wrong(role, where, f"one of the roles {', '.join(ROLES)}", "unknown role")
     if turn.get("weight", 1) in (0, False):
         # To learn what the author marked as not to be learned would be worse than to stop.
-        raise BadRow(
-            f"expected turns that all count, got weight 0 in {where!r}; give such rows as 'prompt' "
-            "and 'completion' lists of turns",
-            "turn of weight 0",
-        )
+        advice = "give such rows as 'prompt' and 'completion' lists of turns"
+        what = f"expected turns that all count, got weight 0 in {where!r}; {advice}"
+        raise BadRow(what, "turn of weight 0")
     message = dict(turn)
     if calls is not None and calls != []:
         if role != "assistant":

@@ -154,11 +154,9 @@ class SourceStream:
         after.samples += len(self.items)
         if ended:
             if not after.samples:
-                raise DataError(
-                    f"expected samples in the stream {self.source.name}, a whole pass of "
-                    f"{after.rows} rows gave none: {after.left_out} were left out; see "
-                    "data.on_bad_row, data.too_long and the format of the rows"
-                )
+                what = f"a pass of {after.rows} rows gave none: {after.left_out} were left out"
+                advice = "see data.on_bad_row, data.too_long and the format of the rows"
+                raise DataError(f"expected samples in {self.source.name}, {what}; {advice}")
             after = StreamPlace(epoch=after.epoch + 1, **after.read())
         self._next = after
 

@@ -111,10 +111,9 @@ def _is_list(stream: IO[bytes]) -> bool:
 def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
     content = stream.read(LIST_BYTES + 1)
     if len(content) > LIST_BYTES or sum(map(content.count, b",[{")) > LIST_VALUES:
-        raise DataError(
-            f"{file}: expected a JSON list of at most {LIST_BYTES:,} bytes and {LIST_VALUES:,} "
-            "values, got more; write JSON lines, which are read one by one"
-        )
+        most = f"{LIST_BYTES:,} bytes and {LIST_VALUES:,} values"
+        advice = "write JSON lines, which are read one by one"
+        raise DataError(f"{file}: expected a JSON list of at most {most}, got more; {advice}")
     try:
         rows = json.loads(content.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError) as error:

@@ -116,10 +116,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not _has_files(path):
-            raise DataError(
-                f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
-                "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
-            )
+            advice = "set model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
+            what = f"found none of {', '.join(_FILES)}"
+            raise DataError(f"expected a tokenizer in {name}, {what}; {advice}")
         check_config(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -130,10 +129,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
         if not tokenizer.get_vocab():
             raise ValueError("its vocabulary is empty: the vocabulary file is missing")
     except Exception as error:
-        raise DataError(
-            f"the tokenizer {name} cannot be loaded ({one_line(error)}); check the files of that "
-            "folder, or set model.tokenizer_name_or_path to another one"
-        ) from error
+        advice = "check its files, or set model.tokenizer_name_or_path to another one"
+        what = f"cannot be loaded ({one_line(error)}); {advice}"
+        raise DataError(f"the tokenizer {name} {what}") from error
     return tokenizer
 
 
