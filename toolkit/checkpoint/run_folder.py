@@ -161,11 +161,9 @@ def _copy(checkpoint: Place, folder: Path) -> None:
         raise CheckpointError(f"{checkpoint} holds {odd[0]!r}, which is no name of a file")
     nbytes, temporary = sum(files.values()), tempfile.gettempdir()
     if nbytes > (free := shutil.disk_usage(temporary).free):
-        raise CheckpointError(
-            f"{checkpoint} has {nbytes:,} bytes and {free:,} are free in {temporary}: set TMPDIR "
-            "to a larger folder, or copy the checkpoint with the tool of its store (such as aws s3 "
-            f"cp --recursive) into a folder named {folder.name} and give that"
-        )
+        what = f"{checkpoint} has {nbytes:,} bytes and {free:,} are free in {temporary}"
+        advice = f"set TMPDIR to a larger folder, or copy it to a folder named {folder.name} by"
+        raise CheckpointError(f"{what}: {advice} the tool of its store, and give that")
     print(f"copying {checkpoint} ({nbytes:,} bytes) to {folder}", file=sys.stderr, flush=True)
 
     def copy(name: str) -> None:

@@ -171,10 +171,8 @@ def make_plan(
             if dtype.is_floating_point:
                 wanted = override or (default if said is None else DTYPES.get(said))
             if wanted is None or (dtype.is_floating_point and wanted not in CASTABLE):
-                raise ExportError(
-                    f"{names[name]} is {said} in the source checkpoint (quantized): trained "
-                    "weights cannot be cast to that; pass --dtype bfloat16"
-                )
+                what = f"is {said} in the source checkpoint (quantized), to which nothing is cast"
+                raise ExportError(f"{names[name]} {what}; pass --dtype bfloat16")
             shapes[names[name]] = wanted, shape
     tensors, headers = _lay_out(shapes, limit)
     written = override or (default if assets.source is None else None)

@@ -239,10 +239,9 @@ def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> Non
     for index, info in metadata.storage_data.items():
         name, end = info.relative_path, info.offset + info.length
         if info.offset < 0 or info.length < 0 or end > sizes[name]:
-            raise CheckpointError(
-                f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at "
-                f"{info.offset} to {end}: the file is truncated or of another checkpoint"
-            )
+            what = f"{index.fqn} should be at {info.offset} to {end}"
+            advice = "the file is truncated or of another checkpoint"
+            raise CheckpointError(f"{folder / name} is {sizes[name]} bytes long; {what}: {advice}")
     for fqn, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
@@ -250,7 +249,7 @@ def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> Non
             blob = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
             nbytes = math.prod(part.sizes) * entry.properties.dtype.itemsize
             if blob and blob.length < nbytes and not blob.transform_descriptors:
+                what = f"a chunk of {nbytes:,} bytes, and a blob of {blob.length:,} of another"
                 raise CheckpointError(
-                    f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has a chunk of "
-                    f"{nbytes:,} bytes, and a blob of {blob.length:,} of another checkpoint"
+                    f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has {what}"
                 )

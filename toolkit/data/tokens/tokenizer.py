@@ -63,10 +63,9 @@ def own_tokenizer(model: ModelConfig) -> ModelConfig:
         )
     except Exception as error:
         # Unreachable is not absent: going on would train another tokenizer without a word.
-        raise ModelError(
-            f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)}); it is "
-            "no folder here (check the path), and the Hub did not answer for it"
-        ) from error
+        what = f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)})"
+        advice = "it is no folder here (check the path), and the Hub did not answer for it"
+        raise ModelError(f"{what}; {advice}") from error
     return replace(model, tokenizer_name_or_path=model.name_or_path) if found else model
 
 
