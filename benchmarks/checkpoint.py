@@ -189,7 +189,7 @@ def without_hashes() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(shards, "hashlib", SimpleNamespace(sha256=Nothing)))
     stack.enter_context(mock.patch.object(shards, "blob_hash", Nothing))
-    stack.enter_context(mock.patch.object(saving, "part_digests", no_digests))
+    stack.enter_context(mock.patch.object(saving.formats, "part_digests", no_digests))
     return stack
 
 

@@ -93,13 +93,13 @@ def save_all(world: int, folders: dict[str, str], root: str) -> dict:
         trained.wait()
         return digests(*args)
 
-    found, digests, trained = {}, saving.part_digests, threading.Event()
+    found, digests, trained = {}, saving.formats.part_digests, threading.Event()
     for kind in OPTIMIZERS:
         run = Trainer(folders["llama"], world, kind)
         run.steps(BEFORE)
         behind = kind == "adamw"
         expected = tensor_digests(run.state.model)
-        with mock.patch.object(saving, "part_digests", late if behind else digests):
+        with mock.patch.object(saving.formats, "part_digests", late if behind else digests):
             cfg = CheckpointConfig(async_save=behind)
             path = checkpoint.save(run.state, f"{root}/{kind}-{world}", cfg)
             found[kind] = (run.steps(AFTER), run.weights(), run.state.tokens)

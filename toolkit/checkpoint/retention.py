@@ -78,5 +78,5 @@ def sweep(run: str | Folder) -> None:
     with disk_errors(f"leftovers in {where(run) / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = max(counting(attempts), default=0)
-        old = [a for a in attempts if a.kind == "tmp" and a.step < newest]
-        commit.delete(a.folder for a in (*old, *(a for a in attempts if a.kind == "trash")))
+        gone = [a for a in attempts if a.kind == "trash" or (a.kind == "tmp" and a.step < newest)]
+        commit.delete(a.folder for a in gone)

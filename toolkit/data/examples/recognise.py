@@ -84,8 +84,8 @@ class Conversation:
     # Each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only beside
     # `tool_calls`, `{"function": {"name": text, "arguments": mapping}}`), and all else of its row.
     messages: list[Row]
-    tools: list[Row] | None = None  # JSON schemas
-    template_kwargs: Row = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None  # JSON schemas
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     supervised_from: int = 0  # turns before this index are a prompt, whatever their role
 
 
@@ -182,8 +182,8 @@ def _turn_style(value: Any, column: str) -> RowShape:
         value = json_value(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         value = None  # judged with the row
-    turns = value if isinstance(value, list) else []
-    keys = {key for turn in turns if isinstance(turn, dict) for key in turn}
+    found = value if isinstance(value, list) else []
+    keys = {key for turn in found if isinstance(turn, dict) for key in turn}
     sharegpt = "role" not in keys and ("from" in keys or column == "conversations")
     return "sharegpt" if sharegpt else "messages"
 

@@ -69,7 +69,7 @@ def _with_system(row: Row, messages: list[Row]) -> list[Row]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def tools_of(row: Row) -> list[Row] | None:
+def tools_of(row: Row) -> list[dict[str, Any]] | None:
     """Return the JSON schemas in the column `tools`, a list or JSON text; None where empty."""
     given = [] if row.get("tools") in (None, "") else listed(row["tools"], "tools")
     tools = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(given)]
@@ -80,7 +80,7 @@ def tools_of(row: Row) -> list[Row] | None:
     return tools or None
 
 
-def template_kwargs_of(row: Row) -> Row:
+def template_kwargs_of(row: Row) -> dict[str, Any]:
     """Return further arguments of the template from the column `chat_template_kwargs`."""
     name = "chat_template_kwargs"
     value = {} if row.get(name) in (None, "") else parsed(row[name], name)
