@@ -416,7 +416,7 @@ def test_the_config_says_which_metric_is_best():
         (["--checkpoint.save_total_limit", "1"], "must be an integer of at least 2"),
         (["--checkpoint.save_permanent_steps", "700"], "must be a multiple of save_steps 500"),
         (["--checkpoint.save_permanent_steps", "0"], "must be an integer of at least 1"),
-        (["--checkpoint.keep_best", "true"], "needs an evaluation at every checkpoint"),
+        (["--checkpoint.keep_best", "true"], "needs an evaluation at each save"),
         (["--checkpoint.keep_best", "2", "--train.eval_steps", "300"], "multiple of train.eval_"),
         (["--checkpoint.keep_best", "-1"], "keep_best must be true or false or an integer"),
         (

@@ -104,5 +104,5 @@ def test_a_newer_version_says_so(folder):
     file = folder / export_manifest.FILE
     manifest = json.loads(file.read_text())["manifest"] | {"version": export_manifest.VERSION + 1}
     file.write_bytes(export_manifest._render(manifest))
-    with pytest.raises(ExportError, match="install a newer one"):
+    with pytest.raises(ExportError, match="get a newer one"):
         export_manifest.read(folder)

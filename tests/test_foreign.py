@@ -155,7 +155,7 @@ def test_a_wrong_path_is_answered_with_the_right_one(root: Path, tmp_path: Path)
         consolidate(tmp_path / "below/none/inner", tmp_path / "out", hf_assets=source)
     shutil.copytree(weights, tmp_path / "two/pytorch_model_fsdp_0")
     shutil.copytree(weights, tmp_path / "two/pytorch_model_fsdp_1")
-    with pytest.raises(CheckpointError, match="holds 2 models; give one of them"):
+    with pytest.raises(CheckpointError, match="holds several models; give one"):
         consolidate(tmp_path / "two", tmp_path / "out", hf_assets=source)
     with pytest.raises(ExportError, match=f"is a file; give its folder: {source}"):
         consolidate(weights, tmp_path / "out", hf_assets=source / "config.json")
