@@ -412,7 +412,7 @@ INDEX_CASES = {
         rename_in_index("model-00009.safetensors"),
         [
             "index.json names 1 file(s) that are not there: model-00009.safetensors",
-            "complete the download",
+            "complete the copy",
         ],
     ),
     "a file outside": (

@@ -633,7 +633,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "all excluded": (
         "llama",
         {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["up_proj"]},
-        "every module that 'up_proj' names is in lora.exclude_modules",
+        "'up_proj' names only modules of lora.exclude_modules",
     ),
     "a stack": ("llama", {"modules_to_save": ["layers"]}, "holds modules"),
     "a tie": ("gemma3_text", {"target_modules": ["q_proj", "embed_tokens"]}, "one matrix with"),

@@ -665,7 +665,7 @@ def test_models_without_linear_layers(tmp_path):
 
 def test_a_packed_weight_is_no_target_parameter(folder):
     lora = dataclasses.replace(LORA, target_parameters=["mlp.up_proj.weight"])
-    with pytest.raises(ModelError, match=r"lora\.target_modules instead"):
+    with pytest.raises(ModelError, match=r"4 bits; use lora\.target_modules"):
         quantise_on_meta(build_on_meta(ModelConfig(folder)), lora, "float32")
 
 
