@@ -761,7 +761,7 @@ def on_meta(kind: str) -> Any:
 
 
 def test_experts_in_one_flat_matrix_are_refused_by_name():
-    with pytest.raises(ModelError, match=r"experts\.mlp\.v1, in which.*one below the other"):
+    with pytest.raises(ModelError, match=r"experts\.mlp\.v1, whose.*one below the other"):
         add_adapters(on_meta("dbrx"), LoraConfig(r=4, target_parameters=["experts.mlp.v1"]))
     text = "\n".join(coverage_lines(add_adapters(on_meta("dbrx"), LoraConfig(r=4))))
     assert "PEFT has no adapter for them" in text

@@ -266,7 +266,7 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
         if name.startswith(_IDENTITY) and name not in _HARMLESS
     ]
     if changed:
-        what = f"{'; '.join(changed[:4])}. Give another, or the settings of that run"
+        what = f"{'; '.join(changed[:4])}. Give another {setting}, or the settings of that run"
         raise ConfigError(f"{setting} {folder} holds another run: {what} ({folder / CONFIG})")
 
 
