@@ -28,7 +28,7 @@ from transformers.distributed.fsdp import is_fsdp_enabled
 
 from toolkit import config
 from toolkit.config import accelerate_yaml
-from toolkit.config.parse import _flat
+from toolkit.config.parse import flat
 from toolkit.config.settings import PretrainConfig
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.formats.metrics_file import read_metrics
@@ -144,7 +144,7 @@ def test_a_key_becomes_a_setting(translated, tmp_path, fsdp, sharding) -> None:
     assert notes == []
     # And it is one that exists, of its type: defaults are not parsed, what is dumped and read is.
     cfg = config.parse(PretrainConfig, MODEL, defaults=settings)
-    assert settings.items() <= _flat(cfg).items()
+    assert settings.items() <= flat(cfg).items()
     (tmp_path / "config.yaml").write_text(config.dump(cfg), "utf-8")
     assert config.load(PretrainConfig, tmp_path / "config.yaml") == cfg
 
@@ -332,7 +332,7 @@ def test_the_documentation_has_every_key() -> None:
     assert {k for k in documented if k.startswith(prefixes)} == keys
     assert {"mixed_precision", "distributed_type"} <= documented
     settings = set(re.findall(r"`((?:sharding|train|model)\.\w+)", DOCS.read_text("utf-8")))
-    known = _flat(config.parse(PretrainConfig, MODEL))
+    known = flat(config.parse(PretrainConfig, MODEL))
     assert settings <= known.keys()
 
 

@@ -10,12 +10,14 @@ import datetime
 import functools
 import hashlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from toolkit.errors import ToolkitError
 
@@ -45,9 +47,15 @@ def ranks_here() -> int:
 
 
 def say(*lines: str | None) -> None:
-    """Print lines once, from rank 0; empty ones are left out."""
+    """Print lines once, from rank 0, above a progress bar; empty ones are left out."""
     for line in filter(None, lines if rank() == 0 else ()):
-        print(line, flush=True)
+        show(line)
+
+
+def show(line: str, file: TextIO | None = None) -> None:
+    """Print a line of this process above its progress bars, where there are any."""
+    tqdm.write(line, file=file)
+    (file or sys.stdout).flush()
 
 
 def first_to_report(text: str) -> bool:

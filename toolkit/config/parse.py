@@ -71,7 +71,7 @@ def parse(
         if not blamed:
             raise
         raise ConfigError(f"{error} ({blamed} came from the launch configuration)") from None
-    for name, value in _flat(cfg).items():
+    for name, value in flat(cfg).items():
         kind = _check_path(cls, name, "")
         if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
             raise ConfigError(f"{name} must be {_in_words(kind)}, got nothing (null)")
@@ -98,7 +98,7 @@ def dump(cfg: Any) -> str:
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
-    before, after = _flat(old), _flat(new)
+    before, after = flat(old), flat(new)
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     # A text is the list of one that it stands for: `train_files: a.txt` is `[a.txt]`.
     lists = {n: [[v] if isinstance(v, str) else v for v in pair] for n, pair in pairs.items()}
@@ -284,13 +284,13 @@ def _in_words(kind: Any) -> str:
     return f"{', '.join(map(_in_words, inner[:-1]))} or {_in_words(inner[-1])}"
 
 
-def _flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
+def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
     """Return dotted name -> value of every field below a config; a dict is one value."""
     out: dict[str, Any] = {}
     for part in dataclasses.fields(cfg):
         value = getattr(cfg, part.name)
         if dataclasses.is_dataclass(value):
-            out |= _flat(value, f"{prefix}{part.name}.")
+            out |= flat(value, f"{prefix}{part.name}.")
         else:
             out[prefix + part.name] = value
     return out

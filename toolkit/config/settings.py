@@ -10,6 +10,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from toolkit.config.outputs import CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.config.ranges import (
     AllOrCount,
     AtLeast1,
@@ -22,8 +23,6 @@ from toolkit.config.ranges import (
 )
 from toolkit.errors import ConfigError
 
-MAX_SHARD_SIZE = "5GB"
-"""Of one weight file of an export."""
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal[
     "linear",
@@ -428,73 +427,6 @@ class LoraConfig:
         changed = [f"lora.{f.name}" for f in fields if getattr(self, f.name) not in (f.default, [])]
         if changed and not self.r:
             raise ConfigError(f"{', '.join(changed)} without lora.r does nothing; set it, as to 16")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
-
-    save_steps: AtLeast1 = 500
-    """A checkpoint every so many steps, and at the end."""
-    save_total_limit: AtLeast2 | None = 2
-    """Keep the newest so many (at least 2: one is whole while another is written); empty: all."""
-    save_permanent_steps: AtLeast1 | None = None
-    """Keep the checkpoints of these steps for good: a multiple of save_steps; empty: none."""
-    keep_best: bool | NotNegative = False
-    """Keep so many of the best by metric_for_best_model beside the newest; true: one."""
-    metric_for_best_model: str = "eval_loss"
-    """Metric of an evaluation that `keep_best` compares; `eval_` may be left out."""
-    greater_is_better: bool | None = None
-    """Whether more is better; empty: it is, unless the name ends in `loss` or `perplexity`."""
-    async_save: bool = False
-    """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
-    which costs each process its parameters and optimizer state once more there. Off: when the loop
-    goes on, the checkpoint is on the disk."""
-    root: str | None = None
-    """Folder or URL of an object store, such as s3://bucket/run, that holds this run's checkpoints;
-    empty: output_dir, which keeps everything else in any case. A store needs its fsspec driver
-    (s3fs, gcsfs, adlfs) and finds its credentials where that driver looks for them."""
-    export_steps: AtLeast1 | None = None
-    """Write the model as a Hugging Face folder every so many steps, to exports/step-N of the run;
-    all of them stay; empty: none."""
-    export_at_end: bool = False
-    """Write it after the last step. Off: `toolkit consolidate` can at any time, in one process."""
-
-    def __post_init__(self) -> None:
-        permanent = self.save_permanent_steps
-        if permanent is not None and permanent % self.save_steps:
-            what = f"must be a multiple of save_steps {self.save_steps}"
-            raise ConfigError(f"checkpoint.save_permanent_steps {permanent} {what}")
-        if self.save_total_limit is None and (permanent is not None or self.keep_best):
-            what = "do nothing where save_total_limit is empty: all checkpoints are kept"
-            raise ConfigError(f"checkpoint.save_permanent_steps and keep_best {what}")
-
-
-@dataclass(frozen=True)
-class MetricsConfig:
-    """What is shown while training."""
-
-    disable_tqdm: bool = False
-    """Print a line per logged step instead of a progress bar, also in a terminal."""
-
-
-@dataclass(frozen=True)
-class HubConfig:
-    """Where the run is published at its end. The token comes from `hf auth login` or HF_TOKEN."""
-
-    push_to_hub: bool = False
-    """Export the last checkpoint and push it when the run is done. Whether that is allowed is
-    asked before training, and a missing repository is created then."""
-    hub_model_id: str | None = None
-    """Repository, ORG/NAME."""
-    hub_private_repo: bool = True
-    """Create the repository as a private one; a public one is refused unless this is false."""
-    hub_revision: str | None = None
-    """Branch to push to, created when missing; empty: main."""
-
-    def __post_init__(self) -> None:
-        if self.push_to_hub and not self.hub_model_id:
-            raise ConfigError("hub.push_to_hub needs hub.hub_model_id: give ORG/NAME")
 
 
 @dataclass(frozen=True)

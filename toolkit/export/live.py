@@ -94,7 +94,7 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int) -> str:
         if os.path.lexists(target):
             old = target.with_name(f"{target.name}.old-{os.urandom(4).hex()}")
             os.rename(target, old)
-            print(f"NOTE: {target} was there already; it is now {old}", flush=True)
+            ranks.show(f"NOTE: {target} was there already; it is now {old}")
         return run_facts(run_dir, step) or None
 
     return export_live(model, target, origin={"step": step, "run": ranks.on_main(prepare)})

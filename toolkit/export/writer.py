@@ -32,6 +32,7 @@ import torch
 import xxhash
 from tqdm import tqdm
 
+from toolkit import ranks
 from toolkit.checkpoint.store import replace_synced, sync, sync_above, write_behind
 from toolkit.errors import ExportError
 from toolkit.export import read_back
@@ -110,7 +111,7 @@ def write_export(
 def _progress(total: int) -> tqdm:
     wait = 0.1 if sys.stderr.isatty() else _QUIET
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": wait, "delay": wait}
-    return tqdm(total=total, desc="export", **options)
+    return tqdm(total=total, desc="export", leave=False, **options)
 
 
 def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterator[TensorValues]:
@@ -272,7 +273,8 @@ class _Staging:
             except (ExportError, KeyError, TypeError, AttributeError):
                 pass  # a note that was cut off: nothing counts as finished
             kept = f"{len(self.finished)} finished weight file(s) of it are kept"
-            print(f"NOTE: {self.folder} was left by an interrupted export; {kept}", file=sys.stderr)
+            what = f"was left by an interrupted export; {kept}"
+            ranks.show(f"NOTE: {self.folder} {what}", file=sys.stderr)
         for path in self.folder.iterdir():
             if path.name not in self.finished and path != mark:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -84,7 +84,7 @@ def answer_prompts(
     def keep() -> None:
         with open(file, "a", encoding="utf-8") as f:
             for prompt, answer in zip(cfg.eval_prompts, answers, strict=True):
-                print(f"step {step}  {prompt!r}\n    {answer!r}", flush=True)
+                ranks.show(f"step {step}  {prompt!r}\n    {answer!r}")
                 f.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}) + "\n")
 
     ranks.on_main(keep)

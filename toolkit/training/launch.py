@@ -14,8 +14,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
-from toolkit.training import background, device
+from toolkit.training import background, device, trackers
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
@@ -59,6 +59,8 @@ class Run:
     device: torch.device
     rank: int
     world_size: int
+    at_end: ExitStack = field(default_factory=ExitStack)
+    """What is closed when the run ends, well or not."""
 
     say = staticmethod(ranks.say)
 
@@ -136,8 +138,9 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
             raise LaunchError(f"{what}; use a file of accelerate_configs/")
         if not cpu:
             device.refuse_shared(accelerator.device)
-        with device.attention_order(accelerator.device, deterministic=deterministic):
-            yield Run(accelerator, accelerator.device, rank, world)
+        run = Run(accelerator, accelerator.device, rank, world)
+        with device.attention_order(run.device, deterministic=deterministic), run.at_end:
+            yield run
         background.wait()
     except BaseException:
         # A checkpoint in flight gets the time to become whole; a second Ctrl-C ends the wait.
@@ -167,6 +170,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
     def run_recipe() -> None:
         own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
         cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
+        trackers.check_installed(cfg.metrics)
         with start(deterministic=cfg.train.deterministic) as run:
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")

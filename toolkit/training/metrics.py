@@ -1,4 +1,4 @@
-"""What a run shows of itself: first lines, a progress bar, loss, speed and memory, the summary."""
+"""What a run shows of itself: first lines, loss, speed and memory, a progress bar, the summary."""
 
 import json
 import time
@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from toolkit import ranks
 from toolkit.adapters.coverage import coverage_lines
+from toolkit.config import flat
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
 from toolkit.formats import assets_of
-from toolkit.formats.metrics_file import METRICS, keep_until
+from toolkit.formats.metrics_file import METRICS, keep_until, read_metrics
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
 from toolkit.models.layers import decoder_layers
@@ -26,9 +27,12 @@ from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
+from toolkit.tables import size_text
+from toolkit.training import trackers as tracking
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.step import EvalSets, evaluate
+from toolkit.training.trackers import Trackers
 
 # Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
 _PEAKS = {
@@ -58,6 +62,8 @@ class Metrics:
         first_step: steps that an earlier start has done; what it logged after them is dropped.
         tokens: supervised tokens of those steps.
         tokens_per_step: non-padding tokens of the global batch, for rates.
+        epochs_per_step: share of the data that a step reads, where that is known.
+        trackers: are sent each line.
         flops_per_token: operations of forward and backward; see `training_flops`.
     """
 
@@ -73,21 +79,30 @@ class Metrics:
         flops_per_token: float,
         logging_steps: int,
         disable_tqdm: bool,
+        epochs_per_step: float | None = None,
+        trackers: Trackers | None = None,
     ):
         self._file, self._main, self._device = run_dir / METRICS, ranks.rank() == 0, device
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._first, self._last, self._every = first_step, max_steps, logging_steps
+        self._epochs_per_step, self._trackers = epochs_per_step, trackers
         self._tokens, self._pending = tokens, list[torch.Tensor]()
         self._bad: torch.Tensor | None = None
         self._began = self._since = time.perf_counter()
         self._paused, self._steps = 0.0, 0
+        self._paced: tuple[int, float] | None = None  # the first logged step, and when it ended
         self._first_loss: float | None = None
         self._last_line: dict[str, Any] = {}
         if self._main:
             keep_until(self._file, first_step)
         hide = disable_tqdm or not self._main or None  # None: shown in a terminal only
-        options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": hide}
-        self._bar = tqdm(total=max_steps, initial=first_step, **options)
+        self._bar = tqdm(
+            total=max_steps,
+            initial=first_step,
+            dynamic_ncols=True,
+            disable=hide,
+            bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
+        )
 
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
@@ -106,6 +121,8 @@ class Metrics:
             with open(self._file, "a", encoding="utf-8") as f:
                 f.write(json.dumps(line) + "\n")
             self._show(line)
+            if self._trackers is not None:
+                self._trackers.log(line)
 
     def check_finite(self, step: int) -> None:
         """Raise a `TrainingError` when a step up to here was not finite, which is not saved."""
@@ -134,9 +151,13 @@ class Metrics:
         finally:
             self._paused += time.perf_counter() - begun
 
+    def close_bar(self) -> None:
+        """End the progress bar, where it has not ended yet."""
+        self._bar.close()
+
     def close(self) -> str:
         """End the progress bar; return the line that sums up the steps, empty without a step."""
-        self._bar.close()
+        self.close_bar()
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""
@@ -153,7 +174,10 @@ class Metrics:
             "grad_norm": float(stats.grad_norm),
             "learning_rate": learning_rate,
             "tokens": self.tokens,
+            "time": time.time(),
         }
+        if self._epochs_per_step is not None:
+            line["epoch"] = step * self._epochs_per_step
         now = time.perf_counter()
         step_time = max(1e-9, now - self._since - self._paused) / self._steps
         self._since, self._paused, self._steps = now, 0.0, 0
@@ -167,21 +191,23 @@ class Metrics:
         return line
 
     def _show(self, line: dict[str, Any]) -> None:
-        text = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s"
+        """Print a line above the progress bar, which shows what the line begins with."""
+        step, loss, now = line["step"], f"loss {line['loss']:.4f}", time.perf_counter()
+        speed = f"{line['tokens_per_second']:,.0f} tok/s"
+        speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
+        memory = size_text(line["memory_peak_bytes"])
+        text = f"step {step:>{len(str(self._last))}}/{self._last}  {loss}  {speed}"
         if "eval_loss" in line:
-            loss, perplexity = line["eval_loss"], line["eval_perplexity"]
-            text += f"  eval_loss {loss:.4f} (perplexity {perplexity:,.1f})"
-        if not self._bar.disable:
-            self._bar.set_postfix_str(text)
-            return
-        left = (self._last - line["step"]) * line["step_time"]
-        mfu = f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
-        print(
-            f"step {line['step']:>{len(str(self._last))}}/{self._last}  {text}  "
-            f"grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}{mfu}  eta "
-            f"{tqdm.format_interval(left)}",
-            flush=True,
-        )
+            perplexity = f"(perplexity {line['eval_perplexity']:,.1f})"
+            text += f"  eval_loss {line['eval_loss']:.4f} {perplexity}"
+        text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}  {memory}"
+        if self._paced is None:  # the first step compiles, and says nothing of those to come
+            self._paced = step, now
+        elif self._bar.disable:
+            left = (self._last - step) * (now - self._paced[1]) / (step - self._paced[0])
+            text += f"  eta {tqdm.format_interval(left)}"
+        ranks.show(text)
+        self._bar.set_postfix_str(f"{loss}  {speed}  {memory}")
 
 
 def begin(
@@ -207,7 +233,9 @@ def begin(
         run.say(ranks.on_main(data.report))
     if state.step >= data.max_steps:
         run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
-    return Metrics(
+    reading = data.position
+    trackers = _trackers(cfg, run, folder, model, data, state)
+    metrics = Metrics(
         folder,
         device=run.device,
         first_step=state.step,
@@ -217,6 +245,37 @@ def begin(
         flops_per_token=training_flops(model, cfg.data.sequence_length),
         logging_steps=cfg.train.logging_steps,
         disable_tqdm=cfg.metrics.disable_tqdm,
+        epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
+        trackers=trackers,
+    )
+    run.at_end.callback(metrics.close_bar)
+    return metrics
+
+
+def _trackers(
+    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: Any
+) -> Trackers | None:
+    """Start the trackers of `metrics.report_to`, where there are steps to be done. Collective."""
+    if not tracking.names(cfg.metrics) or state.step >= data.max_steps:
+        return None
+    settings = {
+        name: value if isinstance(value, bool | int | float | str | None) else str(value)
+        for name, value in flat(cfg).items()
+    } | {
+        "dtypes": ledger_line(model, cfg.sharding, state_dtypes(state.optimizer)),
+        "parameters": count_values(model),
+        "world_size": run.world_size,
+        "global_batch": data.position.global_batch,
+    }
+    logged = ranks.on_main(lambda: [line["step"] for line in read_metrics(folder)])
+    return run.at_end.enter_context(
+        Trackers(
+            cfg.metrics,
+            folder,
+            settings,
+            first_step=state.step,
+            last_logged=max(logged, default=0),
+        )
     )
 
 

@@ -1,0 +1,163 @@
+"""Trackers of experiments (TensorBoard, W&B, trackio, MLflow, ...), by Accelerate's classes.
+
+Rank 0 alone tracks. `metrics.jsonl` is the record, a tracker a copy of it: one that fails while a
+run trains is left out from there on, with a warning, and the run goes on.
+"""
+
+import importlib.util
+import json
+import operator
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import tracking
+
+from toolkit import parsing, ranks
+from toolkit.config import MetricsConfig
+from toolkit.errors import CheckpointError, ConfigError, TrainingError, one_line
+
+_FILE = "trackers.json"
+# Those that choose the id of a run themselves, and where it is found.
+_OWN_ID = {"mlflow": "info.run_id", "aim": "hash", "clearml": "id"}
+
+
+def names(cfg: MetricsConfig) -> list[str]:
+    """Return the trackers of `metrics.report_to`."""
+    asked = [cfg.report_to] if isinstance(cfg.report_to, str) else cfg.report_to
+    return [name for name in dict.fromkeys(asked) if name != "none"]
+
+
+def check_installed(cfg: MetricsConfig) -> None:
+    """Raise a ConfigError for a tracker whose package is not there."""
+    missing = [name for name in names(cfg) if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"metrics.report_to: {', '.join(missing)} cannot be imported here"
+        raise ConfigError(f"{what}; pip install {' '.join(missing)}, or leave the tracker out")
+
+
+class Trackers:
+    """The trackers of one run; a resumed run continues what it began in them.
+
+    Which run of a tracker this is stands in `trackers.json` of the run's folder. Steps that an
+    earlier start tracked after its last checkpoint are done again: TensorBoard shows the new ones,
+    the others take no step twice and keep the old.
+
+    As a context it closes them at its end, and W&B learns whether that was a failure.
+
+    Args:
+        settings: name -> value of what the run is, sent by the start that begins it.
+        first_step: steps that an earlier start has done.
+        last_logged: the last step that it logged.
+
+    Raises:
+        TrainingError: on every rank: a tracker does not start, as one without a login. Collective.
+    """
+
+    def __init__(
+        self,
+        cfg: MetricsConfig,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        first_step: int,
+        last_logged: int,
+    ) -> None:
+        # On rank 0 alone: name -> the tracker, and the step after which it is sent lines.
+        self._trackers: dict[str, tuple[tracking.GeneralTracker, int]] = {}
+
+        def start() -> None:
+            file = folder / _FILE
+            known = parsing.read_json(file, CheckpointError) if file.is_file() else {}
+            for name in names(cfg):
+                begun = name in known
+                tracker, run_id = _start(name, cfg, folder, known.get(name), first_step)
+                if not begun:
+                    tracker.store_init_configuration(settings)
+                after = last_logged if begun and name != "tensorboard" else first_step
+                self._trackers[name], known[name] = (tracker, after), run_id
+            if known:
+                temporary = file.with_suffix(".tmp")
+                temporary.write_text(json.dumps(known), "utf-8")
+                os.replace(temporary, file)
+
+        ranks.on_main(start)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Send a line of `metrics.jsonl`, named as transformers does: `train/loss`, `eval/loss`."""
+        step, own = line["step"], ("step", "time")
+        values = {_name(key): value for key, value in line.items() if key not in own}
+        for name, (tracker, after) in list(self._trackers.items()):
+            if step > after:
+                self._attempt(name, tracker.log, values, step=step)
+
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, failure: object, *more: object) -> None:
+        for name, (tracker, _) in list(self._trackers.items()):
+            if name == "wandb":
+                self._attempt(name, tracker.tracker.finish, exit_code=int(failure is not None))
+            else:
+                self._attempt(name, tracker.finish)
+        self._trackers.clear()
+
+    def _attempt(self, name: str, send: Callable, *values: Any, **more: Any) -> None:
+        try:
+            send(*values, **more)
+        except Exception as error:
+            del self._trackers[name]
+            what = f"metrics.report_to: {name} failed and gets no more: {one_line(error)}"
+            ranks.say(f"WARNING: {what}; metrics.jsonl has every line")
+
+
+def _start(
+    name: str, cfg: MetricsConfig, folder: Path, known: str | None, first_step: int
+) -> tuple[tracking.GeneralTracker, str]:
+    """Return a tracker that goes on with the run `known`, or begins one, and the run's id."""
+    run_id, run_name = known or uuid.uuid4().hex, cfg.run_name or folder.resolve().name
+    resuming: dict[str, Any] = {"id": run_id, "resume": "allow", "tags": cfg.tags}
+    project, options = {
+        "tensorboard": ("tensorboard", {"logging_dir": folder, "purge_step": first_step + 1}),
+        "wandb": (cfg.project, {"name": run_name, "dir": str(folder), **resuming}),
+        # A run of trackio is known by its name alone.
+        "trackio": (cfg.project, {"name": f"{run_name}-{run_id[:6]}", "resume": "allow"}),
+        "mlflow": (
+            cfg.project,
+            {"run_name": run_name, "run_id": known, "tags": dict.fromkeys(cfg.tags, "true")},
+        ),
+        "comet_ml": (cfg.project, {"experiment_key": run_id, "mode": "get_or_create"}),
+        "swanlab": (cfg.project, {"experiment_name": run_name, **resuming}),
+        "aim": (
+            run_name,
+            {"logging_dir": folder, "run_hash": known, "experiment": cfg.project},
+        ),
+        "clearml": (
+            cfg.project,
+            {"task_name": run_name, "tags": cfg.tags, "continue_last_task": known or False},
+        ),
+        "dvclive": (
+            cfg.project,
+            {"dir": str(folder / "dvclive"), "resume": known is not None, "save_dvc_exp": False},
+        ),
+    }[name]
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
+    try:
+        tracker.start()
+        if name == "comet_ml" and known is None:
+            tracker.tracker.set_name(run_name)
+            tracker.tracker.add_tags(cfg.tags)
+    except Exception as error:
+        raise TrainingError(
+            f"metrics.report_to: {name} does not start: {one_line(error)}; see to its login and "
+            "address, or leave it out"
+        ) from error
+    return tracker, operator.attrgetter(_OWN_ID[name])(
+        tracker.tracker
+    ) if name in _OWN_ID else run_id
+
+
+def _name(key: str) -> str:
+    return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
