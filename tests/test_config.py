@@ -1,6 +1,7 @@
 """Settings: how YAML and flags become a config, and what is said of those that cannot be one."""
 
 import ast
+import collections
 import dataclasses
 import itertools
 import time
@@ -16,6 +17,8 @@ from toolkit.config import (
     ModelConfig,
     PretrainConfig,
     ShardingConfig,
+    names,
+    outputs,
     settings,
 )
 from toolkit.errors import ConfigError
@@ -174,7 +177,8 @@ def test_the_demo_config_is_good() -> None:
 def sentences() -> dict[tuple[str, str], str]:
     """Return (class, field) -> the docstring below the field, as `config.py` has it."""
     found = {}
-    for node in ast.parse(Path(settings.__file__).read_text("utf-8")).body:
+    texts = [Path(module.__file__).read_text("utf-8") for module in (settings, outputs)]
+    for node in itertools.chain(*(ast.parse(text).body for text in texts)):
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in itertools.pairwise(node.body):
@@ -223,8 +227,8 @@ def test_an_unknown_setting_is_named_with_the_known_ones(refusal, tmp_path) -> N
     assert "did you mean optim.learning_rate?" in said
     for field in dataclasses.fields(config.OptimConfig):
         assert field.name in said.split("known in optim: ")[1]
-    said = refusal(MODEL, "--optim.lr", "1")
-    assert "unknown setting 'optim.lr' (command line); known in optim: optim, learning" in said
+    said = refusal(MODEL, "--optim.lrr", "1")
+    assert "unknown setting 'optim.lrr' (command line); known in optim: optim, learning" in said
     said = refusal(MODEL + "optimizer: {learning_rate: 1}")
     assert "'optimizer'" in said
     assert "known in the top level: model, sharding, data, optim, train, " in said
@@ -232,6 +236,63 @@ def test_an_unknown_setting_is_named_with_the_known_ones(refusal, tmp_path) -> N
     assert "data.train_files takes a value" in refusal(MODEL, "--data.train_files.a", "b")
     assert "unknown setting '1'" in refusal(MODEL + "1: 2")
     assert "unknown setting 'config'" in refusal(MODEL + "config: other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ("learning_rate", "optim.learning_rate"),  # the right name in the wrong section
+        ("train.save_steps", "checkpoint.save_steps"),
+        ("report_to", "metrics.report_to"),
+        ("optim.per_device_train_batch_size", "train.per_device_train_batch_size"),
+        ("bf16", "sharding.param_dtype: bfloat16"),  # what others call it
+        ("data.max_length", "data.sequence_length"),
+        ("train.gradient_checkpointing", "sharding.activation_checkpointing: full"),
+        ("data.train_on_inputs", "data.supervise: all"),
+        ("lora.rank", "lora.r"),
+        ("optim.learning_rat", "optim.learning_rate"),  # a typo, here and elsewhere
+        ("train.lerning_rate", "optim.learning_rate"),
+    ],
+)
+def test_a_name_that_people_bring_is_answered_by_the_setting(given: str, here: str) -> None:
+    start = ["--model.name_or_path", "here", f"--{given}", "1"]
+    with pytest.raises(ConfigError) as caught:
+        config.parse(FinetuneConfig, start)
+    assert f"unknown setting {given!r} (command line), did you mean {here}?" in str(caught.value)
+    tuning = here.startswith("lora.") or "supervise" in here
+    with pytest.raises(ConfigError) as caught:
+        config.parse(PretrainConfig, start)
+    said = f"did you mean {here} of fine-tuning (toolkit finetune" if tuning else f"mean {here}?"
+    assert said in str(caught.value)
+
+
+def test_every_name_that_people_bring_leads_to_a_setting() -> None:
+    known, elsewhere = fields(FinetuneConfig), names._ELSEWHERE
+    count = collections.Counter(itertools.chain(*map(str.split, elsewhere.values())))
+    assert count.most_common(1)[0][1] == 1
+    for here, others in elsewhere.items():
+        setting = here.partition(":")[0]
+        assert setting in known or " " in setting, setting
+        for name in others.split():
+            assert not [n for n in known if n.split(".")[-1] == name], f"{name} is a name of ours"
+            said = names.meant(FinetuneConfig, FinetuneConfig, "", name)
+            assert said == here, name
+
+
+def test_what_is_near_nothing_gets_no_suggestion() -> None:
+    for cls, name in ((PretrainConfig, "zzzz"), (settings.SourceConfig, "learning_rate")):
+        assert names.meant(cls, cls, "", name) is None
+
+
+def test_a_switch_without_its_value_and_a_key_of_a_source(refusal) -> None:
+    said = refusal(MODEL, "--sharding.cpu_offload")
+    assert said.endswith(
+        "must be followed by its value, true or false: --sharding.cpu_offload true"
+    )
+    said = refusal(MODEL, "--train.max_steps", "--seed", "1")
+    assert said.startswith("--train.max_steps must be followed by its value, an integer of at le")
+    said = refusal(MODEL, "--data.sources", "[{files: a, wieght: 2}]")
+    assert "unknown setting 'wieght' (data.sources[0]), did you mean weight?" in said
 
 
 @pytest.mark.parametrize(
@@ -371,7 +432,7 @@ def test_a_config_of_100_mb_is_not_read(tmp_path) -> None:
             ["--train", "5"],
             "--train is a section of settings; give them one by one: --train.max_steps",
         ),
-        (["--train.max_steps"], "--train.max_steps: expected one argument"),
+        (["--train.max_steps"], "--train.max_steps must be followed by its value"),
     ],
 )
 def test_a_command_line_that_is_none(refusal, flags, said) -> None:

@@ -11,18 +11,23 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from toolkit import __version__
+from toolkit import __version__, recipes
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ToolkitError
 
+_RECIPE_OF = {"train": "pretrain", "finetune": "finetune"}
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (the process's own by default); return the exit code."""
+    given = sys.argv[1:] if argv is None else argv
     parser = _parser()
     try:
-        args = parser.parse_args(argv)
+        # What follows a recipe is settings, which argparse does not know.
+        starts = given[:1] and given[0] in _RECIPE_OF
+        args = parser.parse_args(given[:1] if starts else given)
+        args.arguments = given[1:]
     except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
         return stop.code if isinstance(stop.code, int) else 2
     try:
@@ -42,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="toolkit",
-        description="Look into sharded training checkpoints; turn them into Hugging Face folders.",
-        epilog="Training is started with a recipe: accelerate launch recipes/pretrain.py --help",
+        description="Train; look into sharded checkpoints; turn them into Hugging Face folders.",
+        epilog="toolkit train CONFIG is: accelerate launch recipes/pretrain.py --config CONFIG",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
@@ -55,6 +60,15 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub.add_argument
 
+    command(_train, "pretrain: check a config, then launch recipes/pretrain.py on it", "")
+    command(_finetune, "check a config, then launch recipes/finetune.py on it", "")
+    add = command(
+        _recipes,
+        "list the recipes, or copy one into this folder to edit it",
+        "List the recipes and the Accelerate YAMLs, or copy a recipe, the configs and the YAMLs "
+        "into the current folder, to be edited.",
+    )
+    add("--copy", metavar="NAME", help="pretrain or finetune")
     _add_export_commands(command)
     _add_inspect(command)
     add = command(
@@ -135,6 +149,23 @@ def _add_inspect(command: Callable) -> None:
         help="with --plan: number of processes (default: dp_replicate x dp_shard of the config)",
     )
     add("--json", action="store_true", help="print one JSON object")
+
+
+def _train(args: argparse.Namespace) -> int:
+    recipes.start(_RECIPE_OF["train"], args.arguments)
+
+
+def _finetune(args: argparse.Namespace) -> int:
+    recipes.start(_RECIPE_OF["finetune"], args.arguments)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    if args.copy is None:
+        print("\n".join(recipes.describe()))
+        return 0
+    files = recipes.copy(args.copy, Path.cwd())
+    print("\n".join(str(file.relative_to(Path.cwd())) for file in files))
+    return 0
 
 
 def _consolidate(args: argparse.Namespace) -> int:

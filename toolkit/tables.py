@@ -3,20 +3,34 @@
 import itertools
 import math
 import re
+import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def table(rows: list[list[str]], right: set[int]) -> list[str]:
-    """Return the lines of `rows`; the columns in `right` are flushed right."""
+def table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
+    """Return the lines of `rows`; the columns in `right` are flushed right.
+
+    Where they are printed in a terminal that is narrower, `margin` aside, the columns that do not
+    fit follow in further tables, each with the first column.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    room: float = math.inf
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - margin
+    blocks: list[list[int]] = [[]]
+    for i in range(len(widths)):
+        if len(blocks[-1]) > 1 and sum(widths[j] + 2 for j in blocks[-1]) + widths[i] > room:
+            blocks.append([0])
+        blocks[-1].append(i)
     return [
         "  ".join(
-            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
-            for i, cell in enumerate(row)
+            row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in block
         ).rstrip()
+        for block in blocks
         for row in rows
     ]
 

@@ -1,7 +1,6 @@
 """How a run's settings are read from YAML files and flags, in bounds, and written as YAML."""
 
 import dataclasses
-import difflib
 import itertools
 import re
 import sys
@@ -21,6 +20,7 @@ from jsonargparse import (
     set_parsing_settings,
 )
 
+from toolkit.config.names import meant
 from toolkit.config.ranges import WORDS
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
@@ -170,7 +170,7 @@ def _read(file: Path) -> dict:
 
 def _check_flags(cls: type, args: Sequence[str]) -> None:
     kind, setting = None, ""
-    for arg in args:
+    for arg, following in zip(args, [*args[1:], "--"], strict=True):
         flag, equals, value = arg.partition("=")
         _refuse_secret(arg, flag if equals else "the command line")
         if not flag.startswith("--"):
@@ -183,6 +183,10 @@ def _check_flags(cls: type, args: Sequence[str]) -> None:
                 raise ConfigError(f"{flag} is a section of settings; give them one by one: {first}")
             if equals:
                 _check_text(setting, kind, value)
+            elif following.startswith("--"):
+                choice = " true" if bool in (kind, *typing.get_args(kind)) else ""
+                what = f"{flag} must be followed by its value, {_in_words(kind)}"
+                raise ConfigError(what + (f": {flag}{choice}" if choice else ""))
 
 
 def _refuse_secret(text: str, where: str) -> None:
@@ -196,9 +200,19 @@ def _check_text(setting: str, kind: Any, text: str) -> None:
     if kind is None or str in (kind, *typing.get_args(kind)):
         return
     try:
-        parse_yaml(text, setting, ConfigError)
+        value = parse_yaml(text, setting, ConfigError)
     except ConfigError:
         raise ConfigError(f"{setting} must be {_in_words(kind)}, got {text[:200]}") from None
+    _check_items(value, kind, setting)
+
+
+def _check_items(value: Any, kind: Any, where: str) -> None:
+    """Refuse an unknown key of a list's item that is a section, such as one of `data.sources`."""
+    (item,) = typing.get_args(kind) if typing.get_origin(kind) is list else (None,)
+    if dataclasses.is_dataclass(item) and isinstance(value, list):
+        for i, entry in enumerate(value):
+            if isinstance(entry, dict):
+                _check_keys(item, entry, f"{where}[{i}]")  # type: ignore[arg-type]
 
 
 def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
@@ -211,11 +225,7 @@ def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
             _check_keys(cls, value, where, f"{prefix}{key}.")
         if isinstance(value, str):
             _check_text(f"{prefix}{key}", known, value)
-        if typing.get_origin(known) is list and isinstance(value, list):
-            (item,) = typing.get_args(known)
-            for i, entry in enumerate(value):
-                if dataclasses.is_dataclass(item) and isinstance(entry, dict):
-                    _check_keys(item, entry, f"{where}, {prefix}{key}[{i}]")  # type: ignore[arg-type]
+        _check_items(value, known, f"{where}, {prefix}{key}")
 
 
 def _check_path(cls: type, path: str, where: str) -> Any:
@@ -229,12 +239,12 @@ def _check_path(cls: type, path: str, where: str) -> Any:
                 raise ConfigError(
                     f"{path!r} ({where}) {what}. Use `hf auth login`, or set HF_TOKEN"
                 )
-            guess = difflib.get_close_matches(part, hints, n=1)
-            meant = f", did you mean {walked}{guess[0]}?" if guess else ""
+            guess = meant(cls, here, walked, path) if hints else None
+            question = f", did you mean {guess}?" if guess else ""
             section = walked.removesuffix(".") or "the top level"
             listed = f"known in {section}: {', '.join(hints)}"
             known = listed if hints else f"{section} takes a value"
-            raise ConfigError(f"unknown setting {path!r} ({where}){meant}; {known}")
+            raise ConfigError(f"unknown setting {path!r} ({where}){question}; {known}")
         here, walked = hints[part], f"{walked}{part}."
     return here
 

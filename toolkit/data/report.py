@@ -205,7 +205,7 @@ def _bars(histogram: Sequence[Sequence[int]]) -> list[str]:
     for begin, end, count in histogram:
         bar = "#" * max(round(_BAR * count / most), 1 if count else 0)
         rows.append([f"{begin:,}" if begin == end else f"{begin:,} to {end:,}", f"{count:,}", bar])
-    return [f"          {line}" for line in table(rows, right={0, 1})]
+    return [f"          {line}" for line in table(rows, right={0, 1}, margin=10)]
 
 
 def _marked(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,8 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
 
     def run_recipe() -> None:
         own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
-        cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
+        with _shown_once():
+            cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
         trackers.check_installed(cfg.metrics)
         with start(deterministic=cfg.train.deterministic) as run:
             if not own:
@@ -177,6 +178,15 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             recipe(cfg, run)
 
     guarded(run_recipe)
+
+
+@contextmanager
+def _shown_once() -> Iterator[None]:
+    """Let rank 0 alone print what --help and --print_config ask every process for."""
+    with open(os.devnull, "w") as nowhere, ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":
+            stack.enter_context(redirect_stdout(nowhere))
+        yield
 
 
 def guarded(main: Callable[[], None]) -> None:

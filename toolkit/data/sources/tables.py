@@ -57,16 +57,18 @@ def stamped(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(str(f), s.st_size, s.st_mtime_ns) for f in files for s in [f.stat()]]
 
 
-def cached(name: str, parts: Iterable[pa.Table], schema: pa.Schema, title: str) -> datasets.Dataset:
+def cached(
+    name: str, parts: Iterable[pa.Table], schema: pa.Schema, title: str, total: int | None = None
+) -> datasets.Dataset:
     """Return the rows of `parts`, memory-mapped, as an earlier start wrote them under `name`, or
-    written now with a progress bar of that `title`.
+    written now with a progress bar of that `title`, up to `total` rows where that is known.
     """
     file = cache_folder() / f"{name}.arrow"
     if not (datasets.is_caching_enabled() and file.is_file()):
         with (
             replacing(file) as scratch,
             pa.ipc.new_stream(str(scratch), schema) as out,
-            tqdm(desc=title, unit=" rows") as bar,
+            tqdm(desc=title, unit=" rows", total=total) as bar,
         ):
             for table in parts:
                 out.write_table(table)

@@ -311,7 +311,8 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
         counted.with_suffix(".arrow").unlink(missing_ok=True)
     schema = _WHOLE if source.layout.whole else _IN_PART
     encoded = _encoded(source, encoder, counted)
-    tokens = tables.cached(name, encoded, schema, f"Encoding {source.name}")
+    title = f"Encoding {source.name}"
+    tokens = tables.cached(name, encoded, schema, title, len(source.rows))
     counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
         _check_documents(source, counts)

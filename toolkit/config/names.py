@@ -1,0 +1,113 @@
+"""Settings under the names that users of Trainer, TRL, axolotl, torchtune or Lightning bring."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator
+
+from toolkit.config.settings import FinetuneConfig, RunConfig
+
+# The setting here, with its value where it is another -> its names elsewhere.
+_ELSEWHERE = {
+    "model.name_or_path": """base_model model_name model_id model_name_or_path model_path
+        pretrained_model_name_or_path""",
+    "model.tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path tokenizer_config",
+    "model.dtype": "torch_dtype model_dtype",
+    "model.attn_implementation": "flash_attention use_flash_attention_2 flash_attn attention",
+    "model.kernels: liger": "use_liger_kernel use_liger liger_kernel",
+    "sharding.param_dtype: bfloat16": "bf16 fp16 bfloat16 float16 mixed_precision precision",
+    "sharding.activation_checkpointing: full": """gradient_checkpointing
+        use_gradient_checkpointing gradient_checkpointing_kwargs enable_activation_checkpointing""",
+    "sharding.cpu_offload: true": "offload_params fsdp_offload_params fsdp_cpu_offload",
+    "sharding.activation_offload: true": "activation_offloading enable_activation_offloading",
+    "sharding.torch_compile": "compile torch_compile_model",
+    "sharding.layer_classes": """fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap
+        fsdp_transformer_cls_to_wrap""",
+    "data.sequence_length": """max_length max_seq_length max_seq_len sequence_len seq_len seq_length
+        block_size cutoff_len model_max_length""",
+    "data.train_files": "train_file data_path dataset_path data_files train_data path",
+    "data.eval_files": "validation_file validation_files eval_file test_datasets",
+    "data.eval_split": "val_set_size validation_split validation_split_percentage test_size",
+    "data.dataset_name": "dataset dataset_id",
+    "data.sources": "datasets dataset_mixture dataset_mixer",
+    "data.text_column": "dataset_text_field text_field text_key",
+    "data.packing": "sample_packing packed pack_sequences multipack",
+    "data.num_workers": "dataloader_num_workers",
+    "data.supervise: all": "train_on_inputs train_on_input train_on_prompt",
+    "data.supervise: assistant": "assistant_only_loss train_on_responses_only roles_to_train",
+    "data.supervise: completion": "completion_only_loss",
+    "data.supervise: last_assistant": "mask_history",
+    "optim.optim": "optimizer optimizer_type",
+    "optim.learning_rate": "lr max_lr peak_lr base_lr",
+    "optim.lr_scheduler_type": "lr_scheduler scheduler lr_schedule decay_type",
+    "optim.warmup_steps": "warmup_ratio lr_warmup_steps num_warmup_steps warmup_iters warmup",
+    "optim.min_lr_rate": "min_lr min_lr_ratio cosine_min_lr_ratio",
+    "optim.max_grad_norm": "gradient_clip_val grad_clip gradient_clipping clip_grad_norm",
+    "optim.adam_epsilon": "adam_eps eps",
+    "train.per_device_train_batch_size": """batch_size micro_batch_size train_batch_size
+        local_batch_size train_micro_batch_size_per_gpu""",
+    "train.per_device_eval_batch_size": "eval_batch_size val_batch_size",
+    "train.gradient_accumulation_steps": """gradient_accumulation grad_accum_steps grad_accum
+        accumulate_grad_batches global_batch_size""",
+    "train.num_train_epochs": "num_epochs epochs max_epochs",
+    "train.max_steps": "max_train_steps steps total_steps max_iters",
+    "train.eval_steps": "eval_strategy evaluation_strategy val_check_interval eval_interval",
+    "train.logging_steps": "logging_strategy log_interval log_every_n_steps log_freq",
+    "train.deterministic": "full_determinism",
+    "train.neftune_noise_alpha": "noisy_embedding_alpha neftune_alpha",
+    "checkpoint.save_steps": """save_strategy save_interval checkpoint_interval saves_per_epoch
+        save_every_n_steps""",
+    "checkpoint.keep_best: true": "load_best_model_at_end save_best",
+    "lora.r": "rank lora_r lora_rank use_peft use_lora",
+    "lora.lora_alpha": "alpha",
+    "lora.lora_dropout": "dropout",
+    "lora.target_modules": "lora_target_modules lora_target lora_target_linear lora_attn_modules",
+    "lora.modules_to_save": "lora_modules_to_save additional_target",
+    "lora.load_in_4bit: true": "qlora quantization quantization_bit quantize_base",
+    "lora.use_dora": "peft_use_dora lora_use_dora",
+    "metrics.report_to": "use_wandb logger log_with tracker",
+    "metrics.project": "wandb_project project_name trackio_project",
+    "metrics.run_name": "wandb_run_name wandb_name run_id experiment_name",
+    "hub.hub_model_id": "repo_id hub_repo_id",
+    "output_dir (the same command on it resumes)": """resume_from_checkpoint overwrite_output_dir
+        auto_resume_from_checkpoints""",
+    "the Accelerate YAML, or --num_processes": "num_processes num_gpus n_gpus devices use_cpu",
+    "the section sharding": "fsdp fsdp_config deepspeed fsdp_version",
+}
+_HERE = {old: here for here, names in _ELSEWHERE.items() for old in names.split()}
+
+
+def meant(cls: type, section: type, walked: str, path: str) -> str | None:
+    """Return what a user may have meant by the unknown setting `path`; None where nothing is near.
+
+    A name is looked for in all sections of `cls`, then under the names of other tools, then near
+    those of `section`, whose dotted name is `walked`, then near all.
+    """
+    leaf, local = path.split(".")[-1], [f.name for f in dataclasses.fields(section)]
+    near_here = [walked + n for n in difflib.get_close_matches(path[len(walked) :], local, n=1)]
+    if not issubclass(cls, RunConfig):
+        return next(iter(near_here), None)
+    known = list(_settings(cls))
+    if found := [name for name in known if name.split(".")[-1] == leaf]:
+        return " or ".join(found)
+    finetuning = list(_settings(FinetuneConfig))
+    of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]
+    if leaf in _HERE and not of_finetuning:
+        setting = _HERE[leaf].partition(":")[0]
+        if setting in known or setting not in finetuning:
+            return _HERE[leaf]
+        of_finetuning = [_HERE[leaf]]
+    if of_finetuning:
+        return f"{of_finetuning[0]} of fine-tuning (toolkit finetune, recipes/finetune.py)"
+    leaves = {name.split(".")[-1]: name for name in reversed(known)}
+    near = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
+    return next(iter([*near_here, *near]), None)
+
+
+def _settings(cls: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every setting of a config."""
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _settings(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + name

@@ -1,0 +1,149 @@
+"""The recipes as files: where they lie, started through `accelerate launch`, copied to be edited.
+
+In a clone they are its folders `recipes` and `accelerate_configs`; a wheel has the same folders
+inside of the package (setup.py).
+"""
+
+import argparse
+import ast
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from toolkit.config import FinetuneConfig, PretrainConfig, parse
+from toolkit.errors import ConfigError, ToolkitError
+
+SETTINGS: dict[str, type] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
+"""Recipe -> the class of its settings."""
+_LAUNCHERS = "accelerate_configs"
+_OF_THE_LAUNCHER = {
+    "--num_processes": int,
+    "--num_machines": int,
+    "--machine_rank": int,
+    "--main_process_ip": str,
+    "--main_process_port": int,
+    "--gpu_ids": str,
+}
+
+
+def root() -> Path:
+    """Return the folder that holds `recipes` and `accelerate_configs`."""
+    package = Path(__file__).parent
+    for folder in (package / "shipped", package.parent):
+        if all((folder / "recipes" / f"{name}.py").is_file() for name in SETTINGS):
+            return folder
+    raise ToolkitError(f"{package} was installed without its recipes; install the wheel, or clone")
+
+
+def start(recipe: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by `accelerate launch` on a recipe, whose exit code is then its own.
+
+    Settings are parsed before, as the recipe will, without torch. A copy of the recipe in the
+    current folder (`recipes/NAME.py`) is started instead of the toolkit's own.
+
+    Args:
+        arguments: CONFIG, settings as `--section.field value`, and options of the launcher.
+
+    Raises:
+        ConfigError: a setting is wrong, or there is neither a config nor a model.
+    """
+    parser = _parser(recipe)
+    options, given = parser.parse_known_args(arguments)
+    if {"-h", "--help"} & {*given}:
+        print(parser.format_help())
+        parse(SETTINGS[recipe], ["--help"])
+    config, flags = (
+        ([], given) if given[:1] and given[0].startswith("-") else (given[:1], given[1:])
+    )
+    if not config and not any(a.startswith(("--config", "--model")) for a in flags):
+        raise ConfigError(
+            f"expected `{parser.prog} CONFIG`, a YAML file with settings, or --model.name_or_path; "
+            f"`toolkit recipes --copy {recipe}` puts one into this folder"
+        )
+    settings = [*(["--config", *config] if config else []), *flags]
+    parse(SETTINGS[recipe], settings)
+    script = Path("recipes", f"{recipe}.py")
+    launcher = ["launch"]
+    if options.accelerate_config is not None:
+        launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
+    for name in _OF_THE_LAUNCHER:
+        if (value := getattr(options, name[2:])) is not None:
+            launcher += [name, str(value)]
+    launcher += [str(script if script.is_file() else root() / script), *settings]
+    print(f"$ accelerate {shlex.join(launcher)}", flush=True)
+    os.execv(
+        sys.executable, [sys.executable, "-m", "accelerate.commands.accelerate_cli", *launcher]
+    )
+
+
+def _parser(recipe: str) -> argparse.ArgumentParser:
+    command = {"pretrain": "train"}.get(recipe, recipe)
+    parser = argparse.ArgumentParser(
+        prog=f"toolkit {command}",
+        usage=f"toolkit {command} CONFIG [--accelerate_config FILE] [--section.field VALUE ...]",
+        description=f"Check all settings, then start recipes/{recipe}.py with accelerate launch.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    what = f"Accelerate YAML, or one of {', '.join(launch_files())}; without it Accelerate's own"
+    parser.add_argument("--accelerate_config", metavar="FILE", help=f"{what} default is used")
+    for name, kind in _OF_THE_LAUNCHER.items():
+        parser.add_argument(name, type=kind, help="as `accelerate launch` takes it")
+    return parser
+
+
+def launch_files() -> dict[str, Path]:
+    """Return name -> file of the Accelerate YAMLs that come with the toolkit."""
+    return {file.stem: file for file in sorted((root() / _LAUNCHERS).glob("*.yaml"))}
+
+
+def _launch_file(given: str) -> Path:
+    """Return the YAML that is meant: a file, or the name of one of the toolkit's."""
+    file = Path(given) if Path(given).is_file() else launch_files().get(given)
+    if file is None:
+        known = ", ".join(launch_files())
+        raise ConfigError(f"--accelerate_config {given} is no file, and none of {known}")
+    return file
+
+
+def describe() -> list[str]:
+    """Return a line on each recipe, and on each Accelerate YAML."""
+    lines = []
+    for name in SETTINGS:
+        text = (root() / "recipes" / f"{name}.py").read_text("utf-8")
+        doc = ast.get_docstring(ast.parse(text)) or ""
+        lines.append(f"{name:<12}{doc.splitlines()[0]}")
+    for name, file in launch_files().items():
+        first = file.read_text("utf-8").splitlines()[0]
+        lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {first.lstrip('# ').rstrip(':')}")
+    return lines
+
+
+def copy(name: str, target: Path) -> list[Path]:
+    """Copy a recipe, the configs and the Accelerate YAMLs into `target`, under the paths that the
+    documentation's commands have; return the files. One that is there already and differs is a
+    ToolkitError, before anything is written.
+    """
+    if name not in SETTINGS:
+        raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(SETTINGS)}")
+    source = root()
+    found = [source / "recipes" / f"{name}.py"]
+    for folder in ("recipes/configs", _LAUNCHERS):
+        found += sorted(file for file in (source / folder).rglob("*") if file.is_file())
+    pairs = {file: target / file.relative_to(source) for file in found}
+    changed = [
+        str(new)
+        for old, new in pairs.items()
+        if new.exists() and (not new.is_file() or new.read_bytes() != old.read_bytes())
+    ]
+    if changed:
+        what = "is there already and differs; move it away, or copy into another folder"
+        raise ToolkitError(f"{', '.join(changed)} {what}")
+    for old, new in pairs.items():
+        new.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(old, new)
+    return list(pairs.values())
