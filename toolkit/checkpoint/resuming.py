@@ -30,6 +30,7 @@ from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, local_tensor, read_metadata
 from toolkit.models.peft_model import model_tensors
+from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
 
 # Keys of config.json that say nothing about what the model computes in training.
@@ -132,7 +133,7 @@ def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
     found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine))
     damage = list(dict.fromkeys(itertools.chain(damage, *found)))
     ranks.say(
-        f"{'read' if damage else 'verified'} {checkpoint.name}: {sum(sizes.values()) / 1e9:.2f} GB "
+        f"{'read' if damage else 'verified'} {checkpoint.name}: {size_text(sum(sizes.values()))} "
         f"hashed by {len(found)} rank(s) in {time.perf_counter() - begun:.1f} s"
     )
     return damage
@@ -206,8 +207,8 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     every = ranks.gather(state.restored)
     own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
     ranks.say(
-        f"read {checkpoint.name}: {len(every)} rank(s) asked for {read / 1e9:.2f} GB to fill "
-        f"{own / 1e9:.2f} GB ({read / max(own, 1):.2f} x) in "
+        f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(read)} to fill "
+        f"{size_text(own)} ({read / max(own, 1):.2f} x) in "
         f"{max(r['seconds'] for r in every):.1f} s"
     )
     return state.step

@@ -30,6 +30,7 @@ from toolkit.loading.materialisation import (
 from toolkit.models.causal_lm import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
+from toolkit.tables import size_text
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def fill(
         folder = ranks.collective(formats.local_folder)(cfg.name_or_path, cfg.revision)
         report = load_pretrained(model, folder, target, seed=seed)
         say(
-            f"{what}{cfg.name_or_path}: {report.tensors} tensors, {report.file_bytes / 1e9:.2f} "
-            f"GB; this rank read {report.bytes_requested / 1e9:.2f} GB in {report.seconds:.1f} s"
+            f"{what}{cfg.name_or_path}: {report.tensors} tensors, {size_text(report.file_bytes)}; "
+            f"this rank read {size_text(report.bytes_requested)} in {report.seconds:.1f} s"
         )
 
 

@@ -1,0 +1,137 @@
+"""What a person sees of a run: lines above a bar in a terminal, lines alone elsewhere."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from toolkit import ranks, tables
+from toolkit.formats.metrics_file import read_metrics
+from toolkit.training.metrics import Metrics
+
+STEP = re.compile(r"step +(\d)/3  loss 2\.5000  [\d,]+ tok/s  grad_norm 1\.000  lr 1\.00e-03  \d+")
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Iterator[list[str]]:
+    """Let this process print to a terminal; the list holds its lines afterwards."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    shown: list[str] = []
+    content = bytearray()
+
+    def read() -> None:
+        with suppress(OSError):  # its other end was closed
+            while True:
+                content.extend(os.read(ours, 4096))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(theirs, "w") as screen, monkeypatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        patch.setattr(sys, "__stdout__", screen)  # of which shutil asks the width
+        patch.setattr(sys, "stdout", screen)
+        patch.setattr(sys, "stderr", screen)
+        yield shown
+    reader.join()
+    os.close(ours)
+    written = content.decode()
+    for line in written.replace("\r\n", "\n").split("\n"):
+        cells = ""
+        for part in line.split("\r"):  # each overwrites what stands there
+            cells = part + cells[len(part) :]
+        shown.append(cells.rstrip())
+
+
+def train(folder: Path, *, disable_tqdm: bool = False) -> None:
+    """Take three steps, and save after each."""
+    metrics = Metrics(
+        folder,
+        device=torch.device("cpu"),
+        first_step=0,
+        max_steps=3,
+        tokens=0,
+        tokens_per_step=100,
+        flops_per_token=1.0,
+        logging_steps=1,
+        disable_tqdm=disable_tqdm,
+        epochs_per_step=0.25,
+    )
+    one = torch.tensor(1.0)
+    stats = SimpleNamespace(loss=2.5 * one, grad_norm=one, tokens=torch.tensor(90))
+    for step in (1, 2, 3):
+        metrics.step(step, stats, 1e-3)
+        ranks.say(f"saved step-{step}")
+    metrics.close()
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_in_a_terminal_lines_stand_above_one_bar(tmp_path, monkeypatch, columns) -> None:
+    with terminal(monkeypatch, columns) as shown:
+        train(tmp_path)
+    lines = [line for line in shown if line]
+    assert len(lines) == 7
+    for step in (1, 2, 3):
+        logged, saved = lines[2 * step - 2 : 2 * step]
+        assert STEP.match(logged)
+        assert "eta" not in logged  # the bar has it
+        assert saved == f"saved step-{step}"
+    bar = lines[-1]
+    assert len(bar) <= columns
+    assert bar.startswith("3/3 |")
+    if columns >= 80:
+        assert re.search(r"\| 00:0\d<00:00, loss 2\.5000  [\d,]+ tok/s  [\d.]+ [MG]B$", bar)
+
+
+def test_plain_prints_would_break_the_bar(tmp_path, monkeypatch) -> None:
+    """The control: what was printed before through `print`."""
+    monkeypatch.setattr(ranks, "show", lambda line, file=None: print(line, flush=True))
+    with terminal(monkeypatch, 80) as shown:
+        train(tmp_path)
+    assert not all(STEP.match(line) or line.startswith("saved") for line in shown[:6])
+
+
+def test_elsewhere_there_is_one_line_a_logged_step(tmp_path, capsys) -> None:
+    train(tmp_path)
+    said = capsys.readouterr()
+    assert said.err == ""
+    lines = said.out.splitlines()
+    assert [bool(STEP.match(line)) for line in lines] == [True, False] * 3
+    assert [line.rpartition("  ")[2] for line in lines[2::2]] == ["eta 00:00"] * 2
+    kept = read_metrics(tmp_path)
+    assert [line["epoch"] for line in kept] == [0.25, 0.5, 0.75]
+    assert kept[0]["time"] <= kept[1]["time"] <= kept[2]["time"]
+
+
+def test_no_bar_in_a_terminal_where_none_is_wanted(tmp_path, monkeypatch) -> None:
+    with terminal(monkeypatch, 80) as shown:
+        train(tmp_path, disable_tqdm=True)
+    assert sum("eta" in line for line in shown) == 2
+    assert not any("|" in line for line in shown)
+
+
+def test_tables_are_as_wide_as_the_terminal(monkeypatch, capsys) -> None:
+    rows = [["unit", "parameters", "computed", "freed"], ["layers", "1", "bfloat16", "yes"]]
+    whole = tables.table(rows, right={1})
+    assert whole == ["unit    parameters  computed  freed", "layers           1  bfloat16  yes"]
+    with terminal(monkeypatch, 28):
+        narrow = tables.table(rows, right={1})
+    assert narrow == [
+        *("unit    parameters  computed", "layers           1  bfloat16"),
+        *("unit    freed", "layers  yes"),
+    ]
+    with terminal(monkeypatch, 36):
+        assert tables.table(rows, right={1}) == whole
+        assert tables.table(rows, right={1}, margin=10) != whole
+    assert tables.table([], right=set()) == []
