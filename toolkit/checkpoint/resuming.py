@@ -207,8 +207,8 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     every = ranks.gather(state.restored)
     own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
     ranks.say(
-        f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(read)} to fill "
-        f"{size_text(own)} ({read / max(own, 1):.2f} x) in "
+        f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(int(read))} to fill "
+        f"{size_text(int(own))} ({read / max(own, 1):.2f} x) in "
         f"{max(r['seconds'] for r in every):.1f} s"
     )
     return state.step
