@@ -171,7 +171,7 @@ def test_metrics_have_every_field(runs):
         "tokens_per_second",
         "step_time",
     }
-    assert wanted | {"memory_peak_bytes"} <= set(lines[0])
+    assert wanted | {"memory_peak_bytes", "epoch", "time"} <= set(lines[0])
     assert [line["tokens"] for line in lines] == [
         GLOBAL_BATCH * (LENGTH - 1) * (i + 1) for i in range(STEPS)
     ]

@@ -164,7 +164,7 @@ def test_a_missing_package_is_one_line_before_the_work(tmp_path, tiny_llama, tex
     if not missing:
         pytest.skip("all trackers are installed")
     with pytest.raises(ConfigError, match=rf"{missing[0]} cannot be imported.*pip install"):
-        trackers.check_installed(MetricsConfig(report_to=["tensorboard", missing[0]]))
+        MetricsConfig(report_to=["tensorboard", missing[0]]).trackers()
     done = run_recipe_ranks(
         *("pretrain", 1),
         *("--model.name_or_path", str(tiny_llama), "--data.train_files", str(text_file)),

@@ -65,7 +65,7 @@ def start(recipe: str, arguments: Sequence[str]) -> NoReturn:
             f"`toolkit recipes --copy {recipe}` puts one into this folder"
         )
     settings = [*(["--config", *config] if config else []), *flags]
-    parse(SETTINGS[recipe], settings)
+    parse(SETTINGS[recipe], settings).metrics.trackers()  # which are installed
     script = Path("recipes", f"{recipe}.py")
     launcher = ["launch"]
     if options.accelerate_config is not None:

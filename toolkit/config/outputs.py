@@ -1,5 +1,6 @@
 """What a run writes: its checkpoints, what is shown and tracked of it, where it is published."""
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,6 +77,15 @@ class MetricsConfig:
     """Tags of the run, in trackers that have tags."""
     disable_tqdm: bool = False
     """No progress bar in a terminal; a line per logged step is printed in any case."""
+
+    def trackers(self) -> list[str]:
+        """Return the trackers of `report_to`; ConfigError where a package is not there."""
+        asked = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        names: list[str] = [name for name in dict.fromkeys(asked) if name != "none"]
+        if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+            what = f"metrics.report_to: {', '.join(missing)} cannot be imported here"
+            raise ConfigError(f"{what}; pip install {' '.join(missing)}, or leave the tracker out")
+        return names
 
 
 @dataclass(frozen=True)

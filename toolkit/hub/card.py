@@ -23,7 +23,10 @@ _MAIN_SETTINGS = (
     *("optim.max_grad_norm", "model.dtype", "sharding.param_dtype", "lora.r", "lora.lora_alpha"),
     "seed",
 )
-_NO_RESULTS = ("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate")
+_NO_RESULTS = (
+    *("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate"),
+    *("time", "epoch"),
+)
 
 
 def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:

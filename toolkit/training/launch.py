@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
-from toolkit.training import background, device, trackers
+from toolkit.training import background, device
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
@@ -171,7 +171,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
         own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
         with _shown_once():
             cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
-        trackers.check_installed(cfg.metrics)
+        cfg.metrics.trackers()  # all are installed
         with start(deterministic=cfg.train.deterministic) as run:
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")

@@ -28,7 +28,6 @@ from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
-from toolkit.training import trackers as tracking
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.step import EvalSets, evaluate
@@ -256,7 +255,7 @@ def _trackers(
     cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: Any
 ) -> Trackers | None:
     """Start the trackers of `metrics.report_to`, where there are steps to be done. Collective."""
-    if not tracking.names(cfg.metrics) or state.step >= data.max_steps:
+    if not cfg.metrics.trackers() or state.step >= data.max_steps:
         return None
     settings = {
         name: value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -4,7 +4,6 @@ Rank 0 alone tracks. `metrics.jsonl` is the record, a tracker a copy of it: one 
 run trains is left out from there on, with a warning, and the run goes on.
 """
 
-import importlib.util
 import json
 import operator
 import os
@@ -17,25 +16,11 @@ from accelerate import tracking
 
 from toolkit import parsing, ranks
 from toolkit.config import MetricsConfig
-from toolkit.errors import CheckpointError, ConfigError, TrainingError, one_line
+from toolkit.errors import CheckpointError, TrainingError, one_line
 
 _FILE = "trackers.json"
 # Those that choose the id of a run themselves, and where it is found.
 _OWN_ID = {"mlflow": "info.run_id", "aim": "hash", "clearml": "id"}
-
-
-def names(cfg: MetricsConfig) -> list[str]:
-    """Return the trackers of `metrics.report_to`."""
-    asked = [cfg.report_to] if isinstance(cfg.report_to, str) else cfg.report_to
-    return [name for name in dict.fromkeys(asked) if name != "none"]
-
-
-def check_installed(cfg: MetricsConfig) -> None:
-    """Raise a ConfigError for a tracker whose package is not there."""
-    missing = [name for name in names(cfg) if importlib.util.find_spec(name) is None]
-    if missing:
-        what = f"metrics.report_to: {', '.join(missing)} cannot be imported here"
-        raise ConfigError(f"{what}; pip install {' '.join(missing)}, or leave the tracker out")
 
 
 class Trackers:
@@ -71,7 +56,7 @@ class Trackers:
         def start() -> None:
             file = folder / _FILE
             known = parsing.read_json(file, CheckpointError) if file.is_file() else {}
-            for name in names(cfg):
+            for name in cfg.trackers():
                 begun = name in known
                 tracker, run_id = _start(name, cfg, folder, known.get(name), first_step)
                 if not begun:
