@@ -51,6 +51,14 @@ def test_a_start_with_nothing_to_do_leaves_the_settings(stored: Path) -> None:
     assert "random weights" not in said
 
 
+def test_the_settings_are_printed_once_by_any_number_of_processes(tmp_path: Path) -> None:
+    flags = ("--model.name_or_path", "here", "--print_config")
+    done = run_recipe_ranks("pretrain", 2, *flags, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert yaml.safe_load(done.stdout)["model"]["name_or_path"] == "here"  # no key stands twice
+    assert done.stdout.count("name_or_path: here") == 1
+
+
 # ---- The device ----------------------------------------------------------------------------------
 
 

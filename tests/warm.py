@@ -132,6 +132,8 @@ def _run(request: bytes, outputs: list[int]) -> None:
         numpy.random.seed()  # as a fresh process; `random` does so by itself
         getattr(importlib.import_module(module), name)(*pickle.loads(args))
         code = 0
+    except SystemExit as stop:  # as of a program that has printed its help
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

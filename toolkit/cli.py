@@ -28,10 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         starts = given[:1] and given[0] in _RECIPE_OF
         args = parser.parse_args(given[:1] if starts else given)
         args.arguments = given[1:]
+        return args.run(args)
     except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
         return stop.code if isinstance(stop.code, int) else 2
-    try:
-        return args.run(args)
     except ToolkitError as error:
         return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
