@@ -120,5 +120,7 @@ def test_a_launch_on_gpus_of_a_machine_without(tmp_path, tiny_llama, text_file) 
     flags = ["--model.name_or_path", str(tiny_llama), "--data.train_files", str(text_file)]
     done = run_recipe(launcher, *flags, "--output_dir", str(tmp_path / "run"), timeout=120)
     assert done.returncode != 0
-    assert done.stderr.count("torch sees no GPU") == 1
+    ours, _, of_launcher = done.stderr.partition("Traceback")
+    assert ours.count("torch sees no GPU") == 1
+    assert "torch sees no GPU" in of_launcher.rpartition("traceback : ")[2]  # not a hint at one
     assert not (tmp_path / "run").exists()

@@ -8,6 +8,7 @@ import argparse
 import atexit
 import datetime
 import hashlib
+import json
 import os
 import random
 import sys
@@ -198,6 +199,7 @@ def guarded(main: Callable[[], None]) -> None:
         _leave(0)
         return
     except ToolkitError as error:
+        _tell_launcher(error)
         before_ranks_met = isinstance(error, ConfigError | LaunchError)
         rank = os.environ.get("RANK", "0")
         # Before the ranks know each other each machine speaks for itself.
@@ -225,6 +227,13 @@ def guarded(main: Callable[[], None]) -> None:
         code = 1
     _leave(code)
     sys.exit(code)
+
+
+def _tell_launcher(error: ToolkitError) -> None:
+    """Give the elastic agent the message, with which its own traceback then ends."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": str(error), "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps(content), "utf-8")
 
 
 def _leave(code: int) -> None:
