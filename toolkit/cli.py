@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from toolkit import __version__, recipes
 from toolkit.config import MAX_SHARD_SIZE
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "into the current folder, to be edited.",
     )
     add("--copy", metavar="NAME", help="pretrain or finetune")
+    _add_plan(command)
     _add_export_commands(command)
     _add_inspect(command)
     add = command(
@@ -167,6 +169,61 @@ def _recipes(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_plan(command: Callable) -> None:
+    add = command(
+        _plan,
+        "say what a run will take, and whether it fits, before it is begun",
+        "Say what a run of this config will take: memory of each device, traffic, time, disk. "
+        "Needs config.json only. With --device_memory: whether it fits (exit 0 or 1) and, "
+        "where it does not, the cheapest changes that make it fit, each planned anew.",
+    )
+    add("config", metavar="CONFIG", nargs="?", help="config of a recipe (YAML)")
+    add("--config", dest="file", metavar="FILE", help="the same")
+    ranks_help = "number of processes (default: dp_replicate x dp_shard of the config)"
+    add("--world_size", type=int, metavar="N", help=ranks_help)
+    add(
+        "--device_memory", metavar="SIZE", help="of one device, such as 80GB (default: of --device)"
+    )
+    add(
+        "--device",
+        metavar="NAME",
+        help="whose figures the time is estimated by: a100-40gb, a100-80gb, h100, h100-pcie, h200, "
+        "b200, l40s, rtx4090, mi300x, or a YAML file (default: h100, for the time alone)",
+    )
+    add("--sweep", action="store_true", help="compare meshes and recomputation")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if (args.config is None) == (args.file is None):
+        return _fail("give one config: CONFIG or --config FILE", code=2)
+    from toolkit.parsing import parse_size
+
+    memory = None if args.device_memory is None else parse_size(args.device_memory)
+    if args.device_memory is not None and memory is None:
+        return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
+    cfg = _load_either(args.config or args.file)
+    from toolkit.planning import device_of, plan_run
+
+    _quiet()
+    device = device_of(args.device or "h100")
+    if memory is None and args.device is not None:
+        memory = int(device.memory)
+    report = plan_run(cfg, args.world_size, device, memory, sweep=args.sweep)
+    print(json.dumps(report.summary()) if args.json else report.text(), flush=True)
+    return 0 if report.fits else 1
+
+
+def _load_either(file: str) -> Any:
+    """Read the config of either recipe: what both know means the same to them."""
+    from toolkit import config
+
+    try:
+        return config.load(config.PretrainConfig, file)
+    except ConfigError:
+        return config.load(config.FinetuneConfig, file)
+
+
 def _consolidate(args: argparse.Namespace) -> int:
     from toolkit.checkpoint import local_copy
     from toolkit.export import consolidate
@@ -222,11 +279,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         from toolkit.sharding.unit_table import plan_summary, render_plan
 
-        try:  # what both recipes know means the same to them
-            cfg = config.load(config.PretrainConfig, args.plan)
-        except ConfigError:
-            cfg = config.load(config.FinetuneConfig, args.plan)
-        found = plan_summary(cfg, args.world_size)
+        found = plan_summary(_load_either(args.plan), args.world_size)
         render = render_plan
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data

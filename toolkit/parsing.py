@@ -5,6 +5,7 @@ What is beyond is refused before it is parsed: no file costs more than seconds a
 
 import collections
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def parse_json(
     if too_deep:
         raise error(f"{source} is nested too deeply to be read")
     return value
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes of a size such as `5GB` (10^9), `5GiB` (2^30) or `800000`; None of another
+    text, and of less than a byte.
+    """
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", text.strip().upper())
+    digits, unit, binary = size.groups() if size else ("0", None, None)
+    limit = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
+    return int(limit) if limit >= 1 else None
 
 
 def _refuse_more(n: int, most: int, what: str, source: object, error: type[ToolkitError]) -> None:

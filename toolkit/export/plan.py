@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 import math
-import re
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from toolkit.formats import (
 )
 from toolkit.formats import read_config as read_base_config
 from toolkit.models import model_on_meta, tied_families, tied_names
+from toolkit.parsing import parse_size
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -116,14 +116,11 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
     """
     if dtype not in DTYPE_CHOICES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
-    given = str(max_shard_size).strip().upper()
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", given)
-    digits, unit, binary = size.groups() if size else ("0", None, None)
-    limit = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
-    if limit < 1:
+    limit = parse_size(str(max_shard_size))
+    if limit is None:
         what = 'is not a size; write "5GB", "500MB" or a number of bytes'
         raise ExportError(f"max_shard_size {max_shard_size!r} {what}")
-    return (None if dtype == "auto" else getattr(torch, dtype)), int(limit)
+    return (None if dtype == "auto" else getattr(torch, dtype)), limit
 
 
 def model_of_assets(hf: Path) -> PreTrainedModel:

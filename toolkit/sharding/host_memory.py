@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+TO_HOST = "activations to host"
+"""What profiles call a copy to the host."""
+
 
 class HostMemory:
     """Where the layers of one model keep what their backward needs; `pin`: page-locked."""
@@ -34,7 +37,8 @@ class _Group:
 
     def keep(self, tensor: torch.Tensor) -> "OnHost":
         """Start copying a tensor to host memory; it must not be written to from here on."""
-        kept = OnHost(tensor.detach(), self, self._pin)
+        with torch.profiler.record_function(TO_HOST):
+            kept = OnHost(tensor.detach(), self, self._pin)
         self._tensors.append(weakref.ref(kept))
         return kept
 

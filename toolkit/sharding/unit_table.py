@@ -129,14 +129,7 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
     """Return how a run of `cfg` on GPUs would be sharded, ready for JSON, in one process without
     weights. Without `world_size` `cfg` must have dp_replicate and dp_shard (ConfigError).
     """
-    sharding = cfg.sharding
-    sizes = sharding.dp_replicate, sharding.dp_shard
-    if world_size is None and -1 in sizes:
-        what = "give --world_size N, or set both sharding.dp_replicate and sharding.dp_shard"
-        raise ConfigError(f"the number of processes is not known: {what}")
-    world_size = sizes[0] * sizes[1] if world_size is None else world_size
-    if world_size < 1:
-        raise ConfigError(f"--world_size must be at least 1, got {world_size}")
+    sharding, world_size = cfg.sharding, planned_ranks(cfg.sharding, world_size)
     replicas, shards = mesh_shape(world_size, sharding)
     with fake_world(world_size):
         model: Any = build_on_meta(model_settings(cfg))
@@ -157,6 +150,19 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
             "table": unit_table(model, sharding),
             "ledger": ledger_line(model, sharding),
         }
+
+
+def planned_ranks(cfg: ShardingConfig, world_size: int | None) -> int:
+    """Return the number of processes to plan for; a ConfigError where nobody said it."""
+    if world_size is None and -1 in (cfg.dp_replicate, cfg.dp_shard):
+        raise ConfigError(
+            "the number of processes is not known: give --world_size N, or set both "
+            "sharding.dp_replicate and sharding.dp_shard"
+        )
+    count = cfg.dp_replicate * cfg.dp_shard if world_size is None else world_size
+    if count < 1:
+        raise ConfigError(f"--world_size must be at least 1, got {count}")
+    return count
 
 
 def render_plan(plan: dict[str, Any]) -> str:

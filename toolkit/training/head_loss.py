@@ -56,6 +56,8 @@ class HeadLoss:
     vocabulary: int  # logits of a token
     logit_map: LogitMap = LogitMap()
     label_smoothing: float = 0.0
+    as_on: str | None = None
+    """Type of the device whose chunks and products it takes; empty: that of the hidden states."""
 
     def __call__(
         self, hidden: torch.Tensor, labels: torch.Tensor, supervised: int | None = None
@@ -75,6 +77,9 @@ class HeadLoss:
             self, torch.is_grad_enabled(), supervised, targets, hidden, *self.parameters()
         )
         return found
+
+    def device_type(self, hidden: torch.Tensor) -> str:
+        return self.as_on or hidden.device.type
 
     @property
     def linear(self) -> bool:
@@ -106,9 +111,9 @@ class HeadLoss:
                 return loss
             of_hidden, of_weight, *of_bias = grads
             if of_hidden is not None:
-                of_hidden += _product(grad, parameters[0])
+                of_hidden += _product(grad, parameters[0], self.device_type(hidden))
             if of_weight is not None:
-                _add_product(of_weight, grad.t(), hidden)
+                _add_product(of_weight, grad.t(), hidden, self.device_type(hidden))
             if of_bias and of_bias[0] is not None:
                 of_bias[0] += grad.sum(0, dtype=of_bias[0].dtype)
             return loss
@@ -139,7 +144,8 @@ class _GradientsInForward(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         flat, rows, valid = hidden.flatten(0, 1), None, targets != IGNORE_INDEX
         loss = torch.zeros((), device=hidden.device)
-        if hidden.device.type in _COUNTED:
+        device_type = task.device_type(hidden)
+        if device_type in _COUNTED:
             rows = valid.nonzero().squeeze(1)
         elif supervised is not None:  # filled up with the last token, which predicts nothing
             last = len(targets) - 1
@@ -154,7 +160,7 @@ class _GradientsInForward(torch.autograd.Function):
             else None
             for x, wanted in zip((flat, *parameters), (of_hidden, *of_parameters), strict=True)
         )
-        elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
+        elements = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
         chunks = -(-len(flat) * task.vocabulary // elements)
         count = -(-len(flat) // max(1, chunks))  # chunks of the same size
         for begin in range(0, len(flat), max(1, count)):
@@ -219,20 +225,20 @@ def _cross_entropy(
     return loss, torch.mul(grad, valid[:, None] * logit_map.scale, out=out)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.Tensor:
     """Return `a @ b`, of bf16 in fp32 where the device has such a product."""
-    if a.device.type in _WIDE_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
+    if device_type in _WIDE_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device_type: str) -> None:
     """Add `a @ b` to `total`, in fp32 where they are bf16: rounded to bf16 before they are added,
     the parts alone would be off by as much as the sum rounded once.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.device.type in _WIDE_PRODUCTS:
+    elif device_type in _WIDE_PRODUCTS:
         torch.addmm(total, a, b.to(a.dtype), out_dtype=total.dtype, out=total)
     else:  # no product of this kind
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -315,7 +315,9 @@ def training_flops(model: nn.Module, sequence_length: int) -> float:
 
 def device_peak_flops(device: torch.device) -> float | None:
     """Return the dense bf16 peak of a known GPU in FLOP/s, None for others and for CPUs."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the dense bf16 peak in FLOP/s of the GPU of that name, None of one not known."""
     return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

@@ -1,0 +1,4 @@
+"""What a run will take, before it is begun: memory, traffic, time, disk. No weights, no device."""
+
+from toolkit.planning.devices import device_of
+from toolkit.planning.planning import plan_run

@@ -1,0 +1,92 @@
+"""Figures of devices: what their vendors print, and what of that a step is assumed to reach."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import ConfigError
+from toolkit.parsing import read_yaml
+from toolkit.training.metrics import peak_flops
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, and how it reaches others."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    bf16: float
+    """FLOP/s of dense matrix products."""
+    fp32: float
+    """FLOP/s without TF32, PyTorch's default."""
+    bandwidth: float
+    """Bytes/s of its memory."""
+    link: float
+    """Bytes/s to others of its node, in one direction."""
+    source: str
+    per_node: int = 8
+    network: float = 50e9
+    """Bytes/s between nodes for each device, in one direction: 400 Gb/s."""
+    host_link: float = 25e9
+    """Bytes/s to host memory, in one direction: PCIe 4, as measured copies go."""
+    host_bandwidth: float = 20e9
+    """Bytes/s of host memory that each process has, for an offloaded optimizer."""
+
+
+# Assumed: what matrix products, memory and links reach of their peaks, and the least time of an
+# operation. Products of 8192 x 8192 reach 0.78 to 0.81 on an H200.
+PRODUCTS, MEMORY, LINKS, KERNEL = 0.70, 0.80, 0.75, 5e-6
+
+
+def _device(
+    name: str, memory: float, fp32: float, bandwidth: float, link: float, sheet: str
+) -> Device:
+    """Return a device of GB, TFLOP/s and GB/s."""
+    bf16 = peak_flops(name)
+    if bf16 is None:
+        raise KeyError(f"training.metrics has no peak of {name}")
+    return Device(name, memory * 1e9, bf16, fp32 * 1e12, bandwidth * 1e9, link * 1e9, sheet)
+
+
+_SHEET = "data sheet of NVIDIA"
+KNOWN = {
+    "a100-40gb": _device("A100 SXM 40 GB", 40, 19.5, 1555, 300, f"{_SHEET} A100"),
+    "a100-80gb": _device("A100 SXM 80 GB", 80, 19.5, 2039, 300, f"{_SHEET} A100"),
+    "h100": _device("H100 SXM", 80, 67, 3350, 450, f"{_SHEET} H100"),
+    "h100-pcie": _device("H100 PCIe", 80, 51, 2000, 64, f"{_SHEET} H100 PCIe; PCIe 5 links"),
+    "h200": _device("H200 SXM", 141, 67, 4800, 450, f"{_SHEET} H200"),
+    "b200": _device("B200 SXM", 180, 75, 8000, 900, f"{_SHEET} HGX B200"),
+    "l40s": _device("L40S", 48, 91.6, 864, 32, f"{_SHEET} L40S; PCIe 4 links"),
+    "rtx4090": _device("RTX 4090", 24, 82.6, 1008, 32, "NVIDIA's Ada white paper; PCIe 4 links"),
+    "mi300x": _device("MI300X", 192, 163.4, 5300, 448, "data sheet of AMD Instinct MI300X"),
+}
+
+
+def device_of(name: str) -> Device:
+    """Return a known device, or the one that a YAML file describes; ConfigError: neither.
+
+    The file gives `name memory bf16 fp32 bandwidth link` in bytes, FLOP/s and bytes/s, and may give
+    the other fields of `Device`.
+    """
+    if name.lower() in KNOWN:
+        return KNOWN[name.lower()]
+    if not name.endswith((".yaml", ".yml")):
+        what = f"--device {name} is none of {', '.join(KNOWN)}"
+        raise ConfigError(f"{what}; or give a YAML file that describes one")
+    content = read_yaml(Path(name), ConfigError)
+    fields = {f.name: f for f in dataclasses.fields(Device)}
+    given = content if isinstance(content, dict) else {}
+    needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING} - {"source"}
+    if wrong := sorted(set(given) - set(fields)) or sorted(needed - set(given)):
+        what = "is not known" if wrong[0] in given else "is missing"
+        raise ConfigError(f"{name}: {wrong[0]} {what}; a device has {', '.join(fields)}")
+    try:
+        numbers = {n: float(v) for n, v in given.items() if n not in ("name", "source")}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: expected numbers: {error}") from error
+    if bad := [n for n, v in numbers.items() if not v > 0]:
+        raise ConfigError(f"{name}: {bad[0]} must be above 0")
+    per_node = int(numbers.pop("per_node", Device.per_node))
+    source = str(given.get("source", name))
+    return Device(name=str(given["name"]), source=source, per_node=per_node, **numbers)

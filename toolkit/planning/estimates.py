@@ -1,0 +1,102 @@
+"""From a simulated step to seconds, host memory and traffic: estimates, by a device's figures."""
+
+from dataclasses import dataclass
+
+from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
+from toolkit.planning.simulation import Config, Simulation
+
+RESERVE = 1_500_000_000
+"""Bytes, assumed: the device's context, NCCL's buffers, fragments of the allocator."""
+_PROCESS = 1_000_000_000  # bytes of host memory, assumed: Python with its libraries
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes on a device, by assumed shares of its peaks (`devices`). Bytes, seconds."""
+
+    memory: int
+    """Of a device: the peak of the simulated step and `RESERVE`."""
+    compute: float
+    """Of a step: operations alone."""
+    communication: float
+    """Of a step: all collectives, one after the other."""
+    copies: float
+    """Of a step: to host memory and back, and an optimizer there."""
+    step: float
+    """What does not overlap added."""
+    gathered: int
+    """Sent by a rank in a step, to gather parameters."""
+    reduced: int
+    """Sent by a rank in a step, to reduce gradients."""
+    tokens_per_step: int
+    """Positions of the global batch, padding too."""
+    mfu: float
+    host_at_load: int
+    """Of a process."""
+    host_at_save: int
+    world_size: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.step
+
+    @property
+    def device_time(self) -> float:
+        """Device-seconds of a token: what a change costs."""
+        return self.step * self.world_size / self.tokens_per_step
+
+
+def estimate(sim: Simulation, cfg: Config, world_size: int, device: Device) -> Estimate:
+    """Return the time and the host memory of a run; see `Estimate`."""
+    compute = communication = step = copies = 0.0
+    sent = {"gather": 0, "reduce": 0}
+    for name, work in sim.work.items():
+        slow = sim.sharding.cpu_offload and name == "step"  # the optimizer runs on the host
+        bandwidth = device.host_bandwidth if slow else device.bandwidth * MEMORY
+        computed = sum(
+            count
+            * max(
+                flops / (PRODUCTS * (device.bf16 if half else device.fp32)),
+                nbytes / bandwidth,
+                KERNEL,
+            )
+            for (flops, nbytes, half), count in work.operations.items()
+        )
+        times = []
+        for (kind, nbytes, ranks), count in work.traffic.items():
+            over = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
+            share = nbytes * (over - 1) / over * (2 if kind == "all_reduce" else 1)
+            # Replicas lie on other nodes, where there are some.
+            inside = (over if ranks else world_size) <= device.per_node
+            link = LINKS * (device.link if inside else device.network)
+            times += [share / link] * count
+            sent["gather" if kind == "all_gather" else "reduce"] += int(share * count)
+        moved = sum(times)
+        # Gathering and reducing run beside the layers, but for the first and the last.
+        together = max(computed, moved) + max(times, default=0.0) * (name != "step")
+        compute, communication = compute + computed, communication + moved
+        step += together
+    parts = sim.state.parameters + sim.state.gradients if sim.sharding.cpu_offload else 0
+    repeats = cfg.train.gradient_accumulation_steps
+    activations = max(p.kinds.get("host", 0) for p in sim.peaks.values())
+    copies = (parts + 2 * activations * repeats) / device.host_link
+    step = max(step, copies) if not parts else step + copies
+    tokens = cfg.train.per_device_train_batch_size * cfg.data.sequence_length * repeats
+    flops = sim.model_flops_per_token * tokens
+    peak = device.bf16 if cfg.sharding.param_dtype == "bfloat16" else device.fp32
+    held = _PROCESS + sim.offloaded
+    staged = sim.state.parameters + sim.state.optimizer if cfg.checkpoint.async_save else 0
+    return Estimate(
+        memory=sim.peak.nbytes + RESERVE,
+        compute=compute,
+        communication=communication,
+        copies=copies,
+        step=step,
+        gathered=sent["gather"],
+        reduced=sent["reduce"],
+        tokens_per_step=tokens * world_size,
+        mfu=flops / (step * peak),
+        host_at_load=held + sim.largest_tensor,
+        host_at_save=held + (staged or sim.largest_tensor),
+        world_size=world_size,
+    )

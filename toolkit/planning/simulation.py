@@ -1,0 +1,320 @@
+"""A step of a run without its bytes: the real model, FSDP2, loss, optimizer and `train_step`, as
+one rank of a process group that does not exist, on fake tensors.
+
+[Note: fake step] FSDP2 issues, waits for and frees everything in the same order on a CPU mesh as on
+GPUs, and fake tensors carry shapes, dtypes and storages. So what is gathered, kept, recomputed and
+reduced at a time is not modelled here, it happens. What is left out: memory inside of kernels,
+fragments of the allocator, and what a compiler saves.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from toolkit.adapters import prepare_adapters
+from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
+from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
+from toolkit.errors import ToolkitError, one_line
+from toolkit.formats import local_tensor
+from toolkit.loading.materialisation import place
+from toolkit.loading.materialisation import replace as put
+from toolkit.models.causal_lm import build_on_meta, plain_class, plain_name
+from toolkit.models.layers import decoder_layers, tied_families
+from toolkit.models.packed_linear import count_values
+from toolkit.models.peft_model import base_of
+from toolkit.models.tiny_copy import Layers, cuts, on_meta
+from toolkit.planning.meter import (
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    Meter,
+    Peak,
+    Work,
+)
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, splits_ends
+from toolkit.sharding.unit_table import fake_world
+from toolkit.sharding.units import frozen_parameters
+from toolkit.training.loss import loss_sum, take_loss_from
+from toolkit.training.metrics import training_flops
+from toolkit.training.optim import build_optimizer
+from toolkit.training.step import train_step
+
+Config = PretrainConfig | FinetuneConfig
+_SECTOR = 512  # bytes that CUDA's allocator rounds up to
+_FROZEN_SHARE, _GRADIENT_SHARE = 0.4, 0.25  # of the device, as `sharding.frozen` and `accumulation`
+
+
+class PlanningError(ToolkitError):
+    """A run that cannot be planned."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank between two steps."""
+
+    parameters: int
+    gradients: int
+    """At the end of the backward."""
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step of one rank takes."""
+
+    model: str
+    values: int
+    """Parameters of the model."""
+    trained: int
+    mesh: tuple[int, int]
+    """dp_replicate x dp_shard."""
+    state: State
+    """Exact: the values of this rank's shards."""
+    offloaded: int
+    """Bytes of them, and of activations at most, in host memory."""
+    peaks: dict[str, Peak]
+    """Phase of the step -> its largest moment."""
+    work: dict[str, Work]
+    """Part of the step -> its operations and traffic; one micro-batch, and those of a step."""
+    model_flops_per_token: float
+    largest_tensor: int
+    """Bytes of the largest parameter, whole, in its storage dtype."""
+    checkpoint: int
+    """Bytes of a checkpoint, of all ranks."""
+    export: int
+    notes: tuple[str, ...] = ()
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    """As simulated, `auto` decided."""
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks.values(), key=lambda peak: peak.nbytes)
+
+    @property
+    def phase(self) -> str:
+        return max(self.peaks, key=lambda phase: self.peaks[phase].nbytes)
+
+
+def simulate(
+    cfg: Config,
+    world_size: int,
+    *,
+    rank: int = 0,
+    device_type: str = "cuda",
+    device_memory: int | None = None,
+) -> Simulation:
+    """Return what `rank` of `world_size` takes for a step of `cfg`, without weights or a device.
+
+    About 0.1 s a decoder layer. `device_type` decides what settings on `auto` become, with
+    `device_memory` where that says it. PlanningError: the model's forward asks for values.
+    """
+    with fake_world(world_size, rank):
+        model: Any = build_on_meta(model_settings(cfg))
+        base, notes = model, list[str]()
+        if isinstance(cfg, FinetuneConfig):
+            model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
+        notes += _find_loss(base, model)
+        sizes = [p.numel() * p.element_size() for p in model.parameters()]
+        facts = {
+            "model": plain_name(base),
+            "values": count_values(model),
+            "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "model_flops_per_token": training_flops(model, cfg.data.sequence_length),
+            "largest_tensor": max(sizes),
+            "checkpoint": checkpoint_bytes(model, world_size),
+            "export": export_bytes(model),
+        }
+        sharding = _decided(model, cfg, world_size, device_type, device_memory)
+        apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
+        apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
+        absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
+        meter = Meter(absent, 1 if device_type == "cpu" else _SECTOR)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            try:
+                with meter.running():
+                    state = _run(model, cfg, meter, device_type)
+            except ToolkitError:
+                raise
+            except Exception as error:  # an architecture may do anything on its way
+                what = f"a step of {plain_name(base)} cannot be run without values"
+                raise PlanningError(f"{what}: {one_line(error, 300)}") from error
+        offloaded = state.total if apart else 0
+        offloaded += max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
+        return Simulation(
+            mesh=mesh_shape(world_size, sharding),
+            state=state,
+            offloaded=offloaded,
+            peaks=meter.peaks,
+            work=meter.work,
+            notes=tuple(notes),
+            sharding=sharding,
+            **facts,
+        )
+
+
+def _decided(
+    model: Any, cfg: Config, world_size: int, device_type: str, memory: int | None
+) -> ShardingConfig:
+    """Return the settings with `auto` decided as a run on such devices would; not compiled."""
+    own = cfg.sharding
+    splits = splits_ends(model, own, device_type)
+    sharding = replace(own, embedding_units=splits, torch_compile="none", pin_memory=False)
+    shards, host = mesh_shape(world_size, own)[1], device_type == "cpu"
+    if own.frozen == "auto":
+        frozen = frozen_parameters(model)
+        more = sum(p.numel() * p.element_size() for p in frozen) * (1 - 1 / shards)
+        compute = getattr(torch, own.param_dtype)
+        alike = all(p.dtype == compute for p in frozen)
+        fits = memory is None or more <= _FROZEN_SHARE * memory
+        whole = bool(frozen) and alike and fits and not (host or own.cpu_offload)
+        sharding = replace(sharding, frozen="replicated" if whole else "sharded")
+    if own.accumulation == "auto":
+        size = getattr(torch, own.reduce_dtype).itemsize
+        gradient = sum(p.numel() for p in model.parameters() if p.requires_grad) * size
+        each = memory is not None and gradient > _GRADIENT_SHARE * memory
+        sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
+    return sharding
+
+
+def _find_loss(base: Any, model: nn.Module) -> list[str]:
+    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it."""
+    layers = Layers.of(base)
+    kinds = layers.kinds(base)
+    why = "it has no decoder layers to look at"
+    for small in cuts(base.config, kinds, None) if kinds else ():
+        said = io.StringIO()
+        try:
+            tiny = on_meta(plain_class(base), small).to_empty(device="cpu").eval()
+            for parameter in tiny.parameters():
+                nn.init.normal_(parameter, std=0.02)
+            for buffer in tiny.buffers():
+                buffer.zero_()
+            with contextlib.redirect_stdout(said):
+                take_loss_from(tiny, model)
+        except Exception as error:  # the next, milder cut is to be tried
+            why = one_line(error)
+            continue
+        return said.getvalue().split("\n")[:-1]
+    raise PlanningError(f"{plain_name(base)}: its loss cannot be tried on a tiny copy: {why}")
+
+
+def state_of(cfg: Config, world_size: int, rank: int) -> State:
+    """Return the bytes that `rank` holds between two steps, without a step."""
+    with fake_world(world_size, rank):
+        model: Any = build_on_meta(model_settings(cfg))
+        if isinstance(cfg, FinetuneConfig):
+            model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
+        sharding = _decided(model, cfg, world_size, "cuda", None)
+        apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
+        with FakeTensorMode(allow_non_fake_inputs=True), Meter().running():
+            states = _filled(model, cfg)[1]
+            trained = [p for p in model.parameters() if p.requires_grad]
+            return State(*map(local_bytes, (model.parameters(), trained, states)))
+
+
+def _filled(model: Any, cfg: Config) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    """Give a sharded model on meta its fake memory; return its optimizer, begun, and the state."""
+    for names in tied_families(model).values():
+        reference = model.get_parameter(names[0])
+        part = torch.empty_like(local_tensor(reference), device="cpu")
+        place(model, names, part, reference)
+    for name, buffer in list(model.named_buffers()):
+        put(model, name, torch.empty_like(buffer, device="cpu"))
+    optimizer = build_optimizer(model, cfg.optim)
+    begin_state(optimizer)
+    return optimizer, [t for s in optimizer.state.values() for t in s.values()]
+
+
+def _run(model: Any, cfg: Config, meter: Meter, device_type: str) -> State:
+    """Run one step of `model`, which is sharded and on meta; see [Note: fake step]."""
+    optimizer, states = _filled(model, cfg)
+    gradients = list[torch.Tensor]()
+
+    def before_step(*_: Any) -> None:
+        # Twice where the optimizer's step calls that of its class.
+        gradients[:] = [p.grad for p in model.parameters() if p.grad is not None]
+        meter.claim(gradients, GRADIENTS)
+        meter.begin("optimizer step", "step")
+
+    optimizer.register_step_pre_hook(before_step)
+    model.train()
+    smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
+    loss = partial(loss_sum, label_smoothing=smoothing, as_on=device_type)
+    accumulated, count = cfg.train.gradient_accumulation_steps, 0
+
+    def measured(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        last = count == min(2, accumulated)
+        meter.begin("forward", "last micro-batch" if last else "other micro-batches")
+        out = loss(module, batch)
+        meter.begin("backward")
+        return out
+
+    shape = cfg.train.per_device_train_batch_size, cfg.data.sequence_length
+    with _layers_told(model, meter):
+        meter.claim(model.parameters(), PARAMETERS)
+        meter.claim(model.buffers(), BUFFERS)
+        meter.claim(states, STATE)
+        batches = [
+            {"input_ids": ids, "labels": ids.clone()}
+            for ids in (torch.zeros(shape, dtype=torch.int64) for _ in range(min(2, accumulated)))
+        ]
+        meter.claim((t for b in batches for t in b.values()), BUFFERS)
+        train_step(model, optimizer, batches, max_grad_norm=cfg.optim.max_grad_norm, loss=measured)
+    if accumulated > 1:
+        meter.work["other micro-batches"] *= accumulated - 1
+    return State(local_bytes(model.parameters()), local_bytes(gradients), local_bytes(states))
+
+
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first step makes, by a step on gradients of zeros."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of this rank's parts of `tensors`."""
+    parts = [local_tensor(t.detach()) for t in tensors]
+    return sum(p.numel() * p.element_size() for p in parts)
+
+
+@contextlib.contextmanager
+def _layers_told(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Tell `meter` which decoder layer runs, forward and backward."""
+
+    def tell(name: str) -> None:
+        meter.layer = name
+
+    handles = []
+    for name, layer in decoder_layers(base_of(model)).items():
+
+        def before(_: nn.Module, __: Any, name: str = name) -> None:
+            tell(name)
+
+        def after(_: nn.Module, __: Any, out: Any, name: str = name) -> None:
+            first = out[0] if isinstance(out, tuple) else out
+            if isinstance(first, torch.Tensor) and first.requires_grad:
+                first.register_hook(lambda _: tell(name))
+
+        handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
