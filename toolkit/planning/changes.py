@@ -102,7 +102,7 @@ def _changes(cfg: Config, world: int) -> Iterator[_Change]:
         yield from kind(cfg, world)
 
 
-def _with(cfg: Config, section: str, **settings: Any) -> Config:
+def _with(cfg: Any, section: str, **settings: Any) -> Any:
     return replace(cfg, **{section: replace(getattr(cfg, section), **settings)})
 
 
@@ -173,7 +173,7 @@ def _more_devices(cfg: Config, world: int) -> Iterator[_Change]:
     elif size % 2 == 0:
         own = _with(own, "train", per_device_train_batch_size=size // 2)
     doubled = "" if repeats % 2 == 0 or size % 2 == 0 else ", the global batch doubled"
-    yield _Change(f"{2 * world} devices{doubled}", own, 2 * world)
+    yield _Change(f"devices {2 * world}{doubled}", own, 2 * world)
 
 
 def _small_state(cfg: Config, world: int) -> Iterator[_Change]:
@@ -186,9 +186,8 @@ def _adapters(cfg: Config, world: int) -> Iterator[_Change]:
     if not isinstance(cfg, FinetuneConfig):
         return
     if not cfg.lora.r:
-        new = replace(_with(cfg, "lora", r=16), model=replace(cfg.model, dtype=None))
-        yield _Change("lora.r 16", new, world, kept=False)
-        cfg = new
+        cfg = replace(cfg, lora=replace(cfg.lora, r=16), model=replace(cfg.model, dtype=None))
+        yield _Change("lora.r 16", cfg, world, kept=False)
     if not cfg.lora.load_in_4bit:
         new = _with(cfg, "lora", load_in_4bit=True)
         yield _Change(f"lora.r {cfg.lora.r}, lora.load_in_4bit", new, world, kept=False)
@@ -196,9 +195,9 @@ def _adapters(cfg: Config, world: int) -> Iterator[_Change]:
 
 # By what they usually cost, the cheapest first.
 _ORDER = (
+    _smaller_batch,
     _resharding,
     _fewer_replicas,
-    _smaller_batch,
     _recomputation,
     _small_state,
     _offloaded_activations,

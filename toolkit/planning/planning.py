@@ -2,7 +2,7 @@
 
 from tqdm import tqdm
 
-from toolkit.planning.changes import layouts, make_plan, remedies
+from toolkit.planning.changes import Plan, layouts, make_plan, remedies
 from toolkit.planning.devices import Device
 from toolkit.planning.report import Report
 from toolkit.planning.simulation import Config, state_of
@@ -32,7 +32,8 @@ def plan_run(
         say("the run as it is")
         plan = make_plan(cfg, world, device, memory)
         last = state_of(cfg, world, world - 1) if world > 1 else plan.sim.state
-        found, failed = [], []
+        found: list[Plan] = []
+        failed: list[tuple[str, str]] = []
         if memory is not None and not plan.fits(memory):
             found, failed = remedies(plan, device, memory, say)
         compared = layouts(plan, device, memory, say) if sweep else []

@@ -1,6 +1,7 @@
 """A plan in words and numbers: for people in 80 columns, for programs as JSON."""
 
 import math
+import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from toolkit.planning.meter import HOST
 from toolkit.planning.simulation import State
 from toolkit.tables import size_text, table
 
-_WIDTH = 80
+_NAME = 40  # characters of a change in a line, of 80
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Report:
             cost = plan.estimate.device_time / now
             fits = "yes" if plan.fits(self.memory) else "no"
             name = plan.change + ("" if plan.kept else " *")
-            parts = _folded(name, _WIDTH - 36)
+            parts = textwrap.wrap(name, _NAME)
             numbers = [
                 size_text(plan.estimate.memory),
                 f"{plan.estimate.step:,.3g} s",
@@ -189,18 +190,6 @@ class Report:
 
 def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
-
-
-def _folded(text: str, width: int) -> list[str]:
-    """Return `text` in lines of at most `width`, cut at its plus signs."""
-    lines = [""]
-    for part in text.split(" + "):
-        joined = f"{lines[-1]} + {part}" if lines[-1] else part
-        if len(joined) <= width or not lines[-1]:
-            lines[-1] = joined
-        else:
-            lines.append(f"+ {part}")
-    return lines
 
 
 def _hours(seconds: float) -> str:
