@@ -116,11 +116,15 @@ def _every(rank: int, world: int, cfgs: list[Config], steps: int) -> list[tuple[
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "2")) for m in MESHES]
+    ("mesh", "kinds"),
+    [("2", ("llama", "gpt2", "mixtral"))]
+    + [pytest.param(mesh, EXACT, marks=pytest.mark.slow) for mesh in MESHES],
 )
-def test_a_rank_holds_what_the_plan_says_to_the_byte(mesh: str, tmp_path: Path) -> None:
+def test_a_rank_holds_what_the_plan_says_to_the_byte(
+    mesh: str, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
     world, flags = MESHES[mesh]
-    configs = [tiny_models.tiny_config(kind, vocab_size=163) for kind in EXACT]
+    configs = [tiny_models.tiny_config(kind, vocab_size=163) for kind in kinds]
     cfgs = [_config(_save(c, tmp_path / c.model_type), *flags) for c in configs]
     cfgs.append(_config(tmp_path / "llama", *flags, "--lora.r", "3"))
     ranks = run_ranks(_every, world, cfgs, 1)
@@ -156,8 +160,8 @@ def _sizes(layers: int) -> dict[str, Any]:
     }
 
 
-def _wide(kind: str) -> PreTrainedConfig:
-    common = _sizes(4) | {"hidden_size": 256, "intermediate_size": 704}
+def _wide(kind: str, layers: int = 4) -> PreTrainedConfig:
+    common = _sizes(layers) | {"hidden_size": 256, "intermediate_size": 704}
     own = {
         "llama": common | {"tie_word_embeddings": False},
         "qwen2": common | {"tie_word_embeddings": True},
@@ -184,7 +188,7 @@ FULL = "--sharding.activation_checkpointing=full"
 # Name -> (architecture, ranks, flags).
 PEAKS: dict[str, tuple[str, int, list[str]]] = {
     "llama": ("llama", 2, []),
-    "llama recomputed, bf16": ("llama", 2, [FULL, "--sharding.param_dtype", "bfloat16"]),
+    "llama recomputed, bf16": ("llama", 1, [FULL, "--sharding.param_dtype", "bfloat16"]),
     "qwen2 accumulated": (
         "qwen2",
         2,
@@ -198,25 +202,23 @@ PEAKS: dict[str, tuple[str, int, list[str]]] = {
 
 
 @cache
-def _measured() -> dict[str, tuple[Config, int, State, int]]:
-    """Return of each of PEAKS its config, ranks, and what rank 0 held and had at its peak."""
-    home = Path(tempfile.mkdtemp())
-    found = {}
-    for world in (1, 2):
-        chosen = {name: case for name, case in PEAKS.items() if case[1] == world}
-        cfgs = [
-            _config(_save(_wide(kind), home / kind), *flags, length=LENGTH, rows=ROWS)
-            for kind, _, flags in chosen.values()
-        ]
-        first = run_ranks(_every, world, cfgs, 2)[0]
-        for name, cfg, (held, peak) in zip(chosen, cfgs, first, strict=True):
-            found[name] = (cfg, world, held, peak)
-    return found
+def _measured(name: str) -> tuple[Config, int, State, int]:
+    """Return of one of PEAKS its config, ranks, and what rank 0 held and had at its peak."""
+    kind, world, flags = PEAKS[name]
+    folder = _save(_wide(kind), Path(tempfile.mkdtemp()))
+    cfg = _config(folder, *flags, length=LENGTH, rows=ROWS)
+    held, peak = run_ranks(_steps, world, cfg, 2)[0]
+    return cfg, world, held, peak
 
 
-@pytest.mark.parametrize("name", PEAKS)
+FAST = ("llama", "qwen3_moe", "gemma2 on one rank")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in PEAKS]
+)
 def test_the_peak_is_within_a_tenth_of_what_was_allocated(name: str) -> None:
-    cfg, world, held, peak = _measured()[name]
+    cfg, world, held, peak = _measured(name)
     planned = simulate(cfg, world, device_type="cpu")
     print(f"{name}: planned {planned.peak.nbytes:,}, measured {peak:,}")
     assert planned.state == held
@@ -224,7 +226,7 @@ def test_the_peak_is_within_a_tenth_of_what_was_allocated(name: str) -> None:
 
 
 def test_a_plan_of_other_settings_misses() -> None:
-    cfg, world, _, peak = _measured()["llama"]
+    cfg, world, _, peak = _measured("llama")
     wrong = {
         "recomputed": replace(cfg.sharding, activation_checkpointing="full"),
         "bf16": replace(cfg.sharding, param_dtype="bfloat16"),
@@ -262,7 +264,7 @@ def test_operations_and_traffic_of_a_step_are_those_of_the_model(tmp_path: Path)
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    _save(_wide("llama"), tmp_path / "model")
+    _save(_wide("llama", layers=2), tmp_path / "model")
     file = tmp_path / "run.yaml"
     file.write_text(
         f"model: {{name_or_path: {tmp_path}/model, init: random}}\n"
@@ -285,13 +287,13 @@ def test_it_says_what_fits_and_what_makes_it_fit(file: Path, capsys: Any) -> Non
     assert found["fits"]
     assert found["run"]["tokens"] == 100 * 2 * 32 * LENGTH
     assert found["peak"]["bytes"] + found["reserve"] == found["memory"]
-    short = found["memory"] - 50_000_000  # what activations can give
+    short = found["memory"] - 20_000_000  # what activations can give
     argv = ["--config", file, "--world_size", 2, "--device_memory", short]
     code, out, _ = _plan(capsys, *argv, "--json")
     found = json.loads(out)
     assert code == 1
     assert not found["fits"]
-    assert found["margin"] == -50_000_000
+    assert found["margin"] == -20_000_000
     kept = [r for r in found["remedies"] if r["same_training"]]
     assert kept
     assert all(r["fits"] and r["memory"] <= short for r in kept)
@@ -309,7 +311,7 @@ def test_every_change_keeps_the_global_batch_and_is_planned_anew(file: Path) -> 
     cfg = parse(FinetuneConfig, ["--config", str(file)])
     device = device_of("h100")
     plan = make_plan(cfg, 2, device, None)
-    found, failed = remedies(plan, device, plan.estimate.memory - 50_000_000, lambda _: None)
+    found, failed = remedies(plan, device, plan.estimate.memory - 20_000_000, lambda _: None)
     assert not failed
     assert len({p.change for p in found}) == len(found) > 3
     assert all(p.estimate.tokens_per_step == plan.estimate.tokens_per_step for p in found)
@@ -318,8 +320,8 @@ def test_every_change_keeps_the_global_batch_and_is_planned_anew(file: Path) -> 
     # Where no change is enough, one comes on another.
     memory = min(p.estimate.memory for p in found if p.kept) - 1
     together = [p for p in remedies(plan, device, memory, lambda _: None)[0] if p.kept]
-    assert " + " in together[0].change
     assert together[0].fits(memory)
+    assert together[0].change not in {p.change for p in found}
 
 
 def test_wrong_use_is_refused_before_any_work(file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -82,9 +82,12 @@ class Meter(TorchDispatchMode):
     Args:
         absent: kinds that are not in the device's memory, such as what is offloaded.
         granularity: bytes that an allocation is rounded up to.
+        gloo: collectives are gloo's, which reduces a copy of what it scatters.
     """
 
-    def __init__(self, absent: Iterable[str] = (), granularity: int = 1) -> None:
+    def __init__(
+        self, absent: Iterable[str] = (), granularity: int = 1, gloo: bool = False
+    ) -> None:
         super().__init__()
         self.live: Counter[str] = Counter()
         """Kind -> bytes that are held now."""
@@ -93,7 +96,7 @@ class Meter(TorchDispatchMode):
         self.work: dict[str, Work] = {}
         """Part of a step -> what it computes and sends."""
         self.layer = ""
-        self._absent, self._granularity = {HOST, *absent}, granularity
+        self._absent, self._granularity, self._gloo = {HOST, *absent}, granularity, gloo
         self._phase, self._part, self._labels = "", "", list[str]()
         self._held: dict[int, _Held] = {}
         self._total = 0
@@ -220,6 +223,10 @@ class Meter(TorchDispatchMode):
         sizes = [t.numel() * t.itemsize for t in tensors]
         if name == "reduce_scatter":
             self._count(tensors[0], GRADIENTS, anew=True)
+            if self._gloo:
+                copy = _Held(REDUCED)
+                self._change(copy, max(sizes))
+                self._change(copy, 0)
         parts = name in ("all_gather", "reduce_scatter")
         ranks = max(sizes) // max(1, min(sizes)) if parts else 0  # 0: all of them
         if self._part:

@@ -9,6 +9,8 @@ fragments of the allocator, and what a compiler saves.
 
 import contextlib
 import io
+import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -140,10 +142,11 @@ def simulate(
         apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
         absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
-        meter = Meter(absent, 1 if device_type == "cpu" else _SECTOR)
+        host = device_type == "cpu"
+        meter = Meter(absent, 1 if host else _SECTOR, gloo=host and world_size > 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
-                with meter.running():
+                with meter.running(), _silent():
                     state = _run(model, cfg, meter, device_type)
             except ToolkitError:
                 raise
@@ -292,6 +295,19 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of this rank's parts of `tensors`."""
     parts = [local_tensor(t.detach()) for t in tensors]
     return sum(p.numel() * p.element_size() for p in parts)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep back what torch logs of an operation without values: the error itself is told."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        log.setLevel(before)
 
 
 @contextlib.contextmanager
