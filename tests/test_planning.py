@@ -31,7 +31,7 @@ from toolkit.planning.devices import KNOWN, device_of
 from toolkit.planning.simulation import Config, State, local_bytes, simulate, state_of
 from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.training import build_optimizer, train_step
-from toolkit.training.model_flops import training_flops
+from toolkit.training.metrics import training_flops
 
 VOCABULARY, LENGTH, ROWS = 2000, 128, 4
 # Ten architectures: dense, tied, capped, experts, states. No number of ranks divides their rows.
@@ -188,7 +188,7 @@ FULL = "--sharding.activation_checkpointing=full"
 # Name -> (architecture, ranks, flags).
 PEAKS: dict[str, tuple[str, int, list[str]]] = {
     "llama": ("llama", 2, []),
-    "llama recomputed, bf16": ("llama", 1, [FULL, "--sharding.param_dtype", "bfloat16"]),
+    "llama recomputed": ("llama", 2, [FULL]),
     "qwen2 accumulated": (
         "qwen2",
         2,
