@@ -716,7 +716,8 @@ one plain unsharded process, in fp32. Written by `make architectures`.
 
 - {len(even)} types: **{len(good)} pass every check**; what is not bit for bit differs by at most
   {worst:.0e} of a tensor's largest value ({TOLERANCE:.0e} is allowed), but for {len(near)} types
-  that one process in fp32 has no nearer to fp64 (within a factor of two; their distance from it is shown)
+  that one process in fp32 has no nearer to fp64 (within a factor of two; their distance from
+  it is shown)
 {listed}- uneven sizes on 3 ranks: {odd} of {len(uneven)} types pass
 - {machine}, {seconds:.0f} s in all; {versions}
 - command: `python tests/architectures.py --write docs/architectures.md`
