@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(command)
     _add_export_commands(command)
     _add_inspect(command)
+    _add_report(command)
     add = command(
         _push,
         "publish an export on the Hugging Face Hub",
@@ -150,6 +151,26 @@ def _add_inspect(command: Callable) -> None:
         help="with --plan: number of processes (default: dp_replicate x dp_shard of the config)",
     )
     add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_report(command: Callable) -> None:
+    add = command(
+        _report,
+        "draw what runs logged: one page for a browser and one picture",
+        "Write report.html, one file that needs no network, and report.png of one or several runs: "
+        "loss, learning rate, gradient norm, throughput, memory; settings, versions, answers.",
+    )
+    add("runs", metavar="RUN", nargs="+", help="output_dir of a run; several are overlaid")
+    add("--output", metavar="DIR", help="folder to write into (default: the first RUN)")
+    add("--follow", action="store_true", help="write again and again until the runs are done")
+    seconds = "with --follow: SECONDS between two writings (default: %(default)s)"
+    add("--every", type=_seconds, default=15.0, metavar="SECONDS", help=seconds)
+
+
+def _seconds(text: str) -> float:
+    if not 0.1 <= (value := float(text)) <= 86400:
+        raise ValueError(text)
+    return value
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -296,6 +317,18 @@ def _inspect(args: argparse.Namespace) -> int:
     print(json.dumps(found) if args.json else render(found), flush=True)
     if args.data is not None and not args.json:
         print(f"\npacking {found['packing']}: {found['why']}", flush=True)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from toolkit.report import follow, write_report
+
+    if args.follow:
+        print("following the runs; Ctrl-C ends it", flush=True)
+        page, picture, notes = follow(args.runs, args.output, args.every)
+    else:
+        page, picture, notes = write_report(args.runs, args.output)
+    print(*(f"note: {note}" for note in notes), page, picture, sep="\n")
     return 0
 
 

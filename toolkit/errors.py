@@ -122,3 +122,7 @@ class ExportError(ToolkitError):
 
 class HubError(ToolkitError):
     """The Hub cannot be reached, or refuses; the message says what to do and holds no secret."""
+
+
+class ReportError(ToolkitError):
+    """A report cannot be written: no run's folder, or a package is missing."""

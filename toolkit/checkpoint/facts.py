@@ -1,21 +1,18 @@
 """Facts of a run for its export and model card: no secret, no path of a machine."""
 
-import importlib.metadata
 import math
-import platform
 import re
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__
 from toolkit.checkpoint.commit import CHECKPOINTS, step_name
 from toolkit.checkpoint.run_folder import CONFIG, plain_config
 from toolkit.checkpoint.store import read_object
 from toolkit.errors import ConfigError, is_secret_name, scrub
 from toolkit.formats.metrics_file import METRICS, read_metrics
 from toolkit.parsing import parse_yaml
+from toolkit.training.starts import versions
 
-_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 _SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "seed")
 # Settings that may hold a path, or words of the user's own.
 _PATHS = (
@@ -48,11 +45,7 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
         "data": _data(config.get("data") or {}, finetuned="lora" in config),
         "hyperparameters": _settings(config),
         "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
-        "versions": {
-            "toolkit": __version__,
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in _PACKAGES},
-        },
+        "versions": versions(),
         "steps": final.get("step"),
         "tokens": final.get("tokens"),
         **_batch(run, step),

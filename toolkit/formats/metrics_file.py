@@ -1,4 +1,4 @@
-"""The files of JSON lines of a run (`metrics.jsonl`, generations): read, and cut at a step."""
+"""The files of JSON lines of a run (metrics, generations, starts): read, and cut at a step."""
 
 import json
 import os
@@ -10,25 +10,28 @@ from toolkit.errors import CheckpointError
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"  # answers to `train.eval_prompts`, a line each
+STARTS = "starts.jsonl"  # machines, versions and layout of each start
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
-    return _read_lines(Path(run_dir) / METRICS)
+    return read_lines(Path(run_dir) / METRICS)
 
 
 def keep_until(file: Path, step: int) -> None:
     """Drop the lines after `step` of a file of JSON lines: the resumed run writes them again."""
     if not file.is_file():
         return
-    kept = [line for line in _read_lines(file) if line["step"] <= step]
+    kept = [line for line in read_lines(file) if line["step"] <= step]
     temporary = file.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
     os.replace(temporary, file)
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines; CheckpointError for one that has no step."""
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, none where there is no file; a last line cut off
+    by a kill is left out. CheckpointError: another line is no object with a step.
+    """
     texts = file.read_text("utf-8").splitlines() if file.is_file() else []
     lines = []
     for number, text in enumerate(texts, start=1):

@@ -30,6 +30,7 @@ from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
+from toolkit.training.starts import record_start
 from toolkit.training.step import EvalSets, evaluate
 from toolkit.training.trackers import Trackers
 
@@ -219,7 +220,7 @@ def begin(
     shards, auto_line = mesh_shape(run.world_size, cfg.sharding)[1], vars(model)["auto_line"]
     if not packed_weights(model).keys().isdisjoint(plan_of(model).replicated):
         shards = 1
-    run.say(
+    opening = [
         f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe(model, shards),
@@ -227,11 +228,14 @@ def begin(
         f"dtypes     {ledger_line(model, cfg.sharding, state_dtypes(state.optimizer))}",
         auto_line and f"auto       {auto_line}",
         *data.lines(),
-    )
-    if state.step == 0:
-        run.say(ranks.on_main(data.report))
+    ]
+    run.say(*opening)
+    supervision: str = ranks.on_main(data.report) if state.step == 0 else ""
+    run.say(supervision)
     if state.step >= data.max_steps:
         run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
+    else:
+        record_start(folder, run, state.step, data.max_steps, opening, supervision)
     reading = data.position
     trackers = _trackers(cfg, run, folder, model, data, state)
     metrics = Metrics(

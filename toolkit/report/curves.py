@@ -1,0 +1,89 @@
+"""What is drawn of runs, as numbers: panels with curves over steps, for any plotting library."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.report.runs import RunRecord, number
+
+# Of runs, in their order; a second hue for the evaluations of a run that stands alone.
+COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#0891b2", "#db2777")
+_SMOOTHED = 30  # the width of the smoothing window is this part of the logged steps
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over steps: as logged, smoothed, or of evaluations. None is a gap."""
+
+    run: int
+    name: str
+    kind: Literal["logged", "smoothed", "evaluation"]
+    steps: list[int]
+    values: list[float | int | None]
+    colour: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share axes."""
+
+    key: str
+    title: str
+    tick_format: str  # of d3, as plotly takes it
+    unit: str
+    curves: list[Curve]
+
+
+_PANELS = (
+    ("loss", "Loss", ".4~g", ""),
+    ("learning_rate", "Learning rate", ".3~g", ""),
+    ("grad_norm", "Gradient norm, before clipping", ".3~g", ""),
+    ("tokens_per_second", "Throughput, tokens/s", ".3~s", ""),
+    ("mfu", "Model FLOPs utilisation", ".1%", ""),
+    ("memory_peak_bytes", "Peak memory of rank 0", ".3~s", "B"),
+)
+
+
+def panels(runs: list[RunRecord]) -> list[Panel]:
+    """Return a panel for each quantity that one of the runs logged."""
+    found = []
+    for key, title, tick_format, unit in _PANELS:
+        curves = [curve for i, run in enumerate(runs) for curve in _curves(i, run, key, len(runs))]
+        if curves:
+            found.append(Panel(key, title, tick_format, unit, curves))
+    return found
+
+
+def smoothed(values: list[float | int | None]) -> list[float | int | None]:
+    """Return the exponential moving average of `values`, corrected for its start at zero as in
+    Adam (Kingma and Ba 2015, section 3); gaps stay gaps and count for nothing.
+    """
+    keep = 1 - 2 / (max(3.0, len(values) / _SMOOTHED) + 1)
+    total, weight = 0.0, 0.0
+    found: list[float | int | None] = []
+    for value in values:
+        if value is not None:
+            total, weight = keep * total + value, keep * weight + 1
+        found.append(None if value is None else total / weight)
+    return found
+
+
+def _curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
+    colour, prefix = COLOURS[index % len(COLOURS)], f"{run.name}: " if runs > 1 else ""
+    steps, values = _logged(run, key)
+    if not steps:
+        return
+    yield Curve(index, f"{prefix}{key}", "logged", steps, values, colour)
+    if key != "loss":
+        return
+    yield Curve(index, f"{prefix}{key}, smoothed", "smoothed", steps, smoothed(values), colour)
+    named = dict.fromkeys(key for line in run.lines for key in line)
+    evaluations = [name for name in named if name.startswith("eval_") and name.endswith("_loss")]
+    for i, name in enumerate(evaluations):
+        own = colour if runs > 1 else COLOURS[(i + 1) % len(COLOURS)]
+        yield Curve(index, f"{prefix}{name}", "evaluation", *_logged(run, name), own)
+
+
+def _logged(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:
+    lines = [line for line in run.lines if key in line]
+    return [line["step"] for line in lines], [number(line, key) for line in lines]

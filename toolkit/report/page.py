@@ -1,0 +1,121 @@
+"""The page: curves drawn by plotly, whose JavaScript it carries, tables around them."""
+
+import json
+import time
+from typing import Any
+
+from toolkit import __version__
+from toolkit.report import tables
+from toolkit.report.curves import COLOURS, Curve, Panel, panels
+from toolkit.report.runs import RunRecord
+
+_GRID = "rgba(128, 128, 128, 0.22)"
+_MARK = "rgba(128, 128, 128, 0.9)"
+_LINES = {
+    "logged": {"mode": "lines", "line": {"width": 1.2}},
+    "smoothed": {"mode": "lines", "line": {"width": 2.2}},
+    "evaluation": {
+        "mode": "lines+markers",
+        "line": {"width": 1, "dash": "dot"},
+        "marker": {"size": 7},
+    },
+}
+
+
+def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
+    """Return the page of `runs`, which needs no network; it reloads itself every so often."""
+    from jinja2 import Environment, PackageLoader
+    from plotly.offline import get_plotlyjs
+
+    settings, unknown = tables.settings(runs)
+    figures = [{"id": panel.key, **_figure(panel, runs)} for panel in panels(runs)]
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.loader = PackageLoader("toolkit.report", ".")
+    return environment.get_template("page.html.jinja").render(
+        title=", ".join(run.name for run in runs),
+        runs=runs,
+        colours=COLOURS,
+        notes=[f"{run.name}: {note}" for run in runs for note in run.notes] + unknown,
+        overview=tables.overview(runs),
+        panels=panels(runs),
+        settings=settings,
+        starts=tables.starts(runs),
+        openings=[(run.name, tables.openings(run)) for run in runs],
+        answers=tables.answers(runs),
+        figures=_inside_script(figures),
+        plotly=get_plotlyjs() if figures else "",
+        reload_seconds=reload_seconds,
+        written=time.strftime("%Y-%m-%d %H:%M:%S"),
+        version=__version__,
+    )
+
+
+def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
+    """Return traces and layout as plotly.js takes them, checked by plotly's own classes."""
+    from plotly.graph_objects import Figure
+
+    axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID}
+    figure = Figure(
+        data=[_trace(panel, curve) for curve in panel.curves] + _marks(runs),
+        layout={
+            "template": "none",
+            "paper_bgcolor": "rgba(0, 0, 0, 0)",
+            "plot_bgcolor": "rgba(0, 0, 0, 0)",
+            "margin": {"l": 56, "r": 12, "t": 8, "b": 36},
+            "height": 420 if panel.key == "loss" else 260,
+            "hovermode": "x unified",
+            "showlegend": panel.key == "loss",
+            "legend": {"orientation": "h", "y": -0.16, "yanchor": "top", "x": 0},
+            "xaxis": {**axis, "hoverformat": ",d", "tickformat": "~s", "rangemode": "tozero"},
+            "yaxis": {**axis, "tickformat": panel.tick_format, "ticksuffix": panel.unit},
+            # Marks stand on an axis of their own, whatever the values are.
+            "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+        },
+    )
+    return json.loads(figure.to_json())
+
+
+def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
+    style = _LINES[curve.kind]
+    few = sum(value is not None for value in curve.values) < 3  # a line needs two points
+    behind = panel.key == "loss" and curve.kind == "logged"
+    return {
+        "type": "scatter",
+        "name": curve.name,
+        "x": curve.steps,
+        "y": curve.values,
+        "meta": curve.kind,
+        "mode": "lines+markers" if few else style["mode"],
+        "line": {**style["line"], "color": curve.colour},
+        "marker": style.get("marker", {}),
+        "opacity": 0.45 if behind else 1,
+        "hovertemplate": f"%{{y:{panel.tick_format}}}{panel.unit}",
+    }
+
+
+def _marks(runs: list[RunRecord]) -> list[dict[str, Any]]:
+    """Return traces of checkpoints (triangles at the foot) and restarts (lines from foot to top)."""
+    found = []
+    for i, run in enumerate(runs):
+        colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else _MARK
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        mark = {"type": "scatter", "yaxis": "y2", "hovertemplate": "after step %{x:,d}"}
+        if run.checkpoints:
+            symbol = {"symbol": "triangle-up", "size": 9, "color": colour}
+            found.append(
+                {**mark, "name": f"{prefix}checkpoint", "meta": "checkpoint", "mode": "markers"}
+                | {"x": run.checkpoints, "y": [0.015] * len(run.checkpoints), "marker": symbol}
+            )
+        if run.restarts:
+            line = {"color": colour, "width": 1.5, "dash": "dash"}
+            found.append(
+                {**mark, "name": f"{prefix}restart", "meta": "restart", "mode": "lines"}
+                | {"x": [x for step in run.restarts for x in (step, step, None)], "line": line}
+                | {"y": [0, 1, None] * len(run.restarts)}
+            )
+    return found
+
+
+def _inside_script(value: Any) -> str:
+    """Return JSON in which no text can end the script element that it stands in."""
+    return json.dumps(value).replace("<", "\\u003c")

@@ -1,0 +1,103 @@
+"""What a run's folder says of the run; what is missing or odd there becomes a note, not an error."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.commit import committed_steps
+from toolkit.checkpoint.run_folder import CONFIG, plain_config
+from toolkit.checkpoint.store import where
+from toolkit.errors import ReportError
+from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, read_lines, read_metrics
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder shows it."""
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    lines: list[Line]  # of metrics.jsonl
+    starts: list[Line]
+    samples: list[Line]
+    checkpoints: list[int]  # steps of those that are committed and still there
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def restarts(self) -> list[int]:
+        """Return the steps after which the run was resumed."""
+        return sorted({start["step"] for start in self.starts if start["step"] > 0})
+
+    @property
+    def last_step(self) -> int:
+        """Return the last logged step, 0 before the first."""
+        return self.lines[-1]["step"] if self.lines else 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the last start's number of steps is reached."""
+        most = self.starts[-1].get("max_steps") if self.starts else None
+        return isinstance(most, int) and 0 < most <= self.last_step
+
+
+def read_runs(folders: list[str]) -> list[RunRecord]:
+    """Return the runs of `folders`, named by their folders. ReportError: one is no run's folder;
+    CheckpointError: a file of JSON lines is damaged before its last line.
+    """
+    paths = [Path(folder).expanduser() for folder in folders]
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def number(line: Line, key: str) -> float | int | None:
+    """Return a finite number of a line, else None."""
+    value = line.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < float("inf") else None
+
+
+def _read(path: Path, name: str) -> RunRecord:
+    if not any((path / file).is_file() for file in (CONFIG, METRICS)):
+        expected = f"a run's folder, with {CONFIG} or {METRICS}"
+        raise ReportError(f"{path}: expected {expected}; give the output_dir of a run")
+    config, lines = plain_config(path), read_metrics(path)
+    notes = _odd_lines(path, lines)
+    if not config:
+        notes.append(f"{CONFIG} is missing or not readable: its settings are not shown")
+    return RunRecord(
+        name=name,
+        path=path,
+        config=config,
+        lines=lines,
+        starts=read_lines(path / STARTS),
+        samples=read_lines(path / SAMPLES),
+        checkpoints=_checkpoints(path, config),
+        notes=notes,
+    )
+
+
+def _odd_lines(path: Path, lines: list[Line]) -> list[str]:
+    if not lines:
+        return [f"no step is logged yet in {METRICS}"]
+    notes = []
+    written = len((path / METRICS).read_text("utf-8").splitlines())
+    if written > len(lines):
+        notes.append(f"the last line of {METRICS} is cut off and left out")
+    keys = dict.fromkeys(key for line in lines for key in line)
+    for key in keys:
+        bad = [line["step"] for line in lines if key in line and number(line, key) is None]
+        if bad:
+            many = f"{len(bad)} values are" if len(bad) > 1 else "1 value is"
+            notes.append(f"{key}: {many} not a finite number, first at step {bad[0]}: gaps there")
+    return notes
+
+
+def _checkpoints(path: Path, config: dict[str, Any]) -> list[int]:
+    section = config.get("checkpoint")
+    root = section.get("root") if isinstance(section, dict) else None
+    return sorted(committed_steps(where(root if isinstance(root, str) else path)))

@@ -1,0 +1,166 @@
+"""What stands beside the curves, as tables of texts: settings, starts, answers to prompts."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.config import FinetuneConfig, PretrainConfig, flat
+from toolkit.config.settings import FinetuneModelConfig, ModelConfig
+from toolkit.report.runs import RunRecord, number
+from toolkit.tables import size_text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts below a head; `marked` are the indices of rows that stand out."""
+
+    head: list[str]
+    rows: list[list[str]]
+    marked: frozenset[int] = frozenset()
+
+
+def overview(runs: list[RunRecord]) -> Table:
+    """Return a row for each run: how far it is, its last values."""
+    head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "peak memory", "logged"]
+    rows = []
+    for run in runs:
+        last = {k: v for line in run.lines for k, v in line.items() if number(line, k) is not None}
+        evaluated = [v for line in run.lines if (v := number(line, "eval_loss")) is not None]
+        most = run.starts[-1].get("max_steps") if run.starts else None
+        goal = f" of {most:,}" if isinstance(most, int) and most > 0 else ""
+        rate, memory, at = (last.get(k) for k in ("tokens_per_second", "memory_peak_bytes", "time"))
+        rows.append(
+            [
+                run.name,
+                f"{run.last_step:,}{goal}",
+                _value(last.get("loss"), ".4f"),
+                _value(min(evaluated, default=None), ".4f"),
+                _value(last.get("tokens"), ",d" if isinstance(last.get("tokens"), int) else ",.0f"),
+                _value(rate, ",.0f"),
+                size_text(int(memory)) if memory is not None else "-",
+                _time(at),
+            ]
+        )
+    return Table(head, rows)
+
+
+def settings(runs: list[RunRecord]) -> tuple[Table, list[str]]:
+    """Return the settings that are not the defaults, or not the same in all runs (marked); and what
+    is to be said of settings that this version does not know.
+    """
+    defaults = [_defaults(run.config) for run in runs]
+    given = [
+        _flattened(run.config, default) for run, default in zip(runs, defaults, strict=True)
+    ]
+    notes = []
+    for run, values, known in zip(runs, given, defaults, strict=True):
+        if unknown := [name for name in values if name not in known]:
+            what = "config.yaml has settings that this version does not know"
+            notes.append(f"{run.name}: {what}: {', '.join(unknown)}")
+    names = dict.fromkeys(name for values in given for name in values)
+    rows, marked = [], set()
+    for name in names:
+        default = next((known[name] for known in defaults if name in known), None)
+        values = [_shown(v[name]) if name in v else "" for v in given]
+        usual = all(
+            _shown(v[name]) == _shown(known.get(name, _Unknown))
+            for v, known in zip(given, defaults, strict=True)
+            if name in v
+        )
+        differ = len(runs) > 1 and len(set(values)) > 1
+        if differ:
+            marked.add(len(rows))
+        if differ or not usual:
+            rows.append([name, _shown(default), *values])
+    return Table(["setting", "default", *(run.name for run in runs)], rows, frozenset(marked)), notes
+
+
+def starts(runs: list[RunRecord]) -> Table:
+    """Return a row for each start of each run: when, where, with which versions."""
+    every = [(run, start) for run in runs for start in run.starts]
+    packages = dict.fromkeys(p for _, start in every for p in start.get("versions", {}))
+    head = ["run", "after step", "began", "processes", "device", "machines", *packages]
+    rows = [
+        [
+            run.name,
+            f"{start['step']:,}",
+            _time(start.get("time")),
+            str(start.get("world_size", "-")),
+            str(start.get("device", "-")),
+            ", ".join(map(str, start.get("hosts", []))),
+            *(str(start.get("versions", {}).get(package, "-")) for package in packages),
+        ]
+        for run, start in every
+    ]
+    return Table(head, rows)
+
+
+def answers(runs: list[RunRecord]) -> list[tuple[str, Table]]:
+    """Return each fixed prompt with its generated answers by step, a column for each run."""
+    prompts = dict.fromkeys(str(s.get("prompt")) for run in runs for s in run.samples)
+    holders = [run for run in runs if run.samples]
+    found = []
+    for prompt in prompts:
+        by_run = [
+            {s["step"]: str(s.get("answer")) for s in run.samples if str(s.get("prompt")) == prompt}
+            for run in holders
+        ]
+        steps = sorted({step for answered in by_run for step in answered})
+        rows = [[f"{step:,}", *(answered.get(step, "") for answered in by_run)] for step in steps]
+        found.append((prompt, Table(["step", *(run.name for run in holders)], rows)))
+    return found
+
+
+def openings(run: RunRecord) -> dict[str, str]:
+    """Return what the run printed of its model, units, dtypes and data at its last start, and of
+    its supervision at its first; without what was not recorded.
+    """
+    texts = {
+        "Model, units, dtypes, data": "\n".join(map(str, run.starts[-1].get("opening", [])))
+        if run.starts
+        else "",
+        "Supervision": next((s["supervision"] for s in run.starts if s.get("supervision")), ""),
+    }
+    # Learned text is green where the run wrote to a terminal, in [[...]] elsewhere.
+    plain = {k: v.replace("\x1b[1;32m", "[[").replace("\x1b[0m", "]]") for k, v in texts.items()}
+    return {title: text for title, text in plain.items() if text}
+
+
+class _Unknown:
+    """The default of a setting that this version does not know."""
+
+
+def _defaults(config: dict[str, Any]) -> dict[str, Any]:
+    finetuned = "lora" in config
+    cfg: Any = (
+        FinetuneConfig(FinetuneModelConfig("-")) if finetuned else PretrainConfig(ModelConfig("-"))
+    )
+    return flat(cfg) | {"model.name_or_path": None}
+
+
+def _flattened(config: dict[str, Any], known: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted name -> value; a mapping that is the value of a known setting stays whole."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in known:
+            found |= _flattened(value, known, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _time(seconds: Any) -> str:
+    if not isinstance(seconds, int | float):
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
