@@ -8,14 +8,13 @@ from toolkit.report.runs import RunRecord, number
 
 # Of runs, in their order; a second hue for the evaluations of a run that stands alone.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#0891b2", "#db2777")
-_SMOOTHED = 30  # the width of the smoothing window is this part of the logged steps
+_WINDOWS = 25  # of smoothing, as wide as a part of the logged steps
 
 
 @dataclass(frozen=True)
 class Curve:
     """Values over steps: as logged, smoothed, or of evaluations. None is a gap."""
 
-    run: int
     name: str
     kind: Literal["logged", "smoothed", "evaluation"]
     steps: list[int]
@@ -58,7 +57,7 @@ def smoothed(values: list[float | int | None]) -> list[float | int | None]:
     """Return the exponential moving average of `values`, corrected for its start at zero as in
     Adam (Kingma and Ba 2015, section 3); gaps stay gaps and count for nothing.
     """
-    keep = 1 - 2 / (max(3.0, len(values) / _SMOOTHED) + 1)
+    keep = 1 - 2 / (max(5.0, len(values) / _WINDOWS) + 1)
     total, weight = 0.0, 0.0
     found: list[float | int | None] = []
     for value in values:
@@ -69,19 +68,19 @@ def smoothed(values: list[float | int | None]) -> list[float | int | None]:
 
 
 def _curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
-    colour, prefix = COLOURS[index % len(COLOURS)], f"{run.name}: " if runs > 1 else ""
+    colour, prefix = COLOURS[index % len(COLOURS)], run.label(runs)
     steps, values = _logged(run, key)
     if not steps:
         return
-    yield Curve(index, f"{prefix}{key}", "logged", steps, values, colour)
+    yield Curve(f"{prefix}{key}", "logged", steps, values, colour)
     if key != "loss":
         return
-    yield Curve(index, f"{prefix}{key}, smoothed", "smoothed", steps, smoothed(values), colour)
+    yield Curve(f"{prefix}{key}, smoothed", "smoothed", steps, smoothed(values), colour)
     named = dict.fromkeys(key for line in run.lines for key in line)
     evaluations = [name for name in named if name.startswith("eval_") and name.endswith("_loss")]
     for i, name in enumerate(evaluations):
         own = colour if runs > 1 else COLOURS[(i + 1) % len(COLOURS)]
-        yield Curve(index, f"{prefix}{name}", "evaluation", *_logged(run, name), own)
+        yield Curve(f"{prefix}{name}", "evaluation", *_logged(run, name), own)
 
 
 def _logged(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:

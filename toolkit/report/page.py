@@ -11,14 +11,10 @@ from toolkit.report.runs import RunRecord
 
 _GRID = "rgba(128, 128, 128, 0.22)"
 _MARK = "rgba(128, 128, 128, 0.9)"
-_LINES = {
-    "logged": {"mode": "lines", "line": {"width": 1.2}},
-    "smoothed": {"mode": "lines", "line": {"width": 2.2}},
-    "evaluation": {
-        "mode": "lines+markers",
-        "line": {"width": 1, "dash": "dot"},
-        "marker": {"size": 7},
-    },
+_STYLES: dict[str, dict[str, Any]] = {
+    "logged": {"line": {"width": 1.2}},
+    "smoothed": {"line": {"width": 2.2}},
+    "evaluation": {"line": {"width": 1, "dash": "dot"}, "marker": {"size": 7}},
 }
 
 
@@ -65,7 +61,7 @@ def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
             "height": 420 if panel.key == "loss" else 260,
             "hovermode": "x unified",
             "showlegend": panel.key == "loss",
-            "legend": {"orientation": "h", "y": -0.16, "yanchor": "top", "x": 0},
+            "legend": {"orientation": "h", "y": -0.1, "yanchor": "top", "x": 0},
             "xaxis": {**axis, "hoverformat": ",d", "tickformat": "~s", "rangemode": "tozero"},
             "yaxis": {**axis, "tickformat": panel.tick_format, "ticksuffix": panel.unit},
             # Marks stand on an axis of their own, whatever the values are.
@@ -76,7 +72,7 @@ def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
 
 
 def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
-    style = _LINES[curve.kind]
+    style = _STYLES[curve.kind]
     few = sum(value is not None for value in curve.values) < 3  # a line needs two points
     behind = panel.key == "loss" and curve.kind == "logged"
     return {
@@ -85,34 +81,31 @@ def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
         "x": curve.steps,
         "y": curve.values,
         "meta": curve.kind,
-        "mode": "lines+markers" if few else style["mode"],
-        "line": {**style["line"], "color": curve.colour},
-        "marker": style.get("marker", {}),
+        "mode": "lines+markers" if few or "marker" in style else "lines",
         "opacity": 0.45 if behind else 1,
         "hovertemplate": f"%{{y:{panel.tick_format}}}{panel.unit}",
+        **style,
+        "line": {**style["line"], "color": curve.colour},
     }
 
 
 def _marks(runs: list[RunRecord]) -> list[dict[str, Any]]:
-    """Return traces of checkpoints (triangles at the foot) and restarts (lines from foot to top)."""
-    found = []
+    """Return traces of checkpoints (triangles at the foot) and restarts (dashed, foot to top)."""
+    found: list[dict[str, Any]] = []
     for i, run in enumerate(runs):
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else _MARK
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        mark = {"type": "scatter", "yaxis": "y2", "hovertemplate": "after step %{x:,d}"}
-        if run.checkpoints:
+
+        def mark(kind: str, name: str = run.label(len(runs)), **drawn: Any) -> None:
+            hover = {"yaxis": "y2", "hovertemplate": "after step %{x:,d}"}
+            found.append({"type": "scatter", "name": name + kind, "meta": kind, **hover, **drawn})
+
+        if steps := run.checkpoints:
             symbol = {"symbol": "triangle-up", "size": 9, "color": colour}
-            found.append(
-                {**mark, "name": f"{prefix}checkpoint", "meta": "checkpoint", "mode": "markers"}
-                | {"x": run.checkpoints, "y": [0.015] * len(run.checkpoints), "marker": symbol}
-            )
-        if run.restarts:
+            mark("checkpoint", mode="markers", marker=symbol, x=steps, y=[0.015] * len(steps))
+        if steps := run.restarts:
             line = {"color": colour, "width": 1.5, "dash": "dash"}
-            found.append(
-                {**mark, "name": f"{prefix}restart", "meta": "restart", "mode": "lines"}
-                | {"x": [x for step in run.restarts for x in (step, step, None)], "line": line}
-                | {"y": [0, 1, None] * len(run.restarts)}
-            )
+            ends = [end for step in steps for end in (step, step, None)]
+            mark("restart", mode="lines", line=line, x=ends, y=[0, 1, None] * len(steps))
     return found
 
 

@@ -27,9 +27,8 @@ def draw(runs: list[RunRecord], file: Any) -> None:
     if not found:
         first.text(0.5, 0.5, "no step is logged yet", ha="center", transform=first.transAxes)
     for panel in found:
-        place = others.index(panel) if panel in others else None
-        wide = place is None
-        axes = first if wide else figure.add_subplot(grid[1 + place // 2, place % 2])
+        place = others.index(panel) if panel in others else -1
+        axes = first if place < 0 else figure.add_subplot(grid[1 + place // 2, place % 2])
         _panel(axes, panel, runs)
     if found and found[0].key == "loss":
         first.legend(fontsize=8, ncols=2)
@@ -47,12 +46,13 @@ def _panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
         axes.plot(curve.steps, values, **style)
     for i, run in enumerate(runs):
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else "0.45"
-        foot = {"transform": axes.get_xaxis_transform(), "color": colour}
-        if run.checkpoints:
-            heights = [0.02] * len(run.checkpoints)
-            axes.plot(run.checkpoints, heights, "^", markersize=5, label="checkpoint", **foot)
+        name = run.label(len(runs))
+        foot: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "color": colour}
+        if steps := run.checkpoints:
+            foot |= {"markersize": 5, "label": f"{name}checkpoint"}
+            axes.plot(steps, [0.02] * len(steps), "^", **foot)
         for number, step in enumerate(run.restarts):
-            label = "restart" if number == 0 else None
+            label = f"{name}restart" if number == 0 else None
             axes.axvline(step, color=colour, linestyle="--", linewidth=1, label=label)
     if panel.tick_format.endswith("s"):
         axes.yaxis.set_major_formatter(EngFormatter(unit=panel.unit))

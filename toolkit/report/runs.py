@@ -1,5 +1,6 @@
-"""What a run's folder says of the run; what is missing or odd there becomes a note, not an error."""
+"""What a run's folder says of the run; what is missing or odd there becomes a note."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ class RunRecord:
         """Return the last logged step, 0 before the first."""
         return self.lines[-1]["step"] if self.lines else 0
 
+    def label(self, runs: int) -> str:
+        """Return what stands before the name of a curve among those of so many runs."""
+        return f"{self.name}: " if runs > 1 else ""
+
     @property
     def done(self) -> bool:
         """Whether the last start's number of steps is reached."""
@@ -57,8 +62,9 @@ def read_runs(folders: list[str]) -> list[RunRecord]:
 def number(line: Line, key: str) -> float | int | None:
     """Return a finite number of a line, else None."""
     value = line.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < float("inf") else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _read(path: Path, name: str) -> RunRecord:
@@ -69,12 +75,15 @@ def _read(path: Path, name: str) -> RunRecord:
     notes = _odd_lines(path, lines)
     if not config:
         notes.append(f"{CONFIG} is missing or not readable: its settings are not shown")
+    starts = read_lines(path / STARTS)
+    if lines and not starts:
+        notes.append(f"{STARTS} is missing: restarts, machines, versions and dtypes are not shown")
     return RunRecord(
         name=name,
         path=path,
         config=config,
         lines=lines,
-        starts=read_lines(path / STARTS),
+        starts=starts,
         samples=read_lines(path / SAMPLES),
         checkpoints=_checkpoints(path, config),
         notes=notes,

@@ -21,7 +21,16 @@ class Table:
 
 def overview(runs: list[RunRecord]) -> Table:
     """Return a row for each run: how far it is, its last values."""
-    head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "peak memory", "logged"]
+    head = [
+        "run",
+        "step",
+        "loss",
+        "best eval_loss",
+        "tokens",
+        "tokens/s",
+        "memory",
+        "last line",
+    ]
     rows = []
     for run in runs:
         last = {k: v for line in run.lines for k, v in line.items() if number(line, k) is not None}
@@ -48,31 +57,24 @@ def settings(runs: list[RunRecord]) -> tuple[Table, list[str]]:
     """Return the settings that are not the defaults, or not the same in all runs (marked); and what
     is to be said of settings that this version does not know.
     """
-    defaults = [_defaults(run.config) for run in runs]
-    given = [
-        _flattened(run.config, default) for run, default in zip(runs, defaults, strict=True)
-    ]
+    both = [(known := _defaults(run.config), _flattened(run.config, known)) for run in runs]
     notes = []
-    for run, values, known in zip(runs, given, defaults, strict=True):
+    for run, (known, values) in zip(runs, both, strict=True):
         if unknown := [name for name in values if name not in known]:
             what = "config.yaml has settings that this version does not know"
             notes.append(f"{run.name}: {what}: {', '.join(unknown)}")
-    names = dict.fromkeys(name for values in given for name in values)
-    rows, marked = [], set()
-    for name in names:
-        default = next((known[name] for known in defaults if name in known), None)
-        values = [_shown(v[name]) if name in v else "" for v in given]
-        usual = all(
-            _shown(v[name]) == _shown(known.get(name, _Unknown))
-            for v, known in zip(given, defaults, strict=True)
-            if name in v
-        )
-        differ = len(runs) > 1 and len(set(values)) > 1
-        if differ:
+    rows: list[list[str]] = []
+    marked = set()
+    for name in dict.fromkeys(name for _, values in both for name in values):
+        default = next((known[name] for known, _ in both if name in known), None)
+        shown = [_shown(values[name]) if name in values else "" for _, values in both]
+        if len(set(shown)) > 1:
             marked.add(len(rows))
-        if differ or not usual:
-            rows.append([name, _shown(default), *values])
-    return Table(["setting", "default", *(run.name for run in runs)], rows, frozenset(marked)), notes
+        elif all(name in known and _shown(known[name]) == shown[0] for known, _ in both):
+            continue
+        rows.append([name, _shown(default), *shown])
+    head = ["setting", "default", *(run.name for run in runs)]
+    return Table(head, rows, frozenset(marked)), notes
 
 
 def starts(runs: list[RunRecord]) -> Table:
@@ -124,10 +126,6 @@ def openings(run: RunRecord) -> dict[str, str]:
     # Learned text is green where the run wrote to a terminal, in [[...]] elsewhere.
     plain = {k: v.replace("\x1b[1;32m", "[[").replace("\x1b[0m", "]]") for k, v in texts.items()}
     return {title: text for title, text in plain.items() if text}
-
-
-class _Unknown:
-    """The default of a setting that this version does not know."""
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:

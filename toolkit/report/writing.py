@@ -18,8 +18,9 @@ def write_report(folders: list[str], output: str | None = None) -> tuple[Path, P
     """Write the report of one or several runs' folders; return the page, the picture and the notes
     on what is missing or odd in the folders.
 
-    It goes to `output`, a folder, made where there is none, or to the first run's. Costs the reading
-    of the runs' text files and a second or two of drawing; the page has 5 MB, most of it plotly's.
+    It goes to `output`, a folder, made where there is none, or to the first run's. Costs
+    the reading of the runs' text files and a second or two of drawing; the page has 5 MB, most of
+    it plotly's JavaScript.
     ReportError: a package is missing, or a folder is no run's. CheckpointError: a damaged file.
     """
     _check_packages()

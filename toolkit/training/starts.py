@@ -1,4 +1,4 @@
-"""`starts.jsonl` of a run: a line for each of its starts, with its machines, versions and layout."""
+"""`starts.jsonl` of a run: a line for each of its starts: machines, versions, layout."""
 
 import importlib.metadata
 import json
