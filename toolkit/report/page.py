@@ -23,18 +23,16 @@ def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
     from jinja2 import Environment, PackageLoader
     from plotly.offline import get_plotlyjs
 
-    settings, unknown = tables.settings(runs)
     figures = [{"id": panel.key, **_figure(panel, runs)} for panel in panels(runs)]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.loader = PackageLoader("toolkit.report", ".")
     return environment.get_template("page.html.jinja").render(
         title=", ".join(run.name for run in runs),
-        runs=runs,
-        colours=COLOURS,
-        notes=[f"{run.name}: {note}" for run in runs for note in run.notes] + unknown,
+        several=len(runs) > 1,
+        notes=tables.notes(runs),
         overview=tables.overview(runs),
         panels=panels(runs),
-        settings=settings,
+        settings=tables.settings(runs),
         starts=tables.starts(runs),
         openings=[(run.name, tables.openings(run)) for run in runs],
         answers=tables.answers(runs),

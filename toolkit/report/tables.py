@@ -53,16 +53,21 @@ def overview(runs: list[RunRecord]) -> Table:
     return Table(head, rows)
 
 
-def settings(runs: list[RunRecord]) -> tuple[Table, list[str]]:
-    """Return the settings that are not the defaults, or not the same in all runs (marked); and what
-    is to be said of settings that this version does not know.
-    """
+def notes(runs: list[RunRecord]) -> list[str]:
+    """Return what is missing or odd in the runs' folders, a line each."""
+    found = []
+    for run in runs:
+        known = _defaults(run.config)
+        unknown = [name for name in _flattened(run.config, known) if name not in known]
+        what = "config.yaml has settings that this version does not know"
+        odd = [f"{what}: {', '.join(unknown)}"] if unknown else []
+        found += [f"{run.name}: {note}" for note in run.notes + odd]
+    return found
+
+
+def settings(runs: list[RunRecord]) -> Table:
+    """Return the settings that are not the defaults, or not the same in all runs (marked)."""
     both = [(known := _defaults(run.config), _flattened(run.config, known)) for run in runs]
-    notes = []
-    for run, (known, values) in zip(runs, both, strict=True):
-        if unknown := [name for name in values if name not in known]:
-            what = "config.yaml has settings that this version does not know"
-            notes.append(f"{run.name}: {what}: {', '.join(unknown)}")
     rows: list[list[str]] = []
     marked = set()
     for name in dict.fromkeys(name for _, values in both for name in values):
@@ -74,7 +79,7 @@ def settings(runs: list[RunRecord]) -> tuple[Table, list[str]]:
             continue
         rows.append([name, _shown(default), *shown])
     head = ["setting", "default", *(run.name for run in runs)]
-    return Table(head, rows, frozenset(marked)), notes
+    return Table(head, rows, frozenset(marked))
 
 
 def starts(runs: list[RunRecord]) -> Table:

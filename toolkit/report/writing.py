@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.checkpoint.store import replace_synced
 from toolkit.errors import ReportError
-from toolkit.report import page, picture
+from toolkit.report import page, picture, tables
 from toolkit.report.runs import RunRecord, read_runs
 
 HTML, PNG = "report.html", "report.png"
@@ -25,7 +25,7 @@ def write_report(folders: list[str], output: str | None = None) -> tuple[Path, P
     """
     _check_packages()
     runs = read_runs(folders)
-    return *_write(runs, output), [f"{run.name}: {note}" for run in runs for note in run.notes]
+    return *_write(runs, output), tables.notes(runs)
 
 
 def follow(folders: list[str], output: str | None, seconds: float) -> tuple[Path, Path, list[str]]:
