@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_help_and_version_do_not_import_torch() -> None:
-    for arguments in (["--help"], ["--version"], ["consolidate", "--help"], ["inspect"]):
+    for arguments in (["--help"], ["--version"], ["report", "--help"], ["inspect"]):
         script = (
             "import sys; from toolkit.cli import main; code = main(sys.argv[1:]); "
             "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); print(code, heavy)"

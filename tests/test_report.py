@@ -116,8 +116,10 @@ def test_tables_hold_settings_starts_ledger_and_units(run: Path) -> None:
         (4, 7, 2),
     ]
     assert starts[0]["versions"]["torch"] in page
-    assert re.search(r"dtypes +storage float32", page)
-    assert "model.layers.{0..1}" in page
+    opening = "\n".join(starts[-1]["opening"])
+    assert re.search(r"^dtypes +storage float32", opening, re.MULTILINE)
+    assert re.search(r"^model\.layers\.", opening, re.MULTILINE)  # units
+    assert f"<pre>{escape(opening, quote=False)}</pre>" in page
 
 
 def test_the_picture_is_a_png(run: Path) -> None:
