@@ -131,13 +131,14 @@ def test_the_picture_is_a_png(run: Path) -> None:
 
 
 def test_several_runs_are_overlaid(run: Path, tmp_path: Path) -> None:
-    other = made(tmp_path / "other", 3)
+    other = made(tmp_path / "other", 3, mfu=0.25)
     shutil.copy(run / "config.yaml", other)
     config = (run / "config.yaml").read_text("utf-8")
     (other / "config.yaml").write_text(config.replace("seed: 42", "seed: 7"), "utf-8")
     out = tmp_path / "out"
     assert cli.main(["report", str(run), str(other), "--output", str(out)]) == 0
     page = (out / "report.html").read_text("utf-8")
+    assert trace(figures(page)["mfu"], "other: mfu") == ([1, 2, 3], [0.25] * 3)
     drawn = figures(page)["loss"]
     assert trace(drawn, "run: loss")[0] == [*range(1, 8)]
     assert trace(drawn, "other: loss")[1] == [line["loss"] for line in read_metrics(other)]
@@ -157,7 +158,6 @@ def test_texts_are_escaped(run: Path, tmp_path: Path) -> None:
     assert page.count(str(escape(HARM, quote=False)).replace('"', "&#34;")) >= 4
     assert "<b>bold" not in page
     assert figures(page)["loss"]["data"][0]["name"] == "<b>bold: loss"
-    page_drawn_without_errors(harmful / "report.html") if CHROMIUM else None
 
 
 def test_answers_stand_by_prompt_and_step(run: Path) -> None:
@@ -297,6 +297,10 @@ def page_drawn_without_errors(page: Path) -> None:
 def test_chromium_draws_the_page_without_errors_or_requests(run: Path) -> None:
     page_of(run)
     page = run / "report.html"
+    page_drawn_without_errors(page)
+    answer = {"step": 2, "prompt": HARM, "answer": HARM}
+    (run / SAMPLES).write_text(json.dumps(answer) + "\n", "utf-8")
+    page_of(run)
     page_drawn_without_errors(page)
     # The page's own policy refuses requests, on the console; errors of scripts stand there too.
     text = page.read_text("utf-8")
