@@ -1,5 +1,6 @@
 """`toolkit report`: the page holds what the run logged, and nothing in a run's texts harms it."""
 
+import functools
 import json
 import math
 import random
@@ -313,7 +314,10 @@ def test_chromium_draws_the_page_without_errors_or_requests(run: Path) -> None:
 def test_ctrl_c_ends_following_with_a_last_page(run: Path) -> None:
     (run / STARTS).unlink()  # how many steps there will be is not known
     command = [sys.executable, "-m", "toolkit", "report", str(run), "--follow", "--every", "1"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    # A shell's background job, and what it starts, ignores a Ctrl-C.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": heard}
+    process = subprocess.Popen(command, cwd=ROOT, **options)
     page = run / "report.html"
     wait_for(lambda: (run / "report.png").is_file())
     process.send_signal(signal.SIGINT)
