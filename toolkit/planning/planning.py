@@ -4,7 +4,7 @@ from tqdm import tqdm
 
 from toolkit.planning.changes import Plan, layouts, make_plan, remedies
 from toolkit.planning.devices import Device
-from toolkit.planning.report import Report
+from toolkit.planning.report import PlanReport
 from toolkit.planning.simulation import Config, state_of
 from toolkit.sharding.unit_table import planned_ranks
 
@@ -16,7 +16,7 @@ def plan_run(
     memory: int | None = None,
     *,
     sweep: bool = False,
-) -> Report:
+) -> PlanReport:
     """Return the plan of a run on `device`; with `memory`, in bytes, what makes it fit.
 
     Seconds for each layout or change that is tried: one simulated step each. `sweep` compares
@@ -37,4 +37,4 @@ def plan_run(
         if memory is not None and not plan.fits(memory):
             found, failed = remedies(plan, device, memory, say)
         compared = layouts(plan, device, memory, say) if sweep else []
-    return Report(plan, last, device, memory, found, failed, compared)
+    return PlanReport(plan, last, device, memory, found, failed, compared)

@@ -17,7 +17,7 @@ _NAME = 40  # characters of a change in a line, of 80
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """What `toolkit plan` found."""
 
     plan: Plan
