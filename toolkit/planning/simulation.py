@@ -41,6 +41,7 @@ from toolkit.planning.meter import (
     Peak,
     Work,
 )
+from toolkit.sharding.accumulation import FROZEN_SHARE, WHOLE_GRADIENT
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, splits_ends
 from toolkit.sharding.unit_table import fake_world
 from toolkit.sharding.units import frozen_parameters
@@ -51,7 +52,6 @@ from toolkit.training.step import train_step
 
 Config = PretrainConfig | FinetuneConfig
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
-_FROZEN_SHARE, _GRADIENT_SHARE = 0.4, 0.25  # of the device, as `sharding.frozen` and `accumulation`
 
 
 class PlanningError(ToolkitError):
@@ -180,13 +180,13 @@ def _decided(
         more = sum(p.numel() * p.element_size() for p in frozen) * (1 - 1 / shards)
         compute = getattr(torch, own.param_dtype)
         alike = all(p.dtype == compute for p in frozen)
-        fits = memory is None or more <= _FROZEN_SHARE * memory
+        fits = memory is None or more <= FROZEN_SHARE * memory
         whole = bool(frozen) and alike and fits and not (host or own.cpu_offload)
         sharding = replace(sharding, frozen="replicated" if whole else "sharded")
     if own.accumulation == "auto":
         size = getattr(torch, own.reduce_dtype).itemsize
         gradient = sum(p.numel() for p in model.parameters() if p.requires_grad) * size
-        each = memory is not None and gradient > _GRADIENT_SHARE * memory
+        each = memory is not None and gradient > WHOLE_GRADIENT * memory
         sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
     return sharding
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 
-_WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
-_FROZEN = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
+WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
+FROZEN_SHARE = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
 _MARGIN = 0.1  # of the device: fragments, and what a later step needs more
 _MEASURED = 2  # steps: the first makes the optimizer's state at its end
 
@@ -78,7 +78,7 @@ class Accumulation:
     def _gradient_is_large(self, device: torch.device) -> bool:
         values = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         total = _memory(device)[1]
-        return values * self._reduce_size > _WHOLE_GRADIENT * min(ranks.gather(total))
+        return values * self._reduce_size > WHOLE_GRADIENT * min(ranks.gather(total))
 
     def _room(self, device: torch.device) -> float:
         """Return the bytes that would be free beside the gathered model."""
@@ -97,7 +97,7 @@ def frozen_fits(parameters: list[nn.Parameter], shards: int, device_type: str) -
     more = sum(p.numel() * p.element_size() for p in parameters) * (1 - 1 / shards)
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
     free = min(ranks.gather(_memory(torch.device(device_type, index))[0]))
-    return more <= _FROZEN * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
+    return more <= FROZEN_SHARE * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
 
 
 def accumulation_of(model: nn.Module) -> Accumulation | None:
