@@ -333,6 +333,10 @@ def test_a_switch_without_its_value_and_a_key_of_a_source(refusal) -> None:
             "data: {max_eval_samples: few}",
             "data.max_eval_samples must be an integer of at least 1 or empty, got few",
         ),
+        (
+            "optim: {lr_scheduler_kwargs: 3}",
+            "optim.lr_scheduler_kwargs must be a mapping from text to anything, got 3",
+        ),
         ("output_dir: 5", "output_dir must be text, got 5"),
         ("output_dir: null", "output_dir must be text, got nothing (null)"),
         ("train: 5", "is a section of settings, got 5"),

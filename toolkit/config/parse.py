@@ -74,7 +74,7 @@ def parse(
     for name, value in flat(cfg).items():
         kind = _check_path(cls, name, "")
         if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
-            raise ConfigError(f"{name} must be {_in_words(kind)}, got nothing (null)")
+            raise ConfigError(f"{name} must be {in_words(kind)}, got nothing (null)")
         _refuse_secret(str(value), name)
     return cfg
 
@@ -185,7 +185,7 @@ def _check_flags(cls: type, args: Sequence[str]) -> None:
                 _check_text(setting, kind, value)
             elif following.startswith("--"):
                 choice = " true" if bool in (kind, *typing.get_args(kind)) else ""
-                what = f"{flag} must be followed by its value, {_in_words(kind)}"
+                what = f"{flag} must be followed by its value, {in_words(kind)}"
                 raise ConfigError(what + (f": {flag}{choice}" if choice else ""))
 
 
@@ -202,7 +202,7 @@ def _check_text(setting: str, kind: Any, text: str) -> None:
     try:
         value = parse_yaml(text, setting, ConfigError)
     except ConfigError:
-        raise ConfigError(f"{setting} must be {_in_words(kind)}, got {text[:200]}") from None
+        raise ConfigError(f"{setting} must be {in_words(kind)}, got {text[:200]}") from None
     _check_items(value, kind, setting)
 
 
@@ -259,7 +259,7 @@ def _in_plain_words(cls: type, said: str) -> str:
         value = _VALUE.split(match[2])[-1]
         value = re.sub(r" (does not conform to|not an? (integer|number)$).*", "", value).strip("'")
         why = " (it needs loss scaling, which this training has not)" * (value == "float16")
-        expected = _in_words(_check_path(cls, match[1], ""))
+        expected = in_words(_check_path(cls, match[1], ""))
         return f"{match[1]} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
         flag = f"--{match[1].split(',')[0]} VALUE"
@@ -273,7 +273,7 @@ def _in_plain_words(cls: type, said: str) -> str:
     return said
 
 
-def _in_words(kind: Any) -> str:
+def in_words(kind: Any) -> str:
     """Return a type as a user would name it: `int | None` is "an integer or empty"."""
     names = WORDS | {
         int: "an integer",
@@ -281,6 +281,7 @@ def _in_words(kind: Any) -> str:
         bool: "true or false",
         str: "text",
         type(None): "empty",
+        Any: "anything",
     }
     inner = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
@@ -288,10 +289,10 @@ def _in_words(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return "a list"
     if typing.get_origin(kind) is dict:
-        return f"a mapping from text to {_in_words(inner[1])}"
+        return f"a mapping from text to {in_words(inner[1])}"
     if kind in names:
         return names[kind]
-    return f"{', '.join(map(_in_words, inner[:-1]))} or {_in_words(inner[-1])}"
+    return f"{', '.join(map(in_words, inner[:-1]))} or {in_words(inner[-1])}"
 
 
 def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:

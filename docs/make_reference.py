@@ -1,0 +1,133 @@
+"""Write docs/reference/: every setting, from the dataclasses, and every command, from its --help.
+
+    python docs/make_reference.py
+
+A test holds the files to what this would write.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import docstring_parser
+import yaml
+
+from toolkit import cli
+from toolkit.config.parse import flat, in_words
+from toolkit.config.settings import (
+    FinetuneConfig,
+    FinetuneModelConfig,
+    ModelConfig,
+    PretrainConfig,
+    SourceConfig,
+)
+
+HERE = Path(__file__).parent / "reference"
+SETTINGS = """# Settings
+
+Every setting of `toolkit train` (pretrain) and `toolkit finetune`, written by
+`docs/make_reference.py` from the dataclasses in `toolkit/config/`. A setting is given in the YAML
+file of `--config`, by section, or as a flag `--section.setting VALUE`, which wins. `--print_config`
+shows all values of a run. "Empty" is `null` in YAML. Where a default has two parts, the first is
+that of pretraining, the second that of fine-tuning.
+"""
+COMMANDS = """# Commands
+
+What `toolkit COMMAND --help` prints, collected by `docs/make_reference.py`. Exit codes: 0 done, 1
+failed with one line on stderr, 2 wrong usage or a wrong setting. `toolkit train` and
+`toolkit finetune` take all [settings](settings.md) as flags; with `TOOLKIT_TRACEBACK=1` in the
+environment they print the traceback of an error.
+"""
+REQUIRED = "required"
+
+
+def main() -> None:
+    HERE.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (HERE / name).write_text(text, "utf-8")
+
+
+def pages() -> dict[str, str]:
+    """Return file name -> text of the generated pages."""
+    return {"settings.md": settings_page(), "commands.md": commands_page()}
+
+
+def settings_page() -> str:
+    pretrain = flat(PretrainConfig(model=ModelConfig(REQUIRED)))
+    finetune = flat(FinetuneConfig(model=FinetuneModelConfig(REQUIRED)))
+    hints = typing.get_type_hints(FinetuneConfig)
+    lines = [SETTINGS]
+    for name, cls in hints.items():
+        if dataclasses.is_dataclass(cls):
+            lines += [f"## {name}\n", f"{in_markdown(cls.__doc__ or '')}\n"]
+            lines += [*table(cls, f"{name}.", pretrain, finetune), ""]
+        if name == "data":
+            item = flat(SourceConfig(), "data.sources[].")
+            lines.append("`data.sources` is a list; each of its entries has these settings:\n")
+            lines += [*table(SourceConfig, "data.sources[].", item, item), ""]
+    lines += ["## Top level\n", *table(FinetuneConfig, "", pretrain, finetune)]
+    return "\n".join(lines) + "\n"
+
+
+def table(cls: type, prefix: str, pretrain: dict, finetune: dict) -> Iterator[str]:
+    """Yield the rows of one section; `pretrain` and `finetune` hold all defaults."""
+    yield from ("| setting | recipe | value | default | meaning |", "|---|---|---|---|---|")
+    meanings = docs(cls)
+    for name, kind in typing.get_type_hints(cls).items():
+        full = prefix + name
+        if full in finetune:
+            recipe = "both" if full in pretrain else "finetune"
+            shown = [pretrain.get(full, finetune[full]), finetune[full]]
+            cells = [f"`{full}`", recipe, in_words(kind)]
+            cells += [" / ".join(dict.fromkeys(map(in_yaml, shown))), in_markdown(meanings[name])]
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def docs(cls: type) -> dict[str, str]:
+    """Return the sentence below each field, of the class or of the nearest one that it extends."""
+    out: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        found = docstring_parser.parse_from_object(base).params
+        out |= {p.arg_name: p.description for p in found if p.description}
+    return out
+
+
+def in_markdown(text: str) -> str:
+    paragraphs = re.split(r"\n\s*\n", text.strip())
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def in_yaml(value: Any) -> str:
+    if value is REQUIRED or value is None:
+        return "empty" if value is None else REQUIRED
+    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n")
+    return f"`{text.strip()}`"
+
+
+def commands_page() -> str:
+    overview = said("--help")
+    names = re.findall(r"^    (\w+)(?: |$)", overview, re.MULTILINE)
+    lines = [COMMANDS, "```text", overview, "```"]
+    for name in names:
+        # What follows a recipe's own help is its settings, which have a page of their own.
+        text = said(name, "--help").partition("\n\nusage: ")[0]
+        lines += ["", f"## toolkit {name}\n", "```text", text.rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def said(*arguments: str) -> str:
+    """Return what the command line prints, in lines of 100 characters."""
+    os.environ["COLUMNS"] = "100"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        cli.main(arguments)
+    return out.getvalue().rstrip()
+
+
+if __name__ == "__main__":
+    main()
