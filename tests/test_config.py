@@ -91,6 +91,11 @@ def test_flags_alone_are_enough() -> None:
     assert (cfg.model.name_or_path, cfg.seed) == ("here", 1)
 
 
+def test_no_settings_at_all() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name_or_path is required"):
+        config.parse(PretrainConfig, [])
+
+
 def test_the_default_file_is_read_where_no_other_is_named(tmp_path, parse) -> None:
     (tmp_path / "default.yaml").write_text("model: {name_or_path: default}\n")
     cfg = config.parse(PretrainConfig, ["--seed", "1"], tmp_path / "default.yaml")

@@ -108,7 +108,7 @@ def test_numbers(tokenizer):
         "mixed     weight 2, at most 3 passes",
         "left out  2 rows: empty assistant turn (a.jsonl line 7: no answer; a.jsonl line 9:",
         "left out  1 rows: not UTF-8",
-        "samples   1 of up to 64 tokens, 75.0% of their room is tokens",
+        "samples   1 of up to 64 tokens, 75.0% of the positions are tokens",
         "dropped   3 empty rows",
         "lengths   18 to 28 tokens, median 23, mean 23.0",
         "note      4 odd tokens",
@@ -212,7 +212,7 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
         "a: prompts and completions, in 'prompt' and 'completion'",
         "left out  1 rows: no supervised token within sequence_length (",
         f"left out  1 rows: empty completion ({tmp_path / 'a.jsonl'} line 5: expected text in",
-        "samples   1 of up to 64 tokens, 89.1% of their room is tokens",
+        "samples   1 of up to 64 tokens, 89.1% of the positions are tokens",
         "-- row 0 (counted from 0), 19 tokens, 1 part learned",
         "\nTwo and two? [[Four.</s>]]",
     ):

@@ -23,7 +23,7 @@ _SHOWN = 50  # lines of a long list, at its beginning and at its end
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (the process's own by default); return the exit code."""
     given = sys.argv[1:] if argv is None else argv
-    parser = _parser()
+    parser = make_parser()
     try:
         # What follows a recipe is settings, which argparse does not know.
         starts = given[:1] and given[0] in _RECIPE_OF
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="toolkit",
         description="Train; look into sharded checkpoints; turn them into Hugging Face folders.",

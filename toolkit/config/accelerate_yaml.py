@@ -98,7 +98,7 @@ def _precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
     _one_of("mixed_precision", asked, ("no", "bf16", "fp16", "fp8"))
     if asked == "fp16":
         raise LaunchError(
-            "mixed_precision fp16 needs loss scaling, which this training has not; set "
+            "mixed_precision fp16 needs loss scaling, which this toolkit does not implement; set "
             'mixed_precision: bf16 in the Accelerate YAML, or "no" for float32'
         )
     if asked == "fp8":

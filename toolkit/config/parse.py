@@ -170,7 +170,7 @@ def _read(file: Path) -> dict:
 
 def _check_flags(cls: type, args: Sequence[str]) -> None:
     kind, setting = None, ""
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+    for arg, following in zip(args, [*args, "--"][1:], strict=True):
         flag, equals, value = arg.partition("=")
         _refuse_secret(arg, flag if equals else "the command line")
         if not flag.startswith("--"):
@@ -258,7 +258,9 @@ def _in_plain_words(cls: type, said: str) -> str:
     if match := re.fullmatch(r'Parser key "([\w.]+)": (.*)', said):
         value = _VALUE.split(match[2])[-1]
         value = re.sub(r" (does not conform to|not an? (integer|number)$).*", "", value).strip("'")
-        why = " (it needs loss scaling, which this training has not)" * (value == "float16")
+        why = " (it needs loss scaling, which this toolkit does not implement)" * (
+            value == "float16"
+        )
         expected = in_words(_check_path(cls, match[1], ""))
         return f"{match[1]} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):

@@ -187,7 +187,7 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     if packed := source["packed"]:
         line = f"samples   {packed['samples']:,} of up to {sequence_length:,} tokens"
         if packed["density"] is not None:
-            line += f", {packed['density']:.1%} of their room is tokens"
+            line += f", {packed['density']:.1%} of the positions are tokens"
         yield line
         for what, count in packed["dropped"].items():
             if count:

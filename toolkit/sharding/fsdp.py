@@ -188,7 +188,9 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
 
 def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
     if {"float16"} & {cfg.param_dtype, cfg.reduce_dtype, *cfg.param_dtype_overrides.values()}:
-        raise ShardingError("float16 needs loss scaling, which this training has not; use bfloat16")
+        raise ShardingError(
+            "float16 needs loss scaling, which this toolkit does not implement; use bfloat16"
+        )
     parameters = dict(model.named_parameters())
     packed = packed_weights(model)
     for unit in plan.units:

@@ -26,7 +26,7 @@ class SourceSamples:
     name: str
     samples: int  # of a pass over it: packed ones, windows, or rows
     tokens: int  # in them, without padding
-    density: float | None  # share of their room that is tokens; None where batches decide on it
+    density: float | None  # share of the positions that hold tokens; None where batches decide
     dropped: dict[str, int]  # what is in no sample: `tokens` after the last window, `empty rows`
     cut: int  # rows of more than `sequence_length` tokens that became several samples or pieces
     held_out: int  # samples that were split off to evaluate on
@@ -75,7 +75,7 @@ class PreparedFeed(Feed):
             evals = len(self.eval_sets.get(part.name, ()))
             line = f"{part.samples:,} {self.shape}, to train on, {evals:,} to evaluate"
             if self.shape.packing == "bfd":
-                line += f"; {part.density:.1%} of them is tokens"
+                line += f"; {part.density:.1%} of the positions are tokens"
             dropped = [f"{n:,} {what}" for what, n in part.dropped.items() if n]
             line += f"; left over: {', '.join(dropped)}" if dropped else ""
             lines.append(f"{part.name}: {line}" if len(self.parts) > 1 else line)
