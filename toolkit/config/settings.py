@@ -360,6 +360,19 @@ class TrainConfig:
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None
     """Evaluate every so many steps and at the end; empty: at the end, where there is eval data."""
+    profile_steps: list[AtLeast1] = field(default_factory=list)
+    """First and last step to profile, such as `[10, 12]`: a trace of each rank and a table of where
+    the time went, in the folder `profile` of the run; empty: none. Few, since a trace has megabytes
+    a step; their times count for no rate."""
+    memory_snapshot: bool = False
+    """Record each allocation of a CUDA device with its Python stack, and write `profile/memory-*`
+    (for pytorch.org/memory_viz) after profile_steps, and where the memory runs out."""
+
+    def __post_init__(self) -> None:
+        steps = self.profile_steps
+        if steps and (len(steps) != 2 or steps[0] > steps[1]):
+            what = "expected the first and the last step, such as [10, 12]"
+            raise ConfigError(f"train.profile_steps: {what}, got {steps}")
 
 
 @dataclass(frozen=True)
@@ -381,6 +394,7 @@ class FinetuneTrainConfig(TrainConfig):
     """Tokens of an answer to eval_prompts at most."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.early_stopping_patience is not None and self.eval_steps is None:
             what = "train.early_stopping_patience needs train.eval_steps"
             raise ConfigError(f"{what}: it counts evaluations")

@@ -25,6 +25,7 @@ def prepare(*, deterministic: bool) -> None:
     if not any(name in os.environ for name in _ALLOCATOR):
         # Samples of many lengths, and what FSDP2 frees, else leave pieces that nothing fits in.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own lines, none of use here
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Not as a warning: the efficient attention kernel takes its deterministic way only so.

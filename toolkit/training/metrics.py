@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from toolkit import ranks
@@ -30,8 +31,10 @@ from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
+from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
 from toolkit.training.starts import record_start
 from toolkit.training.step import EvalSets, evaluate
+from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
 
 # Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
@@ -65,6 +68,8 @@ class Metrics:
         epochs_per_step: share of the data that a step reads, where that is known.
         trackers: are sent each line.
         flops_per_token: operations of forward and backward; see `training_flops`.
+        profiler: profiles some of the steps, whose times then count for no rate.
+        snapshot: file of GPU memory that is written when it has.
     """
 
     def __init__(
@@ -81,15 +86,19 @@ class Metrics:
         disable_tqdm: bool,
         epochs_per_step: float | None = None,
         trackers: Trackers | None = None,
+        profiler: StepProfiler | None = None,
+        snapshot: Path | None = None,
     ):
         self._file, self._main, self._device = run_dir / METRICS, ranks.rank() == 0, device
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._first, self._last, self._every = first_step, max_steps, logging_steps
         self._epochs_per_step, self._trackers = epochs_per_step, trackers
+        self._profiler, self._snapshot = profiler, snapshot
         self._tokens, self._pending = tokens, list[torch.Tensor]()
         self._bad: torch.Tensor | None = None
         self._began = self._since = time.perf_counter()
-        self._paused, self._steps = 0.0, 0
+        # Since the last step; seconds and number of steps since the last line.
+        self._paused, self._seconds, self._steps = 0.0, 0.0, 0
         self._paced: tuple[int, float] | None = None  # the first logged step, and when it ended
         self._first_loss: float | None = None
         self._last_line: dict[str, Any] = {}
@@ -109,11 +118,29 @@ class Metrics:
         self._pending.append(stats.tokens)
         bad = ~(torch.isfinite(stats.loss) & torch.isfinite(stats.grad_norm))
         self._bad = bad if self._bad is None else self._bad | bad
-        self._steps += 1
+        slowed = self._profiler is not None and self._profiler.slows(step)
+        if more or due(step, self._every) or step in (self._first + 1, self._last):
+            self.check_finite(step)  # waits for the device
+            self._take_time(counts=not slowed)
+            self._write(step, stats, learning_rate, more)
+        else:
+            self._take_time(counts=not slowed)
         self._bar.update(1)
-        if not (more or due(step, self._every) or step in (self._first + 1, self._last)):
-            return
-        self.check_finite(step)
+        if self._profiler is not None and self._profiler.end_step(step):
+            ranks.say(*self._profiler.write())
+            if self._snapshot is not None:
+                write_snapshot(self._snapshot)
+            self._since = time.perf_counter()
+
+    def _take_time(self, *, counts: bool) -> None:
+        """Add the time of the step that ends now to that of the steps which rates are made of."""
+        now = time.perf_counter()
+        if counts:
+            self._seconds += now - self._since - self._paused
+            self._steps += 1
+        self._since, self._paused = now, 0.0
+
+    def _write(self, step: int, stats: Any, learning_rate: float, more: dict[str, float]) -> None:
         line = self._line(step, stats, learning_rate) | more
         self._first_loss = line["loss"] if self._first_loss is None else self._first_loss
         self._last_line |= line
@@ -147,16 +174,21 @@ class Metrics:
             torch.accelerator.synchronize(self._device)  # steps under way are not part of the pause
         begun = time.perf_counter()
         try:
-            yield
+            with record_function(PAUSE):
+                yield
         finally:
             self._paused += time.perf_counter() - begun
 
     def close_bar(self) -> None:
-        """End the progress bar, where it has not ended yet."""
+        """End the progress bar and the profiler, where they have not ended yet."""
         self._bar.close()
+        if self._profiler is not None:
+            self._profiler.close()
 
     def close(self) -> str:
         """End the progress bar; return the line that sums up the steps, empty without a step."""
+        if self._profiler is not None and self._profiler.open:
+            ranks.say("WARNING: the run ended before train.profile_steps did: there is no profile")
         self.close_bar()
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
@@ -178,22 +210,22 @@ class Metrics:
         }
         if self._epochs_per_step is not None:
             line["epoch"] = step * self._epochs_per_step
-        now = time.perf_counter()
-        step_time = max(1e-9, now - self._since - self._paused) / self._steps
-        self._since, self._paused, self._steps = now, 0.0, 0
-        rate = self._tokens_per_step / step_time
         on_gpu = self._device.type == "cuda"
         most = torch.cuda.max_memory_allocated(self._device) if on_gpu else host_memory_peak()
-        line |= {"tokens_per_second": rate, "step_time": step_time, "memory_peak_bytes": most}
-        peak = device_peak_flops(self._device)
-        if peak is not None:
-            line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
-        return line
+        if self._steps:
+            step_time = max(1e-9, self._seconds) / self._steps
+            rate = self._tokens_per_step / step_time
+            line |= {"tokens_per_second": rate, "step_time": step_time}
+            if (peak := device_peak_flops(self._device)) is not None:
+                line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
+        self._seconds, self._steps = 0.0, 0
+        return line | {"memory_peak_bytes": most}
 
     def _show(self, line: dict[str, Any]) -> None:
         """Print a line above the progress bar, which shows what the line begins with."""
         step, loss, now = line["step"], f"loss {line['loss']:.4f}", time.perf_counter()
-        speed = f"{line['tokens_per_second']:,.0f} tok/s"
+        rate = line.get("tokens_per_second")
+        speed = "profiled" if rate is None else f"{rate:,.0f} tok/s"
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         memory = size_text(line["memory_peak_bytes"])
         text = f"step {step:>{len(str(self._last))}}/{self._last}  {loss}  {speed}"
@@ -250,9 +282,32 @@ def begin(
         disable_tqdm=cfg.metrics.disable_tqdm,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=trackers,
+        **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)
     return metrics
+
+
+def _profiling(
+    cfg: RunConfig, run: Run, folder: Path, first_step: int, max_steps: int
+) -> dict[str, Any]:
+    """Start the profiler and the record of GPU memory, where they are asked for; return them as
+    arguments of `Metrics`.
+    """
+    found: dict[str, Any] = {}
+    train, folder = cfg.train, folder / FOLDER
+    if train.profile_steps and first_step < train.profile_steps[1] <= max_steps:
+        first, last = train.profile_steps
+        found["profiler"] = StepProfiler(folder, run.device, first, last, after=first_step)
+    elif train.profile_steps:
+        steps = f"{first_step + 1} to {max_steps}"
+        run.say(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")
+    if train.memory_snapshot and run.device.type != "cuda":
+        run.say(f"WARNING: train.memory_snapshot is for CUDA devices: none of {run.device.type}")
+    elif train.memory_snapshot:
+        found["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
+        run.at_end.enter_context(memory_history(found["snapshot"]))
+    return found
 
 
 def _trackers(

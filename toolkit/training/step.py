@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.sharding.accumulation import accumulation_of
 from toolkit.training.loss import loss_sum, supervised_tokens
+from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 
 EvalSets = Mapping[str, Iterable[dict[str, torch.Tensor]]]  # source -> its batches
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
@@ -68,14 +70,17 @@ def train_step(
     for i, batch in enumerate(micro_batches):
         if accumulation is not None:
             accumulation.begin(batch["labels"], i, count, sync_each)
-        contribution = loss(model, batch) * scale
-        contribution.backward()
+        with record_function(FORWARD):
+            contribution = loss(model, batch) * scale
+        with record_function(BACKWARD):
+            contribution.backward()
         total += contribution.detach()
     if world > 1:
         _average_replicated(model, world)
-    grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
-    optimizer.step()
-    optimizer.zero_grad()
+    with record_function(OPTIMIZER):
+        grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
+        optimizer.step()
+        optimizer.zero_grad()
     if accumulation is not None:
         accumulation.end(total.device, count)
     if world > 1:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 from toolkit.data.order.position import Position, accumulation_for, eval_batches
 from toolkit.data.samples.sequences import (
@@ -31,6 +32,8 @@ from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
 Batches = Iterable[MicroBatch]
+READING = "data"
+"""What profiles call the wait for a step's micro-batches."""
 
 
 class Processes(Protocol):
@@ -109,7 +112,9 @@ class Feed(ABC):
         batches = iter(self._read(run, count, per_device_batch_size, each, workers))
         try:
             for _ in range(count):
-                yield list(islice(batches, each))
+                with record_function(READING):
+                    step = list(islice(batches, each))
+                yield step
         finally:
             del batches  # now: a traceback would keep its workers, which then end badly
 
