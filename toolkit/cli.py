@@ -209,7 +209,15 @@ def _add_plan(command: Callable) -> None:
         "--device",
         metavar="NAME",
         help="whose figures the time is estimated by: a100-40gb, a100-80gb, h100, h100-pcie, h200, "
-        "b200, l40s, rtx4090, mi300x, or a YAML file (default: h100, for the time alone)",
+        "b200, l40s, rtx4090, mi300x, cpu, or a YAML file (default: h100, for the time alone)",
+    )
+    add(
+        "--calibrate",
+        metavar="RUN",
+        nargs="?",
+        const="",
+        help="correct this and later plans of such a model by what RUN measured, or, without RUN, "
+        "by a step of CONFIG on this machine's device; kept in XDG_CACHE_HOME/toolkit",
     )
     add("--sweep", action="store_true", help="compare meshes and recomputation")
     add("--json", action="store_true", help="print one JSON object")
@@ -224,10 +232,18 @@ def _plan(args: argparse.Namespace) -> int:
     if args.device_memory is not None and memory is None:
         return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
     cfg = _load_either(args.config or args.file)
-    from toolkit.planning import device_of, plan_run
+    from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
+    from toolkit.sharding.unit_table import planned_ranks
 
     _quiet()
-    device = device_of(args.device or "h100")
+    if args.calibrate == "":
+        world = planned_ranks(cfg.sharding, args.world_size)
+        device = calibrate_here(cfg, world, args.device)
+    elif args.calibrate is not None:
+        run = Path(args.calibrate)
+        device = calibrate_by_run(run, _load_either(str(run / "config.yaml")), args.device)
+    else:
+        device = device_of(args.device or "h100")
     if memory is None and args.device is not None:
         memory = int(device.memory)
     report = plan_run(cfg, args.world_size, device, memory, sweep=args.sweep)

@@ -1,4 +1,5 @@
 """What a run will take, before it is begun: memory, traffic, time, disk. No weights, no device."""
 
 from toolkit.planning.devices import device_of
+from toolkit.planning.measuring import calibrate_by_run, calibrate_here
 from toolkit.planning.planning import plan_run

@@ -6,6 +6,7 @@ from typing import Any
 
 from toolkit.config.settings import FinetuneConfig
 from toolkit.errors import ToolkitError, one_line
+from toolkit.planning.calibration import Calibration, remembered
 from toolkit.planning.devices import Device
 from toolkit.planning.estimates import Estimate, estimate
 from toolkit.planning.simulation import Config, Simulation, simulate
@@ -24,6 +25,8 @@ class Plan:
     estimate: Estimate
     kept: bool = True
     """Whether what is trained, and how it is rounded, stays as it is."""
+    calibration: Calibration | None = None
+    """What corrected the estimate."""
 
     def fits(self, memory: int | None) -> bool:
         return memory is None or self.estimate.memory <= memory
@@ -46,8 +49,11 @@ def make_plan(
     kept: bool = True,
 ) -> Plan:
     """Return the plan of `cfg`; costs a simulation."""
-    sim = simulate(cfg, world_size, device_memory=memory or int(device.memory))
-    return Plan(change, cfg, world_size, sim, estimate(sim, cfg, world_size, device), kept)
+    most = memory or int(device.memory)
+    sim = simulate(cfg, world_size, device_type=device.kind, device_memory=most)
+    calibration = remembered(device, sim.model, cfg.sharding.param_dtype)
+    found = estimate(sim, cfg, world_size, device, calibration)
+    return Plan(change, cfg, world_size, sim, found, kept, calibration)
 
 
 def remedies(
@@ -102,7 +108,8 @@ def _changes(cfg: Config, world: int) -> Iterator[_Change]:
         yield from kind(cfg, world)
 
 
-def _with(cfg: Any, section: str, **settings: Any) -> Any:
+def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
+    """Return a config with other settings of one of its sections."""
     return replace(cfg, **{section: replace(getattr(cfg, section), **settings)})
 
 
@@ -118,32 +125,32 @@ def _smaller_batch(cfg: Config, world: int) -> Iterator[_Change]:
             "gradient_accumulation_steps": repeats * factor,
         }
         name = f"per_device_train_batch_size {size // factor}, accumulation {repeats * factor}"
-        yield _Change(name, _with(cfg, "train", **new), world)
+        yield _Change(name, with_settings(cfg, "train", **new), world)
 
 
 def _recomputation(cfg: Config, world: int) -> Iterator[_Change]:
     now = cfg.sharding.activation_checkpointing
     if now in _NONE and cfg.model.kernels == "none":
-        new = _with(cfg, "sharding", activation_checkpointing="selective")
+        new = with_settings(cfg, "sharding", activation_checkpointing="selective")
         yield _Change("activation_checkpointing selective", new, world)
     if now not in ("full", True, 1):
-        new = _with(cfg, "sharding", activation_checkpointing="full")
+        new = with_settings(cfg, "sharding", activation_checkpointing="full")
         yield _Change("activation_checkpointing full", new, world)
 
 
 def _resharding(cfg: Config, world: int) -> Iterator[_Change]:
     sharding = cfg.sharding
     if sharding.reshard_after_forward not in ("auto", True):
-        new = _with(cfg, "sharding", reshard_after_forward=True)
+        new = with_settings(cfg, "sharding", reshard_after_forward=True)
         yield _Change("reshard_after_forward true", new, world)
     elif cfg.train.gradient_accumulation_steps > 1 and sharding.accumulation != "reduce_each":
-        new = _with(cfg, "sharding", accumulation="reduce_each")
+        new = with_settings(cfg, "sharding", accumulation="reduce_each")
         yield _Change("accumulation reduce_each", new, world)
 
 
 def _fewer_replicas(cfg: Config, world: int) -> Iterator[_Change]:
     if cfg.sharding.dp_replicate > 1 or cfg.sharding.dp_shard not in (-1, world):
-        new = _with(cfg, "sharding", dp_replicate=1, dp_shard=-1)
+        new = with_settings(cfg, "sharding", dp_replicate=1, dp_shard=-1)
         yield _Change(f"dp_shard {world}", new, world)
 
 
@@ -152,33 +159,33 @@ def _offloaded_activations(cfg: Config, world: int) -> Iterator[_Change]:
     if not sharding.activation_offload and sharding.torch_compile in (False, "none", "auto"):
         new = {"activation_checkpointing": "full", "activation_offload": True}
         name = "activation_offload with activation_checkpointing full"
-        yield _Change(name, _with(cfg, "sharding", **new), world)
+        yield _Change(name, with_settings(cfg, "sharding", **new), world)
 
 
 def _offloaded_state(cfg: Config, world: int) -> Iterator[_Change]:
     if not cfg.sharding.cpu_offload and cfg.sharding.frozen != "replicated":
-        yield _Change("cpu_offload true", _with(cfg, "sharding", cpu_offload=True), world)
+        yield _Change("cpu_offload true", with_settings(cfg, "sharding", cpu_offload=True), world)
 
 
 def _more_devices(cfg: Config, world: int) -> Iterator[_Change]:
     if cfg.sharding.dp_shard == 1:
         return
-    own = _with(cfg, "sharding", dp_shard=-1)
+    own = with_settings(cfg, "sharding", dp_shard=-1)
     repeats, size = (
         cfg.train.gradient_accumulation_steps,
         cfg.train.per_device_train_batch_size,
     )
     if repeats % 2 == 0:
-        own = _with(own, "train", gradient_accumulation_steps=repeats // 2)
+        own = with_settings(own, "train", gradient_accumulation_steps=repeats // 2)
     elif size % 2 == 0:
-        own = _with(own, "train", per_device_train_batch_size=size // 2)
+        own = with_settings(own, "train", per_device_train_batch_size=size // 2)
     doubled = "" if repeats % 2 == 0 or size % 2 == 0 else ", the global batch doubled"
     yield _Change(f"devices {2 * world}{doubled}", own, 2 * world)
 
 
 def _small_state(cfg: Config, world: int) -> Iterator[_Change]:
     if cfg.optim.optim == "adamw_torch_fused":
-        new = _with(cfg, "optim", optim="adamw_8bit")
+        new = with_settings(cfg, "optim", optim="adamw_8bit")
         yield _Change("optim adamw_8bit", new, world, kept=False)
 
 
@@ -189,7 +196,7 @@ def _adapters(cfg: Config, world: int) -> Iterator[_Change]:
         cfg = replace(cfg, lora=replace(cfg.lora, r=16), model=replace(cfg.model, dtype=None))
         yield _Change("lora.r 16", cfg, world, kept=False)
     if not cfg.lora.load_in_4bit:
-        new = _with(cfg, "lora", load_in_4bit=True)
+        new = with_settings(cfg, "lora", load_in_4bit=True)
         yield _Change(f"lora.r {cfg.lora.r}, lora.load_in_4bit", new, world, kept=False)
 
 
@@ -218,7 +225,7 @@ def layouts(
             settings = {"dp_replicate": world // shard, "dp_shard": shard}
             name = f"{world // shard} x {shard}, recompute {recomputed}"
             say(name)
-            cfg = _with(
+            cfg = with_settings(
                 plan.cfg,
                 "sharding",
                 **settings,

@@ -1,8 +1,12 @@
 """Figures of devices: what their vendors print, and what of that a step is assumed to reach."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+import torch
 
 from toolkit.errors import ConfigError
 from toolkit.parsing import read_yaml
@@ -25,6 +29,8 @@ class Device:
     link: float
     """Bytes/s to others of its node, in one direction."""
     source: str
+    kind: str = "cuda"
+    """As torch calls its type."""
     per_node: int = 8
     network: float = 50e9
     """Bytes/s between nodes for each device, in one direction: 400 Gb/s."""
@@ -63,16 +69,50 @@ KNOWN = {
 }
 
 
+def this_host() -> Device:
+    """Return this machine's CPU, whose figures are assumed: a measured step tells the time."""
+    memory, flops = float(psutil.virtual_memory().total), torch.get_num_threads() * 1e11
+    return Device("CPU", memory, flops, flops, 2e10, 5e9, "assumed", kind="cpu", per_node=1)
+
+
+def named_as(name: str) -> str | None:
+    """Return the name in `KNOWN` of the device that torch gives as `name`, such as `NVIDIA H100
+    80GB HBM3`; None of one that is not known.
+    """
+    plain = name.lower().replace("rtx ", "rtx")
+    words = {known: known.split("-") for known in KNOWN}
+    fitting = [k for k, w in words.items() if all(re.search(rf"\b{part}\b", plain) for part in w)]
+    return max(fitting, key=lambda known: len(words[known]), default=None)
+
+
+def device_here(name: str | None = None) -> tuple[Device, torch.device]:
+    """Return this process's device and its figures: those of `name` where that is given.
+    ConfigError: `name` is of another kind, or needed and not given.
+    """
+    if not torch.accelerator.is_available():
+        if name not in (None, "cpu"):
+            raise ConfigError(f"--device {name}: torch sees no such device here; give --device cpu")
+        return this_host(), torch.device("cpu")
+    here = torch.device(torch.accelerator.current_accelerator() or "cuda")
+    said = torch.get_device_module(here).get_device_name()
+    known = name or named_as(said)
+    if known is None:
+        raise ConfigError(f"the figures of {said} are not known; give --device FILE")
+    return device_of(known), here
+
+
 def device_of(name: str) -> Device:
     """Return a known device, or the one that a YAML file describes; ConfigError: neither.
 
-    The file gives `name memory bf16 fp32 bandwidth link` in bytes, FLOP/s and bytes/s, and may give
-    the other fields of `Device`.
+    `cpu` is this machine's. The file gives `name memory bf16 fp32 bandwidth link` in bytes, FLOP/s
+    and bytes/s, and may give the other fields of `Device`.
     """
+    if name.lower() == "cpu":
+        return this_host()
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
     if not name.endswith((".yaml", ".yml")):
-        what = f"--device {name} is none of {', '.join(KNOWN)}"
+        what = f"--device {name} is none of cpu, {', '.join(KNOWN)}"
         raise ConfigError(f"{what}; or give a YAML file that describes one")
     content = read_yaml(Path(name), ConfigError)
     fields = {f.name: f for f in dataclasses.fields(Device)}
@@ -81,12 +121,15 @@ def device_of(name: str) -> Device:
     if wrong := sorted(set(given) - set(fields)) or sorted(needed - set(given)):
         what = "is not known" if wrong[0] in given else "is missing"
         raise ConfigError(f"{name}: {wrong[0]} {what}; a device has {', '.join(fields)}")
+    texts = ("name", "source", "kind")
     try:
-        numbers = {n: float(v) for n, v in given.items() if n not in ("name", "source")}
+        numbers = {n: float(v) for n, v in given.items() if n not in texts}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: expected numbers: {error}") from error
     if bad := [n for n, v in numbers.items() if not v > 0]:
         raise ConfigError(f"{name}: {bad[0]} must be above 0")
     per_node = int(numbers.pop("per_node", Device.per_node))
     source = str(given.get("source", name))
-    return Device(name=str(given["name"]), source=source, per_node=per_node, **numbers)
+    kind = str(given.get("kind", Device.kind))
+    name = str(given["name"])
+    return Device(name=name, source=source, kind=kind, per_node=per_node, **numbers)

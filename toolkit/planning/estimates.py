@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from toolkit.planning.calibration import Calibration
 from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
 from toolkit.planning.simulation import Config, Simulation
 
@@ -10,12 +11,17 @@ RESERVE = 1_500_000_000
 _PROCESS = 1_000_000_000  # bytes of host memory, assumed: Python with its libraries
 
 
+def reserve_of(device: Device) -> int:
+    """Return the bytes that are assumed beside tensors: `RESERVE`, of a CPU the process."""
+    return _PROCESS if device.kind == "cpu" else RESERVE
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a run takes on a device, by assumed shares of its peaks (`devices`). Bytes, seconds."""
 
     memory: int
-    """Of a device: the peak of the simulated step and `RESERVE`."""
+    """Of a device: the peak of the simulated step, as calibrated, and `reserve_of`."""
     compute: float
     """Of a step: operations alone."""
     communication: float
@@ -46,8 +52,15 @@ class Estimate:
         return self.step * self.world_size / self.tokens_per_step
 
 
-def estimate(sim: Simulation, cfg: Config, world_size: int, device: Device) -> Estimate:
-    """Return the time and the host memory of a run; see `Estimate`."""
+def estimate(
+    sim: Simulation,
+    cfg: Config,
+    world_size: int,
+    device: Device,
+    calibration: Calibration | None = None,
+) -> Estimate:
+    """Return the memory and the time of a run, corrected by `calibration`; see `Estimate`."""
+    measured = calibration or Calibration()
     compute = communication = step = copies = 0.0
     sent = {"gather": 0, "reduce": 0}
     for name, work in sim.work.items():
@@ -72,6 +85,7 @@ def estimate(sim: Simulation, cfg: Config, world_size: int, device: Device) -> E
             times += [share / link] * count
             sent["gather" if kind == "all_gather" else "reduce"] += int(share * count)
         moved = sum(times)
+        computed *= measured.time
         # Gathering and reducing run beside the layers, but for the first and the last.
         together = max(computed, moved) + max(times, default=0.0) * (name != "step")
         compute, communication = compute + computed, communication + moved
@@ -87,7 +101,7 @@ def estimate(sim: Simulation, cfg: Config, world_size: int, device: Device) -> E
     held = _PROCESS + sim.offloaded
     staged = sim.state.parameters + sim.state.optimizer if cfg.checkpoint.async_save else 0
     return Estimate(
-        memory=sim.peak.nbytes + RESERVE,
+        memory=measured.peak(sim) + reserve_of(device),
         compute=compute,
         communication=communication,
         copies=copies,

@@ -28,6 +28,7 @@ ACTIVATIONS, HOST = "activations", "host"
 WORKING = {"forward": ACTIVATIONS, "backward": "backward", "optimizer step": "optimizer step"}
 """Phase of a step -> kind of what it makes."""
 
+_KEPT = {PARAMETERS, BUFFERS, GRADIENTS, STATE}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 # What the host would read of the device: any loss, every token supervised, nothing drawn.
 _ALL_TRUE = {_aten.equal.default, _aten.is_nonzero.default}
@@ -44,6 +45,9 @@ class Peak:
     """The largest moment of a phase."""
 
     nbytes: int = 0
+    working: int = 0
+    """Of them, what is not held between two steps: activations, gathered parameters and the like.
+    """
     kinds: dict[str, int] = field(default_factory=dict)
     """Kind -> bytes."""
     layer: str = ""
@@ -211,7 +215,8 @@ class Meter(TorchDispatchMode):
         peak = self.peaks.get(self._phase)
         if peak is not None and self._total > peak.nbytes:
             kinds = {kind: size for kind, size in self.live.items() if size}
-            self.peaks[self._phase] = Peak(self._total, kinds, self.layer)
+            held = sum(kinds.get(kind, 0) for kind in _KEPT - self._absent)
+            self.peaks[self._phase] = Peak(self._total, self._total - held, kinds, self.layer)
 
     # ---- Work ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.checkpoint.disk import checkpoints_kept
 from toolkit.planning.changes import Plan
 from toolkit.planning.devices import Device
-from toolkit.planning.estimates import RESERVE
+from toolkit.planning.estimates import reserve_of
 from toolkit.planning.meter import HOST
 from toolkit.planning.simulation import State
 from toolkit.tables import size_text, table
@@ -36,7 +36,7 @@ class PlanReport:
 
     def summary(self) -> dict[str, Any]:
         """Return all of it, ready for JSON; bytes and seconds."""
-        sim, found = self.plan.sim, self.plan.estimate
+        sim, found, calibration = self.plan.sim, self.plan.estimate, self.plan.calibration
         return {
             "model": sim.model,
             "parameters": sim.values,
@@ -46,7 +46,8 @@ class PlanReport:
             "exact": {"first_rank": asdict(sim.state), "last_rank": asdict(self.last)},
             "peak": {"phase": sim.phase, "bytes": sim.peak.nbytes, "layer": sim.peak.layer},
             "phases": {name: asdict(peak) for name, peak in sim.peaks.items()},
-            "reserve": RESERVE,
+            "reserve": reserve_of(self.device),
+            "calibration": None if calibration is None else asdict(calibration),
             "memory": found.memory,
             "device_memory": self.memory,
             "margin": None if self.memory is None else self.memory - found.memory,
@@ -80,8 +81,9 @@ class PlanReport:
             "At the peak of each phase of a step, simulated (a rank, in GB)",
             *_indent(self._peak_rows()),
             f"The {sim.phase} peaks{f' at {sim.peak.layer}' if sim.peak.layer else ''}. With "
-            f"{size_text(RESERVE)} for context, NCCL and",
+            f"{size_text(reserve_of(self.device))} for context, NCCL and",
             f"fragments (assumed) a device needs {size_text(found.memory)}.",
+            *self._calibration_lines(),
             *(f"note: {note}" for note in sim.notes),
             "",
             f"Estimates, on {self.device.name} ({self.device.source})",
@@ -101,6 +103,13 @@ class PlanReport:
             lines += _indent(self._change_rows(self.layouts))
         lines += [f"not planned: {name}: {why}" for name, why in self.failed]
         return "\n".join(lines)
+
+    def _calibration_lines(self) -> list[str]:
+        found = self.plan.calibration
+        if found is None:
+            return []
+        said = f"Corrected by {found.source}: memory beside what is held x {found.memory:.3f}, "
+        return textwrap.wrap(f"{said}computing x {found.time:.3f}.", 80)
 
     def _state_rows(self) -> list[str]:
         first, last = asdict(self.plan.sim.state), asdict(self.last)

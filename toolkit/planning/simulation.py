@@ -11,7 +11,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,9 +48,10 @@ from toolkit.sharding.units import frozen_parameters
 from toolkit.training.loss import loss_sum, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import train_step
+from toolkit.training.step import clip_gradients, train_step
 
 Config = PretrainConfig | FinetuneConfig
+Device = str | torch.device
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
 
 
@@ -116,38 +117,34 @@ def simulate(
     rank: int = 0,
     device_type: str = "cuda",
     device_memory: int | None = None,
+    gloo: bool = True,
 ) -> Simulation:
     """Return what `rank` of `world_size` takes for a step of `cfg`, without weights or a device.
 
     About 0.1 s a decoder layer. `device_type` decides what settings on `auto` become, with
-    `device_memory` where that says it. PlanningError: the model's forward asks for values.
+    `device_memory` where that says it; on CPUs `gloo` moves what is sent, through copies.
+    PlanningError: the model's forward asks for values.
     """
-    with fake_world(world_size, rank):
-        model: Any = build_on_meta(model_settings(cfg))
-        base, notes = model, list[str]()
-        if isinstance(cfg, FinetuneConfig):
-            model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
-        notes += _find_loss(base, model)
-        sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    with sharded(cfg, world_size, rank, device_type, device_memory) as (model, sharding):
+        base: Any = base_of(model)
+        notes = _find_loss(base, model)
         facts = {
             "model": plain_name(base),
             "values": count_values(model),
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "model_flops_per_token": training_flops(model, cfg.data.sequence_length),
-            "largest_tensor": max(sizes),
+            "largest_tensor": max(p.numel() * p.element_size() for p in model.parameters()),
             "checkpoint": checkpoint_bytes(model, world_size),
             "export": export_bytes(model),
         }
-        sharding = _decided(model, cfg, world_size, device_type, device_memory)
-        apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
         absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
         host = device_type == "cpu"
-        meter = Meter(absent, 1 if host else _SECTOR, gloo=host and world_size > 1)
+        meter = Meter(absent, 1 if host else _SECTOR, gloo=gloo and host and world_size > 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
                 with meter.running(), _silent():
-                    state = _run(model, cfg, meter, device_type)
+                    state = run_step(model, cfg, meter, "cpu", as_on=device_type)
             except ToolkitError:
                 raise
             except Exception as error:  # an architecture may do anything on its way
@@ -165,6 +162,27 @@ def simulate(
             sharding=sharding,
             **facts,
         )
+
+
+@contextlib.contextmanager
+def sharded(
+    cfg: Config,
+    world_size: int,
+    rank: int,
+    device_type: str,
+    memory: int | None = None,
+    mesh_type: str = "cpu",
+) -> Iterator[tuple[Any, ShardingConfig]]:
+    """Give the model of a run on meta, sharded as by `rank` of processes that do not exist, and the
+    settings of that, `auto` decided.
+    """
+    with fake_world(world_size, rank):
+        model: Any = build_on_meta(model_settings(cfg))
+        if isinstance(cfg, FinetuneConfig):
+            model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
+        sharding = _decided(model, cfg, world_size, device_type, memory)
+        apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding)
+        yield model, sharding
 
 
 def _decided(
@@ -215,46 +233,57 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
 
 def state_of(cfg: Config, world_size: int, rank: int) -> State:
     """Return the bytes that `rank` holds between two steps, without a step."""
-    with fake_world(world_size, rank):
-        model: Any = build_on_meta(model_settings(cfg))
-        if isinstance(cfg, FinetuneConfig):
-            model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
-        sharding = _decided(model, cfg, world_size, "cuda", None)
-        apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
-        with FakeTensorMode(allow_non_fake_inputs=True), Meter().running():
-            states = _filled(model, cfg)[1]
-            trained = [p for p in model.parameters() if p.requires_grad]
-            return State(*map(local_bytes, (model.parameters(), trained, states)))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with sharded(cfg, world_size, rank, "cuda") as (model, _), fake, Meter().running():
+        states = _filled(model, cfg, "cpu")[1]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return State(*map(local_bytes, (model.parameters(), trained, states)))
 
 
-def _filled(model: Any, cfg: Config) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """Give a sharded model on meta its fake memory; return its optimizer, begun, and the state."""
+def _filled(
+    model: Any, cfg: Config, device: Device
+) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    """Give a sharded model on meta its memory; return its optimizer, begun, and the state."""
     for names in tied_families(model).values():
         reference = model.get_parameter(names[0])
-        part = torch.empty_like(local_tensor(reference), device="cpu")
+        part = torch.zeros_like(local_tensor(reference), device=device)
+        if part.is_floating_point():
+            part.normal_(std=0.02)
         place(model, names, part, reference)
     for name, buffer in list(model.named_buffers()):
-        put(model, name, torch.empty_like(buffer, device="cpu"))
+        put(model, name, torch.zeros_like(buffer, device=device))
     optimizer = build_optimizer(model, cfg.optim)
-    begin_state(optimizer)
+    begin_state(model, optimizer, torch.device(device))
     return optimizer, [t for s in optimizer.state.values() for t in s.values()]
 
 
-def _run(model: Any, cfg: Config, meter: Meter, device_type: str) -> State:
-    """Run one step of `model`, which is sharded and on meta; see [Note: fake step]."""
-    optimizer, states = _filled(model, cfg)
-    gradients = list[torch.Tensor]()
+def run_step(
+    model: Any,
+    cfg: Config,
+    meter: Meter,
+    device: Device,
+    *,
+    as_on: str,
+    around: Callable[[Callable[[], object]], object] = lambda step: step(),
+) -> State:
+    """Run a step of `model`, which is sharded and on meta, with memory on `device`; see [Note: fake
+    step]. `as_on`: type of the device whose loss head is meant. `around` is given the step.
+    """
+    optimizer, states = _filled(model, cfg, device)
+    gradients = 0
 
     def before_step(*_: Any) -> None:
+        nonlocal gradients
         # Twice where the optimizer's step calls that of its class.
-        gradients[:] = [p.grad for p in model.parameters() if p.grad is not None]
-        meter.claim(gradients, GRADIENTS)
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = local_bytes(found)
+        meter.claim(found, GRADIENTS)
         meter.begin("optimizer step", "step")
 
     optimizer.register_step_pre_hook(before_step)
     model.train()
     smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-    loss = partial(loss_sum, label_smoothing=smoothing, as_on=device_type)
+    loss = partial(loss_sum, label_smoothing=smoothing, as_on=as_on)
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
     def measured(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -273,20 +302,24 @@ def _run(model: Any, cfg: Config, meter: Meter, device_type: str) -> State:
         meter.claim(states, STATE)
         batches = [
             {"input_ids": ids, "labels": ids.clone()}
-            for ids in (torch.zeros(shape, dtype=torch.int64) for _ in range(min(2, accumulated)))
+            for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
         ]
         meter.claim((t for b in batches for t in b.values()), BUFFERS)
-        train_step(model, optimizer, batches, max_grad_norm=cfg.optim.max_grad_norm, loss=measured)
+        norm = cfg.optim.max_grad_norm
+        around(lambda: train_step(model, optimizer, batches, max_grad_norm=norm, loss=measured))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
-    return State(local_bytes(model.parameters()), local_bytes(gradients), local_bytes(states))
+    return State(local_bytes(model.parameters()), gradients, local_bytes(states))
 
 
-def begin_state(optimizer: torch.optim.Optimizer) -> None:
+def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Make the state that the first step makes, by a step on gradients of zeros."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
+    # Of operations on DTensors torch tries the first on whole tensors without bytes, which would
+    # count in the backward.
+    clip_gradients(model, 1.0, device)
     optimizer.step()
     optimizer.zero_grad()
 

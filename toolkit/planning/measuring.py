@@ -1,0 +1,125 @@
+"""A step with real memory on this machine's device: what it peaks at, and how long it takes.
+
+It runs as one rank of processes that do not exist, as the plan's does: what is sent goes nowhere,
+and a device that is too small fails this process alone. No weights are read.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from toolkit.errors import ConfigError
+from toolkit.formats.metrics_file import STARTS, read_lines, read_metrics
+from toolkit.planning.calibration import calibration_of, remember
+from toolkit.planning.changes import with_settings
+from toolkit.planning.devices import Device, device_here, device_of, named_as
+from toolkit.planning.estimates import estimate
+from toolkit.planning.meter import Meter
+from toolkit.planning.simulation import Config, run_step, sharded, simulate
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One step of one rank."""
+
+    peak: int
+    """Bytes that tensors had at most."""
+    seconds: float
+    """Without what ranks send."""
+
+
+def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -> Measurement:
+    """Run a step of `cfg` on `device` as `rank` of `world_size`, after one to warm up.
+
+    Needs the memory of the run, and seconds: weights are drawn, not read. Raises what torch does
+    where there is too little memory.
+    """
+    found: list[Measurement] = []
+    meter = Meter()
+
+    def around(step: Callable[[], Any]) -> None:
+        step()
+        begun = time.perf_counter()
+        if device.type == "cpu":
+            step()
+            seconds = time.perf_counter() - begun
+            # What is held between two steps, which the meter was told of, and what a step adds.
+            found.append(Measurement(sum(meter.live.values()) + host_peak(step), seconds))
+        else:
+            api = torch.get_device_module(device)
+            api.reset_peak_memory_stats(device)
+            step()
+            api.synchronize(device)
+            seconds = time.perf_counter() - begun
+            found.append(Measurement(api.max_memory_allocated(device), seconds))
+
+    with sharded(cfg, world_size, rank, device.type, mesh_type=device.type) as (model, _):
+        run_step(model, cfg, meter, device, as_on=device.type, around=around)
+    return found[0]
+
+
+def host_peak(step: Callable[[], Any]) -> int:
+    """Return the most bytes that torch's allocator of host memory gives while `step` runs, above
+    what it had given before. By torch's profiler, whose trace takes some 10 MB a layer.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    memory = [e for e in events if e.get("name") == "[memory]"]
+    first = min(memory, key=lambda e: e["ts"])["args"]
+    before = first["Total Allocated"] - first["Bytes"]
+    return max(e["args"]["Total Allocated"] for e in memory) - before
+
+
+def calibrate_here(cfg: Config, world_size: int, device_name: str | None = None) -> Device:
+    """Measure a step of `cfg` on this machine's device, and remember what it says of the plan's;
+    return the figures of the device. ConfigError: `device_name` is another device.
+
+    Of many micro-batches two are run. Collectives, which go nowhere, are not corrected.
+    """
+    device, here = device_here(device_name)
+    repeats = min(2, cfg.train.gradient_accumulation_steps)
+    short = with_settings(cfg, "train", gradient_accumulation_steps=repeats)
+    sim = simulate(short, world_size, device_type=here.type, gloo=False)
+    found, planned = measure(short, world_size, here), estimate(sim, short, world_size, device)
+    batch = cfg.train.per_device_train_batch_size, cfg.data.sequence_length
+    source = f"a step of {batch[0]} x {batch[1]:,} tokens as one of {world_size} rank(s)"
+    factors = calibration_of(sim, found.peak, found.seconds, planned.compute, source)
+    remember(device, sim.model, cfg.sharding.param_dtype, factors)
+    return device
+
+
+def calibrate_by_run(run: Path, cfg: Config, device_name: str | None = None) -> Device:
+    """Remember what the metrics of a run with the settings `cfg` say of its plan; return the
+    figures of its device. ConfigError: it has logged too little, or was on CPUs.
+    """
+    starts = read_lines(run / STARTS)
+    lines = [m for m in read_metrics(run) if "memory_peak_bytes" in m and "step_time" in m]
+    if not starts or len(lines) < 3:
+        raise ConfigError(f"--calibrate {run}: expected a run with metrics of at least 3 steps")
+    said, world = starts[-1]["device"], starts[-1]["world_size"]
+    if said == "cpu":
+        what = "was on CPUs, where metrics hold the memory of the whole process"
+        raise ConfigError(f"--calibrate {run} {what}; measure a step here: --calibrate alone")
+    known = device_name or named_as(said)
+    if known is None:
+        raise ConfigError(f"the figures of {said} are not known; give --device FILE")
+    device = device_of(known)
+    sim = simulate(cfg, world, device_type=device.kind, device_memory=int(device.memory))
+    planned = estimate(sim, cfg, world, device)
+    peak = max(line["memory_peak_bytes"] for line in lines)
+    seconds = statistics.median(line["step_time"] for line in lines[1:])  # the first warms up
+    factors = calibration_of(sim, peak, seconds, planned.step, str(run))
+    remember(device, sim.model, cfg.sharding.param_dtype, factors)
+    return device
