@@ -207,7 +207,10 @@ def _python(words: list[str]) -> None:
 
 def _script(words: list[str]) -> None:
     """Check that a script is there and has the options."""
-    source = (ROOT / words[0]).read_text("utf-8")
+    file = Path(words[0]) if Path(words[0]).is_file() else ROOT / words[0]
+    source = file.read_text("utf-8") if file.is_file() else ""
+    if not source:
+        raise Wrong(f"{words[0]} is not there")
     if missing := [w for w in words[1:] if w.startswith("--") and f'"{w}"' not in source]:
         raise Wrong(f"{words[0]} has no option {missing[0]}")
 

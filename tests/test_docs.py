@@ -4,12 +4,17 @@ Every command is checked by what reads it (documents.py); the slow tests run tho
 and of the README.
 """
 
+import json
+import os
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, free_port
 from documents import (
     CHECKS,
     OTHERS,
@@ -33,7 +38,7 @@ SECTIONS = {name.split(".")[0] for name in settings() if "." in name} - {"model"
 @pytest.mark.parametrize("page", PAGES)
 def test_commands(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
-        if block.language == "yaml" and block.title:
+        if block.title:
             (tmp_path / block.title).write_text(block.text, "utf-8")
     for folder in ("recipes", "accelerate_configs", "examples"):
         (tmp_path / folder).symlink_to(ROOT / folder)
@@ -134,3 +139,91 @@ def test_others_have_a_reason() -> None:
 def test_a_wrong_key_in_yaml_is_found(text: str, tmp_path: Path) -> None:
     with pytest.raises(Wrong, match="unknown setting"):
         check_yaml(Block(ROOT / "README.md", 1, "yaml", text), tmp_path)
+
+
+SCALE = {  # what makes a command of the documents small
+    "train": "--train.max_steps 4 --checkpoint.save_steps 2 --data.sequence_length 64",
+    "finetune": "--train.max_steps 4 --checkpoint.save_steps 4 --data.sequence_length 64"
+    " --data.max_eval_samples 4",
+}
+
+
+def run_commands(lines: list[str], folder: Path, changed: dict[str, str]) -> list[str]:
+    """Run commands as they stand, but for `changed` and SCALE, in `folder`; return their output."""
+    for name in ("recipes", "accelerate_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    said = []
+    for line in lines:
+        for old, new in changed.items():
+            line = line.replace(old, new)
+        program, *words = shlex.split(line, comments=True)
+        module = {"toolkit": ["-m", "toolkit"], "python": []}[program.removeprefix(".venv/bin/")]
+        words += SCALE.get(words[0], "").split()
+        if words[0] in SCALE:
+            words += ["--main_process_port", str(free_port())]
+        done = subprocess.run(
+            [sys.executable, *module, *words],
+            cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        said.append(done.stdout)
+    return said
+
+
+def lines_of(page: Path, heading: str, end: str = "\n## ") -> list[str]:
+    """Return the command lines of the blocks below a heading of `page`."""
+    text = page.read_text("utf-8")
+    begin = text.count("\n", 0, text.index(heading)) + 1
+    stop = text.find(end, text.index(heading) + len(heading))
+    last = text.count("\n", 0, stop) + 1 if stop != -1 else 10**6
+    shown = [b for b in blocks(page) if begin <= b.line < last and b.language != "text"]
+    return [line for block in shown for line in block.lines()]
+
+
+@pytest.mark.slow
+def test_the_tutorial(tmp_path: Path, text_file: Path) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    shutil.copyfile(text_file, tmp_path / "mine.txt")
+    for block in blocks(page):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, "utf-8")
+    lines = lines_of(page, "# From a text", end="\n## The same with 8 billion")
+    exported = next(i for i, line in enumerate(lines) if "--merge" in line)
+    assert exported < 5  # five commands from a fresh clone to the exported, fine-tuned model
+    assert lines.pop(0) == "make install"
+    said = "\n".join(run_commands(lines, tmp_path, {}))
+    for sentence in (
+        "runs/mine: run verified",
+        "runs/tuned-merged: export verified",
+        "next       toolkit consolidate runs/mine --output runs/mine-hf",
+        "send: 7 files",
+    ):
+        assert sentence in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", ["## Your model, your data", "## Fine-tuning"])
+def test_the_commands_of_the_readme(heading, tmp_path, tiny_llama, text_file) -> None:
+    chat = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40, "utf-8")
+    (tmp_path / "text.jsonl").write_text(
+        f"{json.dumps({'text': text_file.read_text('utf-8')})}\n" * 2, "utf-8"
+    )
+    template = (ROOT / "recipes/configs/chat_template.jinja").read_text("utf-8")
+    base = shutil.copytree(tiny_llama, tmp_path / "base")
+    (base / "chat_template.jinja").write_text(template, "utf-8")
+    changed = {
+        "one_node": "cpu",
+        "/path/to/checkpoint": str(base),
+        "/path/to/*.jsonl": "text.jsonl",
+        "/path/to/chats/*.jsonl": "chats.jsonl",
+        "--train.max_steps 10000": "",
+        "CONFIG": "config.yaml",
+    }
+    model = f"model: {{name_or_path: {base}}}\n"
+    (tmp_path / "config.yaml").write_text(model + "data: {train_files: chats.jsonl}\n", "utf-8")
+    lines = [line for line in lines_of(ROOT / "README.md", heading) if line[:2] != ". "]
+    said = run_commands(lines, tmp_path, changed)
+    assert len(said) >= 5
+    assert "verified" in "".join(said)
