@@ -231,7 +231,7 @@ def test_label_smoothing_is_that_of_transformers(kind, elements, folders, monkey
         assert float(stats.loss) == pytest.approx(mean, rel=CLOSE)
         assert off(optimizer.given, gradients) < CLOSE, way
     assert loss._known[model] is not None
-    assert float(evaluate(model, {"": [padded(samples())]})[0]) == pytest.approx(
+    assert float(evaluate(model, {"": [padded(samples())]})[0].loss) == pytest.approx(
         reference(folders[kind])[0], rel=CLOSE
     )
     assert off(optimizer.given, reference(folders[kind])[1]) > 1e-2  # the control
@@ -388,18 +388,46 @@ def by_source(rank: int, world: int, folder: str) -> dict[str, Any]:
     plain, _ = evaluate(model, {"": [b for batches in sources.values() for b in batches]})
     assert model.training
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    return {n: float(loss) for n, loss in [*found.items(), ("", total), ("plain", plain)]}
+    every = [*found.items(), ("", total), ("plain", plain)]
+    known = half_known(folder, part)
+    _, shares = evaluate(model, {"padded": [padded(known)], "packed": [packed(known)]})
+    return {n: float(stats.loss) for n, stats in every} | {
+        f"accuracy, {n}": float(stats.accuracy) for n, stats in shares.items()
+    }
+
+
+def half_known(folder: str, part: list) -> list:
+    """Return samples in which every other label is what the model ranks first."""
+    model, found = plain(folder).eval(), []
+    for ids, labels in part:
+        best, labels = model(input_ids=ids[None]).logits[0].argmax(-1), labels.clone()
+        chosen = (labels[1:] != -100) & (torch.arange(len(ids) - 1) % 2 == 0)
+        labels[1:][chosen] = best[:-1][chosen]
+        found.append((ids, labels))
+    return found
 
 
 def test_evaluation_gives_the_loss_by_source(found, folders):
     mean, _ = reference(folders["llama"])
     for rank in found:
         said = rank["sources"]
-        assert list(said) == ["first", "empty", "all", "few", "", "plain"]
+        assert list(said)[:6] == ["first", "empty", "all", "few", "", "plain"]
         assert math.isnan(said["empty"])
         assert said["first"] == pytest.approx(mean, rel=CLOSE) == said["all"]
         assert said["plain"] == said[""]
         assert said[""] != pytest.approx((2 * mean + said["few"]) / 3, rel=10 * CLOSE)  # of tokens
+
+
+def test_accuracy_is_the_share_that_transformers_ranks_first(found, folders):
+    model, right, tokens = plain(folders["llama"]).eval(), 0, 0
+    for ids, labels in half_known(folders["llama"], samples()):
+        best = model(input_ids=ids[None]).logits[0, :-1].argmax(-1)
+        right += int((best == labels[1:]).sum())
+        tokens += int((labels[1:] != -100).sum())
+    assert 0.4 < right / tokens < 0.8
+    for rank in found:
+        for way in ("padded", "packed"):
+            assert rank["sources"][f"accuracy, {way}"] == pytest.approx(right / tokens)
 
 
 def test_a_source_without_batches_is_named(folders):

@@ -87,7 +87,7 @@ def test_the_run_says_what_it_learns_and_proves_each_adapter(adapted):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     evaluated = [line for line in lines if "eval_loss" in line]
     assert [line["step"] for line in evaluated] == [2, 4, 6]
-    assert {"eval_a_loss", "eval_b_perplexity"} <= set(evaluated[0])
+    assert {"eval_a_loss", "eval_b_perplexity", "eval_b_accuracy"} <= set(evaluated[0])
     answers = [json.loads(x) for x in (run / "samples.jsonl").read_text().splitlines()]
     assert [a["step"] for a in answers] == [2, 4, 6]
     saved = find_checkpoint(run)

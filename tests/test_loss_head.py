@@ -79,6 +79,28 @@ def test_it_is_the_models_own_loss(kind, smoothing, small_chunks, capsys):
         assert off(gradients(model, loss_sum(model, batch)), expected) > 1e-2
 
 
+@pytest.mark.parametrize("kind", [*MAPS, "from logits"])
+def test_it_counts_what_the_model_ranks_first(kind, small_chunks, monkeypatch):
+    changes, _ = MAPS.get(kind, ({}, None))
+    model, batch = tiny_model(kind if kind in MAPS else "llama", **changes).train(), rows(3)
+    if kind not in MAPS:
+        _known[model] = None
+    best = model(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1)
+    batch["labels"][:, 1::2] = best[:, ::2]
+    batch["labels"][:, 3] = -100
+    right = int((best == batch["labels"][:, 1:]).sum())
+    assert 0.3 < right / int(supervised_tokens(batch["labels"])) < 0.7
+    for counted in (("cpu",), ()):  # with the rows that have labels alone, and with all
+        monkeypatch.setattr(head_loss, "_COUNTED", counted)
+        for wanted in (True, False):
+            correct = torch.zeros((), dtype=torch.int64)
+            with torch.set_grad_enabled(wanted):
+                loss = loss_sum(model, batch, correct=correct)
+                loss_sum(model, batch, correct=correct)
+            assert int(correct) == 2 * right
+            assert loss.item() == pytest.approx(loss_sum(model, batch).item())
+
+
 @pytest.mark.parametrize("kind", [*MAPS, "qwen3_5_text"])
 def test_in_fp64_it_is_the_models_own_gradient(kind, small_chunks, capsys):
     """What is left between the two in fp32 is rounding, which Qwen3.5's layers multiply."""
@@ -388,7 +410,7 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
         micro = [{k: v[rank::world] for k, v in rows(4, seed=s).items()} for s in (1, 2)]
         if rank == 1:
             micro[0]["labels"].fill_(-100)  # nothing to learn from
-        before = float(evaluate(model, {"": micro})[0])
+        before = float(evaluate(model, {"": micro})[0].loss)
         stats = train_step(model, optimizer, micro, max_grad_norm=0.0)
         inside = _known[model] is not None
         found[kind, dtype] = (float(stats.loss), before, optimizer.given, inside)

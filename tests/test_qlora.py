@@ -154,7 +154,7 @@ def every_way(rank: int, world: int, folder: str, run_dir: str) -> dict[str, Any
             model.train()
             seen["training again"] = model(input_ids=ids).logits
         seen["losses"] = train(model, rank, world)
-        seen["eval loss"] = float(evaluate(model, {"": mine(batch(9), rank, world)})[0])
+        seen["eval loss"] = float(evaluate(model, {"": mine(batch(9), rank, world)})[0].loss)
         seen["same bits"] = all(
             torch.equal(columns(model)[n], c) for n, c in seen["columns"].items()
         )

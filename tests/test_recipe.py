@@ -177,7 +177,7 @@ def test_metrics_have_every_field(runs):
     ]
     assert lines[0]["learning_rate"] == 0.0
     assert lines[3]["learning_rate"] == pytest.approx(1e-3)
-    assert {"eval_loss", "eval_perplexity"} <= set(lines[-1])
+    assert {"eval_loss", "eval_perplexity", "eval_accuracy"} <= set(lines[-1])
 
 
 def test_export_equals_the_plain_loops_weights(runs, tiny_llama, text_file, tmp_path):

@@ -13,7 +13,12 @@ from safetensors.torch import load_file
 from test_recipe import flags
 
 DOCUMENT = (ROOT / "docs" / "recipes.md").read_text("utf-8")
-TITLES = ("Another term in the loss", "Frozen layers", "One more metric")
+TITLES = (
+    "Another term in the loss",
+    "Frozen layers",
+    "One more metric",
+    "A metric of generated answers",
+)
 
 
 def apply(patch: str, text: str) -> str:
@@ -33,7 +38,9 @@ def documented(title: str) -> str:
     return found[1]
 
 
-def run(folder: Path, model: Path, text: Path, title: str | None) -> list[dict[str, float]]:
+def run(
+    folder: Path, model: Path, text: Path, title: str | None, *more: str
+) -> list[dict[str, float]]:
     """Run pretraining with the change of `title`; return its metrics."""
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     recipe = folder / "recipes" / "pretrain.py"
@@ -42,7 +49,7 @@ def run(folder: Path, model: Path, text: Path, title: str | None) -> list[dict[s
     few = ["--train.max_steps", "3", "--data.eval_split", "0.05", "--checkpoint.save_steps", "3"]
     batch = ["--train.per_device_train_batch_size", "2", "--checkpoint.export_at_end", "true"]
     output = folder / "run"
-    done = run_recipe_ranks(recipe, 2, *flags(model, text, output, *few, *batch), cwd=folder)
+    done = run_recipe_ranks(recipe, 2, *flags(model, text, output, *few, *batch, *more), cwd=folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
@@ -79,6 +86,20 @@ def test_frozen_layers(plain, tmp_path, tiny_llama, text_file) -> None:
 
 def test_one_more_metric(plain, tmp_path, tiny_llama, text_file) -> None:
     changed = run(tmp_path, tiny_llama, text_file, TITLES[2])
-    assert 0.0 < changed[-1]["eval_accuracy"] < 0.5
+    last = changed[-1]
+    assert last["eval_accuracy"] < last["eval_top5"] < 0.8
     assert [line["loss"] for line in changed] == [line["loss"] for line in plain[1]]
-    assert "eval_accuracy" not in plain[1][-1]
+    assert last["eval_accuracy"] == plain[1][-1]["eval_accuracy"]
+    assert "eval_top5" not in plain[1][-1]
+
+
+def test_a_metric_of_generated_answers(plain, tmp_path, tiny_llama, text_file) -> None:
+    best = ["--checkpoint.keep_best", "true", "--train.eval_steps", "3"]
+    best += ["--checkpoint.metric_for_best_model", "expected"]
+    changed = run(tmp_path, tiny_llama, text_file, TITLES[3], *best)
+    assert changed[-1]["eval_expected"] in (0.0, 0.5, 1.0)
+    assert [line["loss"] for line in changed] == [line["loss"] for line in plain[1]]
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(AssertionError, match="eval_expected is none of what an evaluation gives"):
+        run(other, tiny_llama, text_file, None, *best)  # the control: nobody told of it

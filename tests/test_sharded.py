@@ -184,7 +184,7 @@ def train_all(rank: int, world: int, folders: dict[str, str], run_dir: str) -> d
         found[key] = (
             [(float(s.loss), float(s.grad_norm), int(s.tokens)) for s in stats],
             full(model),
-            float(evaluate(model, {"": micro})[0]),
+            float(evaluate(model, {"": micro})[0].loss),
         )
     # A rank (here all but the first) without supervised tokens changes nothing.
     model = shard(folders["untied"], world)

@@ -693,7 +693,7 @@ def run_knobs(rank: int, world: int, folders: dict[str, str], configs: dict) -> 
             seen["breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
         seen["grad_kept"] = [p.grad is not None for p in model.parameters()]
         seen["steps"] = steps
-        seen["evaluated"] = float(evaluate(model, {"": [mine]})[0])
+        seen["evaluated"] = float(evaluate(model, {"": [mine]})[0].loss)
         seen["names"] = [n for n, _ in model.named_parameters()]
         seen["sharded_after_evaluation"] = {
             n for n, p in model.named_parameters() if isinstance(p, DTensor)

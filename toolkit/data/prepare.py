@@ -1,6 +1,6 @@
 """The data of a run: made of its settings, refused where it cannot be trained on, and read."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -35,7 +35,11 @@ from toolkit.models.attention import attend_within_documents
 
 
 def prepare_data(
-    cfg: RunConfig, model: PreTrainedModel, model_cfg: ModelConfig, run: Processes
+    cfg: RunConfig,
+    model: PreTrainedModel,
+    model_cfg: ModelConfig,
+    run: Processes,
+    own_metrics: Sequence[str] = (),
 ) -> "TrainingData":
     """Return what the run reads. Collective; encodes on all cores, once, cached.
 
@@ -44,6 +48,7 @@ def prepare_data(
     Args:
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
+        own_metrics: names of what a recipe's evaluations give beside loss, perplexity and accuracy.
 
     DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, nothing
     of a source is learned, the model mixes packed samples, ranks read different data, the global
@@ -57,7 +62,7 @@ def prepare_data(
         attend_within_documents(model)
     feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, run.world_size))
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, run)
-    check_data(data)
+    check_data(data, own_metrics)
     return data
 
 
@@ -167,7 +172,7 @@ def choose_packing(
     return Choice("none", verdict.why)
 
 
-def check_data(data: "TrainingData") -> None:
+def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(ranks.world_size()))
     states = ranks.gather(data.position.state_dict())
@@ -181,11 +186,11 @@ def check_data(data: "TrainingData") -> None:
                 f"{[ours[n] for n in names]}); the files of all machines must be equal, or on "
                 "storage that they share"
             )
-    _check_evaluations(data.cfg, list(data.feed.eval_sets))
+    _check_evaluations(data.cfg, list(data.feed.eval_sets), own_metrics)
     ranks.on_all(data.check_steps)
 
 
-def _check_evaluations(cfg: Any, sources: list[str]) -> None:
+def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str]) -> None:
     """Refuse settings that need evaluations which the eval sets `sources` do not give."""
     needing = {
         "checkpoint.keep_best": bool(cfg.checkpoint.keep_best),
@@ -199,7 +204,8 @@ def _check_evaluations(cfg: Any, sources: list[str]) -> None:
             "data.eval_files, or a data.eval_split above 0 (nothing is split off a stream)"
         )
     named = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
-    known = {f"{name}_{kind}" for name in named for kind in ("loss", "perplexity")}
+    known = {f"{name}_{kind}" for name in named for kind in ("loss", "perplexity", "accuracy")}
+    known |= {*own_metrics}
     metric, _ = best_metric(cfg.checkpoint)
     if metric not in known and {*asked} - {"train.eval_prompts"}:
         what = f"is none of what an evaluation gives: {', '.join(sorted(known))}"

@@ -58,6 +58,9 @@ class HeadLoss:
     label_smoothing: float = 0.0
     as_on: str | None = None
     """Type of the device whose chunks and products it takes; empty: that of the hidden states."""
+    correct: torch.Tensor | None = None
+    """0-d integer, to which the tokens are added whose label has the largest logit. Costs a pass
+    over the logits."""
 
     def __call__(
         self, hidden: torch.Tensor, labels: torch.Tensor, supervised: int | None = None
@@ -104,7 +107,7 @@ class HeadLoss:
         None where it is not wanted.
         """
         wanted = any(grad is not None for grad in grads)
-        rule = (targets, self.logit_map, self.label_smoothing, wanted)
+        rule = (targets, self.logit_map, self.label_smoothing, wanted, self.correct)
         if self.linear:
             loss, grad = _cross_entropy(F.linear(hidden, *parameters), *rule)
             if grad is None:
@@ -194,13 +197,17 @@ def _cross_entropy(
     logit_map: LogitMap,
     label_smoothing: float,
     with_gradient: bool,
+    correct: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the summed loss of a chunk of the head's `logits` [rows, V], and their gradient in
-    their dtype. Nothing of their size is held twice in fp32, but where there is a cap.
+    their dtype; count in `correct`. Nothing of their size is held twice in fp32, but where there is
+    a cap.
     """
     dtype, vocabulary = logits.dtype, logits.shape[-1]
     mapped = logits if logit_map == LogitMap() else logit_map(logits.float())
     del logits
+    if correct is not None:
+        correct += (mapped.argmax(-1) == targets).sum()
     log_p = torch.log_softmax(mapped, -1, dtype=torch.float32)
     slope = None
     if with_gradient and logit_map.cap is not None:  # d tanh = 1 - tanh^2

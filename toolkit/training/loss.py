@@ -39,6 +39,7 @@ def loss_sum(
     *,
     label_smoothing: float = 0.0,
     as_on: str | None = None,
+    correct: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of the supervised tokens of one micro-batch, 0-d fp32.
 
@@ -53,21 +54,25 @@ def loss_sum(
         label_smoothing: share of each target that is spread evenly over the vocabulary, as
             transformers' `LabelSmoother` does (Szegedy et al. 2016, arXiv:1512.00567).
         as_on: type of the device whose way it takes; empty: that of the batch.
+        correct: 0-d integer, to which the supervised tokens are added that the model ranks first.
     """
     inputs = {k: v for k, v in batch.items() if k not in ("labels", SUPERVISED)}
     labels = batch["labels"]
     if model not in _known:
         _known[model] = _find_out(model, inputs, labels)
     if (found := _known[model]) is None:
+        logits, targets = model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if correct is not None:
+            correct += (logits.argmax(-1) == targets).sum()
         return F.cross_entropy(
-            model(**inputs).logits[:, :-1].flatten(0, 1).float(),
-            labels[:, 1:].flatten(),
+            logits.float(),
+            targets,
             ignore_index=IGNORE_INDEX,
             reduction="sum",
             label_smoothing=label_smoothing,
         )
     head = _head(model)
-    task = HeadLoss(head, head.forward, *found, label_smoothing, as_on)
+    task = HeadLoss(head, head.forward, *found, label_smoothing, as_on, correct)
     inside = _InHead(task, labels, batch.get(SUPERVISED))
     with replaced_forward(head, inside.forward):
         answer = model(**inputs).logits

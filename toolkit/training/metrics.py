@@ -230,8 +230,10 @@ class Metrics:
         memory = size_text(line["memory_peak_bytes"])
         text = f"step {step:>{len(str(self._last))}}/{self._last}  {loss}  {speed}"
         if "eval_loss" in line:
-            perplexity = f"(perplexity {line['eval_perplexity']:,.1f})"
-            text += f"  eval_loss {line['eval_loss']:.4f} {perplexity}"
+            more = (
+                f"perplexity {line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%}"
+            )
+            text += f"  eval_loss {line['eval_loss']:.4f} ({more})"
         text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}  {memory}"
         if self._paced is None:  # the first step compiles, and says nothing of those to come
             self._paced = step, now
@@ -343,18 +345,18 @@ def due(step: int, every: int | None) -> bool:
 
 
 def evaluate_metrics(model: nn.Module, sources: EvalSets) -> dict[str, float]:
-    """Return the losses of `evaluate` as a metrics line holds them: `eval_loss`,
-    `eval_perplexity`, and where there are several sources `eval_NAME_loss` and
-    `eval_NAME_perplexity` of each. Collective; waits for the device.
+    """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`,
+    `eval_accuracy`, and where there are several sources `eval_NAME_loss` and so on of each.
+    Collective; waits for the device.
     """
     total, found = evaluate(model, sources)
     named = {"eval": total}
     if len(found) > 1:
         named |= {f"eval_{name}": one for name, one in found.items()}
-    losses = {f"{name}_loss": float(loss) for name, loss in named.items()}
+    losses = {f"{name}_loss": float(one.loss) for name, one in named.items()}
     # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
-    exp = {f"{name}_perplexity": float(loss.double().exp()) for name, loss in named.items()}
-    return losses | exp
+    exp = {f"{name}_perplexity": float(one.loss.double().exp()) for name, one in named.items()}
+    return losses | exp | {f"{name}_accuracy": float(one.accuracy) for name, one in named.items()}
 
 
 def training_flops(model: nn.Module, sequence_length: int) -> float:

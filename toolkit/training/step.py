@@ -128,10 +128,18 @@ def _average_replicated(model: nn.Module, world: int) -> None:
         parameter.grad = (total / world).view_as(parameter).to(parameter.dtype)
 
 
+@dataclass(frozen=True)
+class EvalStats:
+    """What an evaluation found, 0-d tensors on the device; NaN without a supervised token."""
+
+    loss: torch.Tensor  # mean over the supervised tokens of all ranks
+    accuracy: torch.Tensor  # share of them that the model ranks first
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, sources: EvalSets) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the mean loss over the supervised tokens of all ranks and `sources`, 0-d, and that of
-    each source. Collective. NaN where there is no supervised token at all.
+def evaluate(model: nn.Module, sources: EvalSets) -> tuple[EvalStats, dict[str, EvalStats]]:
+    """Return loss and accuracy over the supervised tokens of all `sources`, and of each source.
+    Collective.
 
     Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
     Every rank brings the same names in the same order, and as many batches of each (pad with labels
@@ -144,18 +152,24 @@ def evaluate(model: nn.Module, sources: EvalSets) -> tuple[torch.Tensor, dict[st
     found: list[torch.Tensor] = []
     try:
         for name, batches in sources.items():
-            pairs = [
-                torch.stack([loss_sum(model, b).double(), supervised_tokens(b["labels"]).double()])
-                for b in batches
-            ]
-            if not pairs:
+            sums = [_eval_sums(model, batch) for batch in batches]
+            if not sums:
                 raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
-            found.append(torch.stack(pairs).sum(0))
+            found.append(torch.stack(sums).sum(0))
     finally:
         model.train(was_training)
         reshard(model)
-    sums = torch.stack(found)  # [sources, 2]; a double holds any count exactly
+    each = torch.stack(found)  # [sources, 3]; a double holds any count exactly
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(sums)
-    total, *each = [(loss / tokens).float() for loss, tokens in [sums.sum(0), *sums]]
-    return total, dict(zip(sources, each, strict=True))
+        dist.all_reduce(each)
+    means = torch.cat([each.sum(0)[None], each])
+    means = (means[:, :2] / means[:, 2:]).float()
+    total, *stats = [EvalStats(loss, accuracy) for loss, accuracy in means]
+    return total, dict(zip(sources, stats, strict=True))
+
+
+def _eval_sums(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return [summed loss, correct tokens, supervised tokens] of a micro-batch, as doubles."""
+    correct = torch.zeros((), dtype=torch.int64, device=batch["labels"].device)
+    loss = loss_sum(model, batch, correct=correct)
+    return torch.stack([x.double() for x in (loss, correct, supervised_tokens(batch["labels"]))])
