@@ -135,3 +135,28 @@ def test_tables_are_as_wide_as_the_terminal(monkeypatch, capsys) -> None:
         assert tables.table(rows, right={1}) == whole
         assert tables.table(rows, right={1}, margin=10) != whole
     assert tables.table([], right=set()) == []
+
+
+def test_the_mean_loss_is_that_of_all_tokens_since_the_last_line(tmp_path, capsys) -> None:
+    metrics = Metrics(
+        tmp_path,
+        device=torch.device("cpu"),
+        first_step=0,
+        max_steps=6,
+        tokens=0,
+        tokens_per_step=100,
+        flops_per_token=1.0,
+        logging_steps=3,
+        disable_tqdm=True,
+    )
+    for step, (loss, tokens) in enumerate([(6, 10), (5, 10), (4, 30), (3, 10), (2, 0), (1, 10)], 1):
+        values = SimpleNamespace(
+            loss=torch.tensor(float(loss)), grad_norm=torch.ones(()), tokens=torch.tensor(tokens)
+        )
+        metrics.step(step, values, 1e-3)
+        assert metrics.tokens > 0  # as a save reads them between lines
+    lines = read_metrics(tmp_path)
+    assert [line["loss"] for line in lines] == [6.0, 4.0, 1.0]
+    assert [line["mean_loss"] for line in lines] == [6.0, (50 + 120) / 40, (30 + 10) / 20]
+    assert [line["tokens"] for line in lines] == [10, 50, 70]
+    assert "loss 4.0000 (mean 4.2500)  " in capsys.readouterr().out

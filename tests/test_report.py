@@ -28,6 +28,7 @@ from toolkit.report.curves import smoothed
 
 HARM = '</script><script>throw new Error("harm")</script>'
 PANELS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_peak_bytes")
+PANELS += ("eval_accuracy",)
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
@@ -92,7 +93,8 @@ def test_curves_are_the_metrics_to_the_bit(run: Path) -> None:
     assert set(PANELS) == set(drawn)
     for key in PANELS:
         steps, values = trace(drawn[key], key)
-        assert list(zip(steps, values, strict=True)) == [(x["step"], x[key]) for x in lines]
+        logged = [(x["step"], x[key]) for x in lines if key in x]
+        assert list(zip(steps, values, strict=True)) == logged
     evaluated = [(x["step"], x["eval_loss"]) for x in lines if "eval_loss" in x]
     assert len(evaluated) == 4
     assert list(zip(*trace(drawn["loss"], "eval_loss"), strict=True)) == evaluated
@@ -166,6 +168,38 @@ def test_answers_stand_by_prompt_and_step(run: Path) -> None:
     (run / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     cells = re.findall(r"<div>([ab] at \d)</div>", page_of(run))
     assert cells == ["a at 2", "a at 4", "b at 2", "b at 4"]
+
+
+def test_evaluations_stand_by_source_and_measure(tmp_path: Path) -> None:
+    many = made(tmp_path / "many", 3)
+    evaluated = [
+        {"eval_loss": 3.0, "eval_code_loss": 2.5, "eval_code_2_loss": 4.0, "eval_expected": 0.5},
+        {"eval_loss": 3.5, "eval_code_loss": 2.0, "eval_code_2_loss": 4.5, "eval_expected": 0.25},
+    ]
+    for one, shares in zip(evaluated, ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]), strict=True):
+        names = ("eval_accuracy", "eval_code_accuracy", "eval_code_2_accuracy")
+        one |= dict(zip(names, shares, strict=True))
+    lines = [line | more for line, more in zip(read_metrics(many)[1:], evaluated, strict=True)]
+    (many / METRICS).write_text("".join(json.dumps(x) + "\n" for x in lines), "utf-8")
+    page = page_of(many)
+    drawn = figures(page)
+    assert trace(drawn["eval_expected"], "eval_expected") == ([2, 3], [0.5, 0.25])
+    names = [t["name"] for t in drawn["eval_accuracy"]["data"]]
+    assert names == ["eval_accuracy", "eval_code_accuracy", "eval_code_2_accuracy"]
+    assert trace(drawn["loss"], "eval_code_loss") == ([2, 3], [2.5, 2.0])
+    table = page.partition("Evaluations: last values by source")[2].partition("</table>")[0]
+    rows = [re.findall(r"<div>(.*?)</div>", row) for row in table.split("<tr>")[2:]]
+    assert rows == [
+        ["many", "all", "3", "3.5", "0.25", "0.4", "3.0000", "2"],
+        ["many", "code", "3", "2", "-", "0.5", "2.0000", "3"],
+        ["many", "code_2", "3", "4.5", "-", "0.6", "4.0000", "2"],
+    ]
+
+
+def test_the_smoothed_curve_is_of_the_mean_over_all_steps(tmp_path: Path) -> None:
+    means = figures(page_of(made(tmp_path / "means", 4, mean_loss=2.0)))["loss"]
+    assert trace(means, "loss, smoothed")[1] == pytest.approx([2.0] * 4)
+    assert trace(means, "loss")[1] != [2.0] * 4
 
 
 @pytest.mark.parametrize(

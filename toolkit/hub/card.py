@@ -96,7 +96,7 @@ def _front(
             metric_value=metrics[metric],
         )
         for metric in metrics
-        if metric in ("eval_loss", "eval_perplexity")
+        if metric in ("eval_loss", "eval_perplexity", "eval_accuracy")
     ]
     return ModelCardData(
         library_name="peft" if unmerged else "transformers",

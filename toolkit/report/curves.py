@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.report.runs import RunRecord, number
+from toolkit.report.runs import RunRecord, evaluation_key, number
 
 # Of runs, in their order; a second hue for the evaluations of a run that stands alone.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#0891b2", "#db2777")
@@ -32,6 +32,11 @@ class Panel:
     unit: str
     curves: list[Curve]
 
+    @property
+    def of_evaluations(self) -> bool:
+        """Whether it shows nothing else, several names of them perhaps."""
+        return all(curve.kind == "evaluation" for curve in self.curves)
+
 
 _PANELS = (
     ("loss", "Loss", ".4~g", ""),
@@ -50,6 +55,12 @@ def panels(runs: list[RunRecord]) -> list[Panel]:
         curves = [curve for i, run in enumerate(runs) for curve in _curves(i, run, key, len(runs))]
         if curves:
             found.append(Panel(key, title, tick_format, unit, curves))
+    measures = dict.fromkeys(m for run in runs for one in run.evaluations().values() for m in one)
+    for measure in [m for m in measures if m not in ("loss", "perplexity")]:
+        tick_format = ".1%" if measure == "accuracy" else ".4~g"
+        curves = [c for i, run in enumerate(runs) for c in _evaluations(i, run, measure, len(runs))]
+        title = f"Evaluation: {measure}"
+        found.append(Panel(evaluation_key("", measure), title, tick_format, "", curves))
     return found
 
 
@@ -75,12 +86,19 @@ def _curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
     yield Curve(f"{prefix}{key}", "logged", steps, values, colour)
     if key != "loss":
         return
-    yield Curve(f"{prefix}{key}, smoothed", "smoothed", steps, smoothed(values), colour)
-    named = dict.fromkeys(key for line in run.lines for key in line)
-    evaluations = [name for name in named if name.startswith("eval_") and name.endswith("_loss")]
-    for i, name in enumerate(evaluations):
-        own = colour if runs > 1 else COLOURS[(i + 1) % len(COLOURS)]
-        yield Curve(f"{prefix}{name}", "evaluation", *_logged(run, name), own)
+    means = [number(line, "mean_loss") for line in run.lines if key in line]
+    filled = [value if mean is None else mean for value, mean in zip(values, means, strict=True)]
+    yield Curve(f"{prefix}{key}, smoothed", "smoothed", steps, smoothed(filled), colour)
+    yield from _evaluations(index, run, key, runs)
+
+
+def _evaluations(index: int, run: RunRecord, measure: str, runs: int) -> Iterable[Curve]:
+    """Return the curves of one measure of the evaluations, one for each source."""
+    names = [name for name, found in run.evaluations().items() if measure in found]
+    for i, name in enumerate(names):
+        key = evaluation_key(name, measure)
+        own = COLOURS[(index if runs > 1 else i + 1) % len(COLOURS)]
+        yield Curve(f"{run.label(runs)}{key}", "evaluation", *_logged(run, key), own)
 
 
 def _logged(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:

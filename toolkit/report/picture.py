@@ -58,6 +58,8 @@ def _panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
         axes.yaxis.set_major_formatter(EngFormatter(unit=panel.unit))
     elif panel.tick_format.endswith("%"):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    if panel.of_evaluations:
+        axes.legend(fontsize=7)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("step", fontsize=9)
     axes.grid(alpha=0.25)

@@ -41,6 +41,20 @@ class RunRecord:
         """Return what stands before the name of a curve among those of so many runs."""
         return f"{self.name}: " if runs > 1 else ""
 
+    def evaluations(self) -> dict[str, list[str]]:
+        """Return source -> measures of the evaluations (loss, accuracy, a recipe's own); the name
+        of all sources together is empty.
+        """
+        keys = dict.fromkeys(key for line in self.lines for key in line if key.startswith("eval_"))
+        names = [k.removeprefix("eval_").removesuffix("_loss") for k in keys if k.endswith("_loss")]
+        sources = sorted((n for n in names if n != "loss"), key=len, reverse=True)
+        found: dict[str, list[str]] = {}
+        for key in keys:
+            measure = key.removeprefix("eval_")
+            name = next((n for n in sources if measure.startswith(f"{n}_")), "")
+            found.setdefault(name, []).append(measure.removeprefix(f"{name}_"))
+        return found
+
     @property
     def done(self) -> bool:
         """Whether the last start's number of steps is reached."""
@@ -57,6 +71,11 @@ def read_runs(folders: list[str]) -> list[RunRecord]:
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def evaluation_key(source: str, measure: str) -> str:
+    """Return the name in a line of a measure of one source, or of all (empty)."""
+    return "_".join(filter(None, ("eval", source, measure)))
 
 
 def number(line: Line, key: str) -> float | int | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.config import FinetuneConfig, PretrainConfig, flat
 from toolkit.config.settings import FinetuneModelConfig, ModelConfig
-from toolkit.report.runs import RunRecord, number
+from toolkit.report.runs import RunRecord, evaluation_key, number
 from toolkit.tables import size_text
 
 
@@ -50,6 +50,25 @@ def overview(runs: list[RunRecord]) -> Table:
                 _time(at),
             ]
         )
+    return Table(head, rows)
+
+
+def evaluations(runs: list[RunRecord]) -> Table:
+    """Return a row for each source that a run evaluates on: its last values, its lowest loss."""
+    measures = dict.fromkeys(m for run in runs for one in run.evaluations().values() for m in one)
+    head = ["run", "source", "step", *measures, "lowest loss", "at step"]
+    rows = []
+    for run in runs:
+        for source in run.evaluations():
+            keys = [evaluation_key(source, measure) for measure in measures]
+            lines = [line for line in run.lines if any(key in line for key in keys)]
+            loss = evaluation_key(source, "loss")
+            best = min(
+                ((v, x["step"]) for x in lines if (v := number(x, loss)) is not None), default=None
+            )
+            last = [_value(number(lines[-1], key), ".4g") for key in keys]
+            lowest = ["-", "-"] if best is None else [f"{best[0]:.4f}", f"{best[1]:,}"]
+            rows.append([run.name, source or "all", f"{lines[-1]['step']:,}", *last, *lowest])
     return Table(head, rows)
 
 

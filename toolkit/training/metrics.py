@@ -94,7 +94,9 @@ class Metrics:
         self._first, self._last, self._every = first_step, max_steps, logging_steps
         self._epochs_per_step, self._trackers = epochs_per_step, trackers
         self._profiler, self._snapshot = profiler, snapshot
-        self._tokens, self._pending = tokens, list[torch.Tensor]()
+        # Of steps whose tensors are not read yet; of those that are, since the last line.
+        self._pending = list[tuple[torch.Tensor, torch.Tensor]]()
+        self._tokens, self._loss, self._loss_tokens = tokens, 0.0, 0.0
         self._bad: torch.Tensor | None = None
         self._began = self._since = time.perf_counter()
         # Since the last step; seconds and number of steps since the last line.
@@ -115,7 +117,7 @@ class Metrics:
 
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
-        self._pending.append(stats.tokens)
+        self._pending.append((stats.loss, stats.tokens))
         bad = ~(torch.isfinite(stats.loss) & torch.isfinite(stats.grad_norm))
         self._bad = bad if self._bad is None else self._bad | bad
         slowed = self._profiler is not None and self._profiler.slows(step)
@@ -163,7 +165,12 @@ class Metrics:
     def tokens(self) -> int:
         """Supervised tokens so far. Waits for the device."""
         if self._pending:
-            self._tokens += int(torch.stack(self._pending).sum())
+            loss, tokens = (
+                torch.stack(values).double() for values in zip(*self._pending, strict=True)
+            )
+            self._loss += float(loss @ tokens)
+            self._loss_tokens += float(tokens.sum())
+            self._tokens += int(tokens.sum())
             self._pending.clear()
         return self._tokens
 
@@ -207,7 +214,10 @@ class Metrics:
             "learning_rate": learning_rate,
             "tokens": self.tokens,
             "time": time.time(),
+            # Of the steps since the last line; the tokens above have brought it up to date.
+            "mean_loss": self._loss / max(1.0, self._loss_tokens),
         }
+        self._loss = self._loss_tokens = 0.0
         if self._epochs_per_step is not None:
             line["epoch"] = step * self._epochs_per_step
         on_gpu = self._device.type == "cuda"
@@ -224,11 +234,12 @@ class Metrics:
     def _show(self, line: dict[str, Any]) -> None:
         """Print a line above the progress bar, which shows what the line begins with."""
         step, loss, now = line["step"], f"loss {line['loss']:.4f}", time.perf_counter()
+        shown = f"{loss} (mean {line['mean_loss']:.4f})" if self._every > 1 else loss
         rate = line.get("tokens_per_second")
         speed = "profiled" if rate is None else f"{rate:,.0f} tok/s"
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         memory = size_text(line["memory_peak_bytes"])
-        text = f"step {step:>{len(str(self._last))}}/{self._last}  {loss}  {speed}"
+        text = f"step {step:>{len(str(self._last))}}/{self._last}  {shown}  {speed}"
         if "eval_loss" in line:
             more = (
                 f"perplexity {line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%}"
