@@ -6,7 +6,7 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all check format bench gpu architectures soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all check format docs bench gpu architectures soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,10 @@ check: install  ## Lint, format, import layers and types
 format: install  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install  ## Write the reference, then build the documentation as a site (site/index.html)
+	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine, minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'

@@ -206,7 +206,10 @@ def _python(words: list[str]) -> None:
 
 
 def _script(words: list[str]) -> None:
-    """Check that a script is there and has the options."""
+    """Check that a script is there and has the options; of `-c CODE`, the syntax."""
+    if words[0] == "-c":
+        compile(words[1], "-c", "exec")
+        return
     file = Path(words[0]) if Path(words[0]).is_file() else ROOT / words[0]
     source = file.read_text("utf-8") if file.is_file() else ""
     if not source:

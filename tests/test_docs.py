@@ -64,10 +64,12 @@ def test_blocks_of_commands_are_shell(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_yaml_blocks(page: Path, tmp_path: Path) -> None:
+def test_yaml_and_python_blocks(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
         if block.language == "yaml":
             check_yaml(block, tmp_path)
+        elif block.language == "python":
+            compile(block.text, str(page), "exec")
 
 
 @pytest.mark.parametrize("page", PAGES)

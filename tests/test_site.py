@@ -1,0 +1,137 @@
+"""The documentation as a site, the files of the how-tos for clusters, and their rows of data."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from conftest import BIN, ROOT, save_byte_tokenizer, save_tiny_model
+from documents import Wrong, blocks, check
+
+from toolkit import config
+from toolkit.data.prepare import inspect_data
+
+KUBERNETES = "1.34"
+LOADED = re.compile(
+    r"<(?:link|script|img|iframe)\b[^>]*?(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)"
+)
+
+
+def build(site: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site), *changes]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    done = build(tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    shown = {file.relative_to(tmp_path / "site") for file in (tmp_path / "site").rglob("*.html")}
+    pages = {file.relative_to(ROOT / "docs") for file in (ROOT / "docs").rglob("*.md")}
+    assert shown - {Path("404.html")} == {page.with_suffix(".html") for page in pages}
+    for page in shown:
+        text = (tmp_path / "site" / page).read_text("utf-8")
+        assert not LOADED.findall(text), page
+        assert (
+            'class="mermaid"' not in text
+        )  # which the theme would draw by a script from elsewhere
+    for sheet in (tmp_path / "site").rglob("*.css"):
+        assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", sheet.read_text("utf-8")), sheet
+
+
+def test_a_font_or_a_broken_link_would_be_found(tmp_path: Path) -> None:
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert "font: false" in settings
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("# Title\n", "utf-8")
+    wrong = settings.replace("font: false", "font: {text: Roboto}")
+    wrong = wrong[: wrong.index("nav:")].replace("docs_dir: docs", f"docs_dir: {tmp_path}/docs")
+    (tmp_path / "mkdocs.yml").write_text(wrong, "utf-8")
+    done = build(tmp_path / "site", "-f", str(tmp_path / "mkdocs.yml"))
+    assert done.returncode == 0, done.stderr
+    assert LOADED.findall((tmp_path / "site/index.html").read_text("utf-8"))
+    (tmp_path / "docs/index.md").write_text("[there](nowhere.md)\n", "utf-8")
+    done = build(tmp_path / "site", "-f", str(tmp_path / "mkdocs.yml"))
+    assert done.returncode == 1
+    assert "nowhere.md" in done.stderr
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert len(links) > 10
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_slurm_file() -> None:
+    file = ROOT / "examples" / "slurm.sbatch"
+    done = subprocess.run([BIN / "shellcheck", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    text = file.read_text("utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^ +(toolkit train .*)$", text, re.MULTILINE)
+    given = {'"$CONFIG"': "CONFIG", '"$MAIN"': "10.0.0.1", '"$SLURM_NODEID"': "1"}
+    given |= {'"$SLURM_NNODES"': "2", '"$((8 * SLURM_NNODES))"': "16"}
+    for variable, value in given.items():
+        assert variable in line
+        line = line.replace(variable, value)
+    check(line)
+    with pytest.raises(Wrong, match="machine_rnk"):
+        check(line.replace("--machine_rank", "--machine_rnk"))
+
+
+def test_the_kubernetes_file() -> None:
+    file = ROOT / "examples" / "kubernetes.yaml"
+    service, job = yaml.safe_load_all(file.read_text("utf-8"))
+    for part in (service, job):
+        kubernetes_validate.validate(part, KUBERNETES, strict=True)
+    wrong = job | {"spec": job["spec"] | {"complettions": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="complettions"):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    line = container["args"][0].replace('"$JOB_COMPLETION_INDEX"', "1")
+    check(line.replace("llama-70b.yaml", "CONFIG"))
+    # The first pod has the name that the others meet at, and a port that the Service has.
+    port = service["spec"]["ports"][0]["port"]
+    name = job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert f"--main_process_ip {name}-0.{pod['subdomain']} --main_process_port {port}" in line
+    machines, gpus = job["spec"]["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
+    assert job["spec"]["parallelism"] == machines
+    assert f"--num_machines {machines} --num_processes {machines * gpus}" in line
+    assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_byte_tokenizer(folder)
+    template = (ROOT / "recipes/configs/chat_template.jinja").read_text("utf-8")
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    return save_tiny_model(folder, max_position_embeddings=512)
+
+
+FORMATS = list(blocks(ROOT / "docs" / "howto" / "data_formats.md"))
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        pytest.param(*pair, id="-".join(json.loads(pair[0].text)))
+        for pair in zip(FORMATS[::2], FORMATS[1::2], strict=True)
+    ],
+)
+def test_a_row_of_each_format(row, shown, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{json.dumps(json.loads(row.text))}\n" * 4, "utf-8")
+    flags = ["--model.name_or_path", str(model), "--data.train_files", str(file)]
+    flags += ["--data.sequence_length", "128", "--data.eval_split", "0"]
+    (source,) = inspect_data(config.parse(config.FinetuneConfig, flags))["sources"]
+    assert (source["examples"], source["left_out"], source["truncated"]) == (4, 0, 0)
+    parts = source["first"][0]["parts"]
+    marked = "".join(f"[[{p['text']}]]" if p["supervised"] else p["text"] for p in parts)
+    assert shown.text == f"{source['format']}\n{marked}\n"
