@@ -135,3 +135,19 @@ def test_a_row_of_each_format(row, shown, model: Path, tmp_path: Path) -> None:
     parts = source["first"][0]["parts"]
     marked = "".join(f"[[{p['text']}]]" if p["supervised"] else p["text"] for p in parts)
     assert shown.text == f"{source['format']}\n{marked}\n"
+
+
+def test_the_pictures_are_drawn(tmp_path: Path) -> None:
+    folder = ROOT / "docs" / "explanation"
+    subprocess.run([sys.executable, folder / "draw.py", tmp_path], check=True)
+    drawn = {file.name: file for file in tmp_path.glob("*.svg")}
+    assert {file.name for file in folder.glob("*.svg")} == set(drawn)
+    page = (folder / "fsdp2.md").read_text("utf-8")
+    for name, file in drawn.items():
+        assert f"]({name})" in page
+        # As it stands here, but for the numbers: they follow the version of matplotlib.
+        texts = [
+            re.findall(r"<text[^>]*>([^<]*)", f.read_text("utf-8")) for f in (file, folder / name)
+        ]
+        assert texts[0] == texts[1]
+        assert texts[0]
