@@ -12,7 +12,7 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 from functools import partial
 from pathlib import Path
 
-from toolkit import adapters, checkpoint, export, hub, loading, models, training
+from toolkit import adapters, checkpoint, export, hub, loading, models, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import FinetuneConfig, model_settings
 from toolkit.data.prepare import prepare_data
@@ -34,6 +34,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     model_cfg = own_tokenizer(model_settings(cfg))
     base = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(base, cfg.model)
+    cfg = planning.settle(cfg, base, run, folder)  # `auto` is decided
     data = prepare_data(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)

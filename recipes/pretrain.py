@@ -11,7 +11,7 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 
 from pathlib import Path
 
-from toolkit import checkpoint, export, hub, loading, models, training
+from toolkit import checkpoint, export, hub, loading, models, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import PretrainConfig
 from toolkit.data.prepare import prepare_data
@@ -32,6 +32,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(model, cfg.model)
+    cfg = planning.settle(cfg, model, run, folder)  # `auto` is decided
     data = prepare_data(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
     folder.hold(model, data.max_steps)

@@ -48,11 +48,15 @@ class RunFolder:
     """
 
     def __init__(self, cfg: RunConfig) -> None:
-        self._cfg, self._before = cfg, ranks.on_all(lambda: claim(cfg))
+        self._cfg, self.before = cfg, ranks.on_all(lambda: claim(cfg))
         self.path, self.root = Path(cfg.output_dir), root_of(cfg)
         self.tokenizer = self.path / TOKENIZER  # one that the run trains
         self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
-        self.holds_work = self._before is not None  # metrics or checkpoints of an earlier start
+        self.holds_work = self.before is not None  # metrics or checkpoints of an earlier start
+
+    def use(self, cfg: RunConfig) -> None:
+        """Record these settings, in which `auto` is decided, instead of those asked for."""
+        self._cfg = cfg
 
     def hold(self, model: nn.Module, max_steps: int) -> None:
         """Say what the run will write, refuse a disk that is too small (CheckpointError), and keep
@@ -77,8 +81,8 @@ class RunFolder:
         if done or state.step >= data.max_steps:
             return
         cfg, changes = self._cfg, {}
-        if state.step and self._before:
-            changes = config.differences(self._before, cfg)
+        if state.step and self.before:
+            changes = config.differences(self.before, cfg)
         for name, (old, new) in changes.items():
             if not name.startswith(_SILENT):
                 ranks.say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")

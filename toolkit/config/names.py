@@ -48,7 +48,7 @@ _ELSEWHERE = {
         local_batch_size train_micro_batch_size_per_gpu""",
     "train.per_device_eval_batch_size": "eval_batch_size val_batch_size",
     "train.gradient_accumulation_steps": """gradient_accumulation grad_accum_steps grad_accum
-        accumulate_grad_batches global_batch_size""",
+        accumulate_grad_batches""",
     "train.num_train_epochs": "num_epochs epochs max_epochs",
     "train.max_steps": "max_train_steps steps total_steps max_iters",
     "train.eval_steps": "eval_strategy evaluation_strategy val_check_interval eval_interval",

@@ -22,6 +22,7 @@ from toolkit.config.ranges import (
     UnitInterval,
 )
 from toolkit.errors import ConfigError
+from toolkit.parsing import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal[
@@ -169,9 +170,12 @@ class ShardingConfig:
     that cannot be swapped. Without effect on CPUs."""
 
     # ---- Recomputation and compilation
-    activation_checkpointing: bool | AtLeast1 | Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: bool | AtLeast1 | Literal["auto", "none", "full", "selective"] = (
+        "none"
+    )
     """Recompute activations in the backward: of each decoder layer (`full` or true), of every k-th
-    (an integer), or all but matrix products and attention (`selective`)."""
+    (an integer), or all but matrix products and attention (`selective`). `auto`: the first of
+    none, selective and full that fits by the plan and by a step tried on the device."""
     activation_checkpointing_modules: list[str] = field(default_factory=list)
     """Patterns of the modules that activation_checkpointing covers; empty: the decoder layers."""
     activation_offload: bool = False
@@ -186,7 +190,15 @@ class ShardingConfig:
     torch_compile_mode: str | None = None
     """Mode of torch.compile, such as max-autotune-no-cudagraphs."""
 
+    # ---- Planning
+    device_memory: str | None = None
+    """Memory of each device that the run may plan with, such as 80GB; empty: what is free at its
+    start (on CPUs the free host memory, shared among the processes of a machine)."""
+
     def __post_init__(self) -> None:
+        if self.device_memory is not None and parse_size(self.device_memory) is None:
+            what = f"sharding.device_memory {self.device_memory!r} is not a size"
+            raise ConfigError(f"{what}; write 80GB, or 500MB")
         if self.layers_per_unit > 1 and self.sublayer_units:
             what = "makes units coarser than a layer, sublayer_units finer"
             raise ConfigError(f"sharding.layers_per_unit {what}; set one of them")
@@ -204,7 +216,7 @@ class ShardingConfig:
             what = "runs uncompiled code in each layer: torch_compile would compile none of it"
             raise ConfigError(f"sharding.activation_offload {what}; leave out one of them")
         for name in ("activation_checkpointing_modules", "activation_offload"):
-            if getattr(self, name) and self.activation_checkpointing in (False, "none"):
+            if getattr(self, name) and self.activation_checkpointing in (False, "none", "auto"):
                 what = "does nothing without activation_checkpointing: full, selective or a number"
                 raise ConfigError(f"sharding.{name} {what}; set that")
 
@@ -346,8 +358,12 @@ class TrainConfig:
     """Optimizer steps; -1: as many as num_train_epochs needs."""
     num_train_epochs: Positive = 1.0
     """Passes over the training samples where max_steps is -1."""
-    per_device_train_batch_size: AtLeast1 = 8
-    """Samples of one micro-batch on one process."""
+    per_device_train_batch_size: AtLeast1 | Literal["auto"] = 8
+    """Samples of one micro-batch on one process. `auto`: as many as fit, by the plan and by a step
+    tried on the device, of those that divide global_batch_size."""
+    global_batch_size: AtLeast1 | None = None
+    """Samples of one optimizer step on all processes together; gradient_accumulation_steps follows
+    from it. Empty: what the batch of a process, the accumulation and the processes make up."""
     per_device_eval_batch_size: AtLeast1 | None = None
     """Samples of one evaluation forward on one process; empty: as in training."""
     gradient_accumulation_steps: AtLeast1 = 1
@@ -373,6 +389,17 @@ class TrainConfig:
         if steps and (len(steps) != 2 or steps[0] > steps[1]):
             what = "expected the first and the last step, such as [10, 12]"
             raise ConfigError(f"train.profile_steps: {what}, got {steps}")
+        if self.per_device_train_batch_size == "auto" and self.global_batch_size is None:
+            what = "train.per_device_train_batch_size: auto needs train.global_batch_size"
+            raise ConfigError(f"{what}: the samples of a step, which it keeps")
+
+    @property
+    def micro_batch(self) -> int:
+        """`per_device_train_batch_size`; ConfigError where `auto` is not decided yet."""
+        if not isinstance(self.per_device_train_batch_size, int):
+            what = "train.per_device_train_batch_size: auto is decided when a run starts"
+            raise ConfigError(f"{what}; give a number here")
+        return self.per_device_train_batch_size
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def prepare_data(
     evaluations, and there is nothing to evaluate on.
     """
     encoder = ranks.on_all(lambda: _encoder(cfg, model_cfg, model))
-    rows = cfg.train.per_device_train_batch_size
+    rows = cfg.train.micro_batch
     choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
     if choice.mask is None:
         attend_within_documents(model)
@@ -71,10 +71,12 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     `packing` and `why`. One process, no weights. Streams are read whole, after the checks that a
     run makes of them; nothing is split off them to evaluate on. Raises what the run would.
     """
+    if cfg.train.per_device_train_batch_size == "auto":
+        cfg = replace(cfg, train=replace(cfg.train, per_device_train_batch_size=1))
     model_cfg = own_tokenizer(model_settings(cfg))
     model = models.build_on_meta(model_cfg)
     encoder = _encoder(cfg, model_cfg, model)
-    choice = choose_packing(cfg.data, model, cfg.train.per_device_train_batch_size)
+    choice = choose_packing(cfg.data, model, cfg.train.micro_batch)
     feed = read_sources(cfg, encoder, choice, 1)
     if cfg.data.streaming:  # it can be streamed; now what is in it
         whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
@@ -112,10 +114,10 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     sources = load_sources(data, documents=not finetune)
     # Read before the training data is encoded, which may take an hour.
     others = load_sources(data, what="eval", documents=not finetune)
-    rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    rows = train.micro_batch * train.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "seed": cfg.seed,
-        "global_batch": rows * world_size,
+        "global_batch": train.global_batch_size or rows * world_size,
         "eval_sources": [encoded(source) for source in others],
         "max_eval_samples": data.max_eval_samples,
     }
@@ -243,7 +245,7 @@ class TrainingData:
     @property
     def accumulation(self) -> int:
         """Micro-batches of a rank in a step."""
-        size = self.cfg.train.per_device_train_batch_size
+        size = self.cfg.train.micro_batch
         return accumulation_for(self.position.global_batch, size, self.run.world_size)
 
     @property
@@ -255,7 +257,7 @@ class TrainingData:
     def evals(self) -> dict[str, Iterable[MicroBatch]]:
         """Source name -> this rank's micro-batches to evaluate on; empty without eval data."""
         train = self.cfg.train
-        size = train.per_device_eval_batch_size or train.per_device_train_batch_size
+        size = train.per_device_eval_batch_size or train.micro_batch
         return self.feed.evals(self.run, per_device_batch_size=size)
 
     @ranks.collective
@@ -282,7 +284,7 @@ class TrainingData:
         read = self.feed.steps(
             self.run,
             self.max_steps - after,
-            per_device_batch_size=self.cfg.train.per_device_train_batch_size,
+            per_device_batch_size=self.cfg.train.micro_batch,
             workers=self.cfg.data.num_workers,
         )
         yield from enumerate(read, start=after + 1)
@@ -296,7 +298,7 @@ class TrainingData:
         if self.feed.shape.packing != "none":
             lines.append(str(self.choice))
         lines.append(
-            f"batch      {size} samples = {train.per_device_train_batch_size} a device x "
+            f"batch      {size} samples = {train.micro_batch} a device x "
             f"{self.accumulation} accumulated x {self.run.world_size} process(es) on "
             f"{self.run.device.type}"
         )

@@ -1,5 +1,7 @@
 """Changes to a run that save memory, each planned anew, and layouts to compare."""
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,16 +59,25 @@ def make_plan(
 
 
 def remedies(
-    plan: Plan, device: Device, memory: int, say: Callable[[str], object]
+    plan: Plan,
+    device: Device,
+    memory: int,
+    say: Callable[[str], object],
+    *,
+    patience: float = math.inf,
 ) -> tuple[list[Plan], list[tuple[str, str]]]:
     """Return changes of a run that does not fit, each planned anew, and those that cannot be
     planned with the reason.
 
     First what fits and keeps what is trained, the cheapest first. Where no single change fits, one
-    is put on another, in the order of their usual cost, and each stage is returned.
+    is put on another, in the order of their usual cost, and each stage is returned. After
+    `patience` seconds no further change is planned.
     """
+    end = time.monotonic() + patience
     found, failed = list[Plan](), list[tuple[str, str]]()
     for change in _changes(plan.cfg, plan.world_size):
+        if time.monotonic() > end:
+            break
         say(change.name)
         try:
             new = make_plan(change.cfg, change.world_size, device, memory, change.name, change.kept)
@@ -75,7 +86,7 @@ def remedies(
             continue
         found.append(new)
     fitting = [p for p in found if p.fits(memory)]
-    if not any(p.kept for p in fitting):
+    if not any(p.kept for p in fitting) and time.monotonic() < end:
         fitting += _together(plan, device, memory, say)
     listed = fitting or sorted(found, key=lambda p: p.estimate.memory)
     return sorted(listed, key=lambda p: (not p.fits(memory), not p.kept, _cost(p))), failed
@@ -115,7 +126,7 @@ def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
 
 def _smaller_batch(cfg: Config, world: int) -> Iterator[_Change]:
     size, repeats = (
-        cfg.train.per_device_train_batch_size,
+        cfg.train.micro_batch,
         cfg.train.gradient_accumulation_steps,
     )
     if size > 1:  # the global batch stays
@@ -173,7 +184,7 @@ def _more_devices(cfg: Config, world: int) -> Iterator[_Change]:
     own = with_settings(cfg, "sharding", dp_shard=-1)
     repeats, size = (
         cfg.train.gradient_accumulation_steps,
-        cfg.train.per_device_train_batch_size,
+        cfg.train.micro_batch,
     )
     if repeats % 2 == 0:
         own = with_settings(own, "train", gradient_accumulation_steps=repeats // 2)

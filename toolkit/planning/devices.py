@@ -85,6 +85,16 @@ def named_as(name: str) -> str | None:
     return max(fitting, key=lambda known: len(words[known]), default=None)
 
 
+def figures_of(device: torch.device) -> Device:
+    """Return the figures of a run's device; of one that is not known an H100's."""
+    if device.type == "cpu":
+        return this_host()
+    said = torch.get_device_module(device).get_device_name(device)
+    known = named_as(said)
+    other = dataclasses.replace(KNOWN["h100"], name=said, source=f"an H100's, {said} is not known")
+    return other if known is None else KNOWN[known]
+
+
 def device_here(name: str | None = None) -> tuple[Device, torch.device]:
     """Return this process's device and its figures: those of `name` where that is given.
     ConfigError: `name` is of another kind, or needed and not given.

@@ -95,7 +95,7 @@ def estimate(
     activations = max(p.kinds.get("host", 0) for p in sim.peaks.values())
     copies = (parts + 2 * activations * repeats) / device.host_link
     step = max(step, copies) if not parts else step + copies
-    tokens = cfg.train.per_device_train_batch_size * cfg.data.sequence_length * repeats
+    tokens = cfg.train.micro_batch * cfg.data.sequence_length * repeats
     flops = sim.model_flops_per_token * tokens
     peak = device.bf16 if cfg.sharding.param_dtype == "bfloat16" else device.fp32
     held = _PROCESS + sim.offloaded

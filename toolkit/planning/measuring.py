@@ -66,6 +66,14 @@ def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -
     return found[0]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that a device, or the host, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
 def host_peak(step: Callable[[], Any]) -> int:
     """Return the most bytes that torch's allocator of host memory gives while `step` runs, above
     what it had given before. By torch's profiler, whose trace takes some 10 MB a layer.
@@ -93,7 +101,7 @@ def calibrate_here(cfg: Config, world_size: int, device_name: str | None = None)
     short = with_settings(cfg, "train", gradient_accumulation_steps=repeats)
     sim = simulate(short, world_size, device_type=here.type, gloo=False)
     found, planned = measure(short, world_size, here), estimate(sim, short, world_size, device)
-    batch = cfg.train.per_device_train_batch_size, cfg.data.sequence_length
+    batch = cfg.train.micro_batch, cfg.data.sequence_length
     source = f"a step of {batch[0]} x {batch[1]:,} tokens as one of {world_size} rank(s)"
     factors = calibration_of(sim, found.peak, found.seconds, planned.compute, source)
     remember(device, sim.model, cfg.sharding.param_dtype, factors)

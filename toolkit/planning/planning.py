@@ -2,6 +2,7 @@
 
 from tqdm import tqdm
 
+from toolkit.planning.automatic import accumulated, choose, chosen_names, in_words
 from toolkit.planning.changes import Plan, layouts, make_plan, remedies
 from toolkit.planning.devices import Device
 from toolkit.planning.report import PlanReport
@@ -30,11 +31,17 @@ def plan_run(
             bar.update()
 
         say("the run as it is")
-        plan = make_plan(cfg, world, device, memory)
+        asked = cfg
+        if chosen_names(cfg):
+            plan = choose(cfg, world, device, memory or int(device.memory))[1]
+            cfg = plan.cfg
+        else:
+            cfg = accumulated(cfg, world)
+            plan = make_plan(cfg, world, device, memory)
         last = state_of(cfg, world, world - 1) if world > 1 else plan.sim.state
         found: list[Plan] = []
         failed: list[tuple[str, str]] = []
         if memory is not None and not plan.fits(memory):
             found, failed = remedies(plan, device, memory, say)
         compared = layouts(plan, device, memory, say) if sweep else []
-    return PlanReport(plan, last, device, memory, found, failed, compared)
+    return PlanReport(plan, last, device, memory, found, failed, compared, in_words(asked, cfg))

@@ -29,6 +29,8 @@ class PlanReport:
     failed: list[tuple[str, str]] = field(default_factory=list)
     """Changes that cannot be planned, and why."""
     layouts: list[Plan] = field(default_factory=list)
+    chosen: str = ""
+    """What `auto` became."""
 
     @property
     def fits(self) -> bool:
@@ -56,6 +58,7 @@ class PlanReport:
             "estimate": asdict(found) | {"tokens_per_second": found.tokens_per_second},
             "disk": self._disk(),
             "run": self._run(),
+            "auto": self.chosen,
             "remedies": [self._row(p) for p in self.remedies],
             "not_planned": [{"change": name, "why": why} for name, why in self.failed],
             "layouts": [self._row(p) for p in self.layouts],
@@ -66,7 +69,7 @@ class PlanReport:
         """Return all of it for people."""
         sim, found = self.plan.sim, self.plan.estimate
         train, data = self.plan.cfg.train, self.plan.cfg.data
-        batch = train.per_device_train_batch_size, data.sequence_length
+        batch = train.micro_batch, data.sequence_length
         lines = [
             f"model   {sim.model}, {sim.values / 1e9:,.3f} B parameters, "
             f"{sim.trained / 1e9:,.3f} B trained",
@@ -74,6 +77,9 @@ class PlanReport:
             f"{sim.mesh[1]}",
             f"batch   {batch[0]} x {batch[1]:,} tokens, {train.gradient_accumulation_steps} "
             f"accumulated: {found.tokens_per_step:,} tokens a step",
+            *textwrap.wrap(f"auto    {self.chosen}", 80, subsequent_indent=" " * 8)[
+                : 80 * bool(self.chosen)
+            ],
             "",
             "Held by a rank, exact, in bytes",
             *_indent(self._state_rows()),

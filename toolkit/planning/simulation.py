@@ -41,10 +41,9 @@ from toolkit.planning.meter import (
     Peak,
     Work,
 )
-from toolkit.sharding.accumulation import FROZEN_SHARE, WHOLE_GRADIENT
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, splits_ends
+from toolkit.sharding.accumulation import gradient_is_large
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, replicates_frozen, splits_ends
 from toolkit.sharding.unit_table import fake_world
-from toolkit.sharding.units import frozen_parameters
 from toolkit.training.loss import loss_sum, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
@@ -189,22 +188,14 @@ def _decided(
     model: Any, cfg: Config, world_size: int, device_type: str, memory: int | None
 ) -> ShardingConfig:
     """Return the settings with `auto` decided as a run on such devices would; not compiled."""
-    own = cfg.sharding
+    own, free = cfg.sharding, float("inf") if memory is None else memory
     splits = splits_ends(model, own, device_type)
     sharding = replace(own, embedding_units=splits, torch_compile="none", pin_memory=False)
-    shards, host = mesh_shape(world_size, own)[1], device_type == "cpu"
-    if own.frozen == "auto":
-        frozen = frozen_parameters(model)
-        more = sum(p.numel() * p.element_size() for p in frozen) * (1 - 1 / shards)
-        compute = getattr(torch, own.param_dtype)
-        alike = all(p.dtype == compute for p in frozen)
-        fits = memory is None or more <= FROZEN_SHARE * memory
-        whole = bool(frozen) and alike and fits and not (host or own.cpu_offload)
-        sharding = replace(sharding, frozen="replicated" if whole else "sharded")
+    shards = mesh_shape(world_size, own)[1]
+    whole, _ = replicates_frozen(model, sharding, shards, device_type, free)
+    sharding = replace(sharding, frozen="replicated" if whole else "sharded")
     if own.accumulation == "auto":
-        size = getattr(torch, own.reduce_dtype).itemsize
-        gradient = sum(p.numel() for p in model.parameters() if p.requires_grad) * size
-        each = memory is not None and gradient > WHOLE_GRADIENT * memory
+        each = gradient_is_large(model, getattr(torch, own.reduce_dtype).itemsize, free)
         sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
     return sharding
 
@@ -295,7 +286,7 @@ def run_step(
         meter.begin("backward")
         return out
 
-    shape = cfg.train.per_device_train_batch_size, cfg.data.sequence_length
+    shape = cfg.train.micro_batch, cfg.data.sequence_length
     with _layers_told(model, meter):
         meter.claim(model.parameters(), PARAMETERS)
         meter.claim(model.buffers(), BUFFERS)

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 
-WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
-FROZEN_SHARE = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
+_WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
+_FROZEN_SHARE = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
 _MARGIN = 0.1  # of the device: fragments, and what a later step needs more
 _MEASURED = 2  # steps: the first makes the optimizer's state at its end
 
@@ -49,7 +49,8 @@ class Accumulation:
     def begin(self, ids: torch.Tensor, index: int, count: int, sync_each: bool) -> None:
         """Prepare for micro-batch `index` of `count`. Collective at the first."""
         if self.reduce_each is None and count > 1:
-            self.reduce_each = self._gradient_is_large(ids.device)
+            total = min(ranks.gather(_memory(ids.device)[1]))
+            self.reduce_each = gradient_is_large(self._model, self._reduce_size, total)
         last, keep = index == count - 1, self.keep and count > 1
         reduced = last or sync_each or bool(self.reduce_each)
         for unit in self._units:
@@ -75,11 +76,6 @@ class Accumulation:
                 f"gathered model {room / 1e9:,.2f} GB are left)"
             )
 
-    def _gradient_is_large(self, device: torch.device) -> bool:
-        values = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
-        total = _memory(device)[1]
-        return values * self._reduce_size > WHOLE_GRADIENT * min(ranks.gather(total))
-
     def _room(self, device: torch.device) -> float:
         """Return the bytes that would be free beside the gathered model."""
         free, total, activations = _memory(device)
@@ -90,14 +86,25 @@ class Accumulation:
         return free - _MARGIN * total - gathered - longer
 
 
-def frozen_fits(parameters: list[nn.Parameter], shards: int, device_type: str) -> tuple[bool, str]:
+def gradient_is_large(model: nn.Module, itemsize: int, memory: float) -> bool:
+    """Return whether a whole gradient, of `itemsize` bytes a value, is too much for a device of so
+    much memory to hold from micro-batch to micro-batch.
+    """
+    values = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return values * itemsize > _WHOLE_GRADIENT * memory
+
+
+def frozen_fits(
+    parameters: list[nn.Parameter], shards: int, device_type: str, free: float | None = None
+) -> tuple[bool, str]:
     """Return whether whole copies of frozen parameters fit on every rank, and the figures; see
-    `sharding.frozen`. Collective.
+    `sharding.frozen`. `free`: bytes; None: as many as the fullest device has. Collective.
     """
     more = sum(p.numel() * p.element_size() for p in parameters) * (1 - 1 / shards)
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-    free = min(ranks.gather(_memory(torch.device(device_type, index))[0]))
-    return more <= FROZEN_SHARE * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
+    if free is None:
+        index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+        free = min(ranks.gather(_memory(torch.device(device_type, index))[0]))
+    return more <= _FROZEN_SHARE * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
 
 
 def accumulation_of(model: nn.Module) -> Accumulation | None:

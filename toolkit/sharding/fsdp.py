@@ -94,7 +94,7 @@ def apply_fsdp(
     _refuse_idle_experts(model, mesh.size())
     asked, device_type = cfg, mesh.device_type
     cfg = dataclasses.replace(cfg, embedding_units=splits_ends(model, cfg, device_type))
-    replicated, frozen_why = _replicates_frozen(model, cfg, shards, device_type)
+    replicated, frozen_why = replicates_frozen(model, cfg, shards, device_type)
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
     plan = plan_units(model, cfg)
     _refuse_dtypes(model, plan, cfg)
@@ -215,6 +215,9 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
     asked: Any = cfg.activation_checkpointing
     if asked is False or asked == "none":
         return []
+    if asked == "auto":
+        what = "activation_checkpointing: auto is decided by planning.settle, as the recipes do"
+        raise ShardingError(f"sharding.{what}; call it before, or set none, selective or full")
     names = list(plan.layers)
     if chosen := cfg.activation_checkpointing_modules:
         setting = "sharding.activation_checkpointing_modules"
@@ -251,10 +254,16 @@ def splits_ends(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool
     return weights[0] is not weights[1]
 
 
-def _replicates_frozen(
-    model: nn.Module, cfg: ShardingConfig, shards: int, device_type: str
+def replicates_frozen(
+    model: nn.Module,
+    cfg: ShardingConfig,
+    shards: int,
+    device_type: str,
+    free: float | None = None,
 ) -> tuple[bool, str]:
-    """Return whether what is not trained lies whole on every rank, and why."""
+    """Return whether what is not trained lies whole on every rank, and why. `free`: bytes of each
+    device; None: as measured, which is collective.
+    """
     frozen = frozen_parameters(model)
     if cfg.frozen == "sharded" or not frozen:
         return False, ""
@@ -276,7 +285,7 @@ def _replicates_frozen(
             return False, why
     if cfg.frozen == "replicated":
         return True, ""
-    return frozen_fits(frozen, shards, device_type)
+    return frozen_fits(frozen, shards, device_type, free)
 
 
 def _compiles_layers(

@@ -135,7 +135,9 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
         model: Any = build_on_meta(model_settings(cfg))
         if isinstance(cfg, FinetuneConfig):
             model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
-        sharding = replace(sharding, embedding_units=splits_ends(model, sharding, "cuda"))
+        splits = splits_ends(model, sharding, "cuda")
+        # What is recomputed changes no unit.
+        sharding = replace(sharding, embedding_units=splits, activation_checkpointing="none")
         apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
         rows = unit_rows(model, sharding)
         return {

@@ -1,0 +1,143 @@
+"""`auto` batch size and recomputation: the first that fits by the plan, then tried on the device.
+
+The global batch stays: a smaller batch of a device is accumulated more often. What is tried, in
+this order: no recomputation, `selective`, `full`, and of each the largest batch first, down to one
+sample. Recomputing costs a tenth to a third of the time, a smaller batch mostly less.
+"""
+
+import itertools
+import resource
+import sys
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from toolkit.config.settings import RunConfig
+from toolkit.data.order.position import accumulation_for
+from toolkit.planning.changes import Plan, make_plan, with_settings
+from toolkit.planning.devices import Device
+from toolkit.planning.measuring import is_out_of_memory, measure
+from toolkit.planning.simulation import Config
+
+_AUTO = (("sharding", "activation_checkpointing"), ("train", "per_device_train_batch_size"))
+_RECOMPUTED = ("none", "selective", "full")
+
+
+def chosen_names(cfg: RunConfig) -> list[tuple[str, str]]:
+    """Return section and name of the settings that are to be chosen."""
+    return [(s, n) for s, n in _AUTO if getattr(getattr(cfg, s), n) == "auto"]
+
+
+def in_words(asked: RunConfig, cfg: RunConfig) -> str:
+    """Return what `cfg` has where `asked` has `auto`."""
+    names = chosen_names(asked)
+    said = [f"{name} {getattr(getattr(cfg, section), name)}" for section, name in names]
+    if ("train", "per_device_train_batch_size") in names:
+        said.append(f"gradient_accumulation_steps {cfg.train.gradient_accumulation_steps}")
+    return ", ".join(said)
+
+
+def as_before(cfg: Config, before: Config | None, world_size: int) -> Config:
+    """Return `cfg` with what an earlier start of the run chose, where its batch still divides."""
+    for section, name in chosen_names(cfg) if before is not None else ():
+        value = getattr(getattr(before, section), name)
+        whole = cfg.train.global_batch_size
+        divides = section != "train" or not whole or whole % (value * world_size) == 0
+        if value != "auto" and divides:
+            cfg = with_settings(cfg, section, **{name: value})
+    return cfg
+
+
+def accumulated(cfg: Config, world_size: int) -> Config:
+    """Return `cfg` with the accumulation that makes up `train.global_batch_size`, where that is
+    set. DataError: it does not divide.
+    """
+    whole, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
+    if whole is None or not isinstance(size, int):
+        return cfg
+    repeats = accumulation_for(whole, size, world_size)
+    return with_settings(cfg, "train", gradient_accumulation_steps=repeats)
+
+
+def candidates(cfg: Config, world_size: int) -> list[list[Config]]:
+    """Return what `auto` may become, the best first: for each recomputation its batches."""
+    recomputed, size = cfg.sharding.activation_checkpointing, cfg.train.per_device_train_batch_size
+    modes: tuple = _RECOMPUTED if recomputed == "auto" else (recomputed,)
+    if recomputed == "auto" and cfg.model.kernels == "liger":
+        modes = ("none", "full")  # `selective` does not go with it
+    sizes = [size]
+    if size == "auto":
+        each = accumulation_for(cfg.train.global_batch_size or 1, 1, world_size)
+        sizes = [n for n in range(each, 0, -1) if each % n == 0]
+    return [
+        [
+            accumulated(
+                with_settings(
+                    with_settings(cfg, "sharding", activation_checkpointing=mode),
+                    "train",
+                    per_device_train_batch_size=n,
+                ),
+                world_size,
+            )
+            for n in sizes
+        ]
+        for mode in modes
+    ]
+
+
+def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[int, Plan]:
+    """Return the place among all candidates of the first that fits by its plan, with that; where
+    none does, of the last. Makes a fake world; a few plans of each recomputation.
+    """
+    groups, passed = candidates(cfg, world_size), 0
+    plan = None
+    for group in groups:
+        low, high = 0, len(group)  # all before `low` are too large, all from `high` on fit
+        while low < high:
+            middle = (low + high) // 2
+            found = make_plan(group[middle], world_size, device, memory)
+            if found.fits(memory):
+                high, plan = middle, found
+            else:
+                low = middle + 1
+        if plan is not None:
+            return passed + high, plan
+        passed += len(group)
+    return passed - 1, make_plan(groups[-1][-1], world_size, device, memory)
+
+
+def tried(
+    cfg: Config, world_size: int, rank: int, device: torch.device, memory: int, reserve: int
+) -> int | None:
+    """Return the peak of a real step of `cfg` as one rank, None where it does not fit beside
+    `reserve` bytes. Makes a fake world, and limits this process for good: call it in one apart.
+    """
+    if device.type == "cpu":
+        _limit_host(memory)
+    else:
+        torch.accelerator.set_device_index(device.index or 0)
+        total = torch.get_device_module(device).mem_get_info(device)[1]
+        share = min(1.0, memory / total)
+        torch.get_device_module(device).set_per_process_memory_fraction(share, device)
+    try:
+        peak = measure(cfg, world_size, device, rank).peak
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return peak if peak + reserve <= memory else None
+
+
+def _limit_host(memory: int) -> None:
+    """Let this process have so many bytes more; without effect but on Linux."""
+    if sys.platform == "linux":
+        held = psutil.Process().memory_info().data
+        resource.setrlimit(resource.RLIMIT_DATA, (held + memory, held + memory))
+
+
+def after(cfg: Config, world_size: int, place: int) -> Iterator[Config]:
+    """Yield the candidates from `place` on."""
+    yield from itertools.islice(
+        itertools.chain.from_iterable(candidates(cfg, world_size)), place, None
+    )

@@ -1,0 +1,253 @@
+"""The plan within a run: what cannot fit is refused before weights are read, what may not fit is
+said, and an out-of-memory error ends with the changes that would fit.
+
+[Note: apart] A plan needs a process group of processes that do not exist, which cannot stand beside
+the run's own. So plans are made in a process of their own, of rank 0 or of the rank that failed;
+it costs 6 s for its imports and some seconds a plan.
+"""
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, ParamSpec, TypeVar
+
+import psutil
+import torch
+from torch import nn
+
+from toolkit import ranks
+from toolkit.checkpoint import RunFolder
+from toolkit.config.settings import FinetuneConfig, ShardingConfig
+from toolkit.errors import ToolkitError, one_line
+from toolkit.parsing import parse_size
+from toolkit.planning import automatic
+from toolkit.planning.changes import Plan, make_plan, remedies
+from toolkit.planning.devices import Device, figures_of
+from toolkit.planning.estimates import reserve_of
+from toolkit.planning.measuring import is_out_of_memory
+from toolkit.planning.simulation import Config
+from toolkit.sharding.accumulation import host_memory_peak
+from toolkit.sharding.fsdp import mesh_shape
+from toolkit.tables import size_text
+from toolkit.training.launch import Run
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_LISTED = 3  # changes
+_PATIENCE = 60.0  # seconds that changes are planned for
+# Bytes of state for each of a trained parameter, at least.
+_STATE = {"adamw_torch_fused": 2.0, "adamw_8bit": 0.5, "muon": 1.0, "adafactor": 0.0}
+# Function that a failure came through, the outermost first -> what the run was doing.
+_DOING = {
+    "fill": "loading",
+    "restore": "restoring a checkpoint",
+    "evaluate_metrics": "an evaluation",
+    "answer_prompts": "an evaluation",
+    "save": "saving",
+    "prove_adapter": "proving the adapter",
+    "export_step": "exporting",
+    "loss_sum": "the forward",
+    "backward": "the backward",
+    "step": "the optimizer step",
+}
+
+
+class MemoryShortageError(ToolkitError):
+    """A device, or the host, has less memory than the run takes."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a plan says of a run in so much memory."""
+
+    needs: int
+    phase: str
+    """Of the step, at whose peak it needs that."""
+    remedies: str
+    """The cheapest changes with their costs; empty where it fits."""
+
+
+def settle(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> Any:
+    """Return the settings of the run with the batch and the recomputation that `auto` becomes (see
+    `automatic`); refuse a run whose shards alone do not fit, warn of one whose step may not, and
+    let an out-of-memory error of the rest of the run say what would fit. Collective.
+
+    `model` is on meta, before adapters and sharding. Milliseconds; on accelerators, and where the
+    shards take more than half of the memory, a step is planned too; see [Note: apart]. A resumed
+    run keeps what its first start chose. MemoryShortageError: parameters, gradients and optimizer
+    state take more than there is, or no candidate fits.
+    """
+    memory = min(ranks.gather(memory_for(cfg.sharding, run.device)))
+    device, parts = figures_of(run.device), least_bytes(cfg, model, run.world_size, run.device.type)
+    least = sum(parts.values())
+    if least > memory:
+        ranks.on_main(lambda: _refuse(cfg, run.world_size, device, memory, parts))
+    asked, cfg = cfg, automatic.as_before(cfg, folder.before, run.world_size)
+    if automatic.chosen_names(cfg):
+        cfg = choose_candidate(cfg, run, device, memory)
+    elif run.device.type != "cpu" or least > memory / 2:
+        run.say(ranks.on_main(lambda: _prediction(cfg, run.world_size, device, memory)))
+    cfg = ranks.on_all(lambda: automatic.accumulated(cfg, run.world_size))
+    if asked != cfg and automatic.chosen_names(asked):
+        run.say(f"auto       {automatic.in_words(asked, cfg)}")
+    folder.use(cfg)
+    run.at_end.enter_context(_told_if_out_of_memory(cfg, run, device, memory))
+    return cfg
+
+
+def choose_candidate(cfg: Config, run: Run, device: Device, memory: int) -> Config:
+    """Return the first candidate that fits by the plan and whose step, tried by each rank on its
+    own device, fits on all of them. Collective.
+    """
+    world, reserve = run.world_size, reserve_of(device)
+    own = memory_for(cfg.sharding, run.device)
+    place, plan = ranks.on_main(lambda: apart(_place, cfg, world, device, memory))
+    for candidate in automatic.after(cfg, world, place):
+        args = candidate, world, run.rank, run.device, own, reserve
+        peaks = ranks.gather_results(lambda args=args: _survived(*args))  # type: ignore[misc]
+        found = [peak for peak in peaks if peak is not None]
+        if len(found) == world:
+            most = f"{size_text(max(found) + reserve)} of {size_text(memory)}"
+            run.say(f"memory     {most}, as tried on the device, {size_text(plan)} by the plan")
+            return candidate
+    raise MemoryShortageError(
+        f"no setting that `auto` may choose fits into {size_text(memory)} of each device; the last "
+        f"that was tried is {automatic.in_words(cfg, candidate)}, planned to take {size_text(plan)}"
+    )
+
+
+def _place(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[int, int]:
+    place, plan = automatic.choose(cfg, world_size, device, memory)
+    return place, plan.estimate.memory
+
+
+def _survived(*args: Any) -> int | None:
+    """Return what `automatic.tried` does, None where the system ended its process."""
+    try:
+        return apart(automatic.tried, *args)
+    except BrokenProcessPool:
+        return None
+
+
+def memory_for(cfg: ShardingConfig, device: torch.device) -> int:
+    """Return the bytes that this rank may take of its device, of a CPU its part of the free host
+    memory: `sharding.device_memory` where that is set. Collective.
+    """
+    here = ranks.ranks_here()
+    given = cfg.device_memory and parse_size(cfg.device_memory)
+    if given:
+        return given
+    if device.type == "cpu":
+        return psutil.virtual_memory().available // here
+    api = torch.get_device_module(device)
+    return api.mem_get_info(device)[0] + api.memory_reserved(device)
+
+
+def least_bytes(cfg: Config, model: nn.Module, world_size: int, device_type: str) -> dict[str, int]:
+    """Return what a rank of the run holds at least, of an unsharded `model` on any device: name of
+    the part -> bytes. Of adapters the base alone, of 4-bit bases half a byte a value.
+    """
+    shards = mesh_shape(world_size, cfg.sharding)[1]
+    lora = cfg.lora if isinstance(cfg, FinetuneConfig) and cfg.lora.r else None
+    parameters = list(model.parameters())
+    size = sum(p.numel() * (0.5 if lora and lora.load_in_4bit else p.itemsize) for p in parameters)
+    trained = sum(p.numel() * p.itemsize for p in parameters if p.requires_grad and not lora)
+    state = trained * _STATE[cfg.optim.optim]
+    held = {"parameters": size, "gradients": trained, "optimizer state": state}
+    if cfg.sharding.cpu_offload and device_type != "cpu":
+        held = {}
+    compute = getattr(torch, cfg.sharding.param_dtype).itemsize
+    gathered = max(p.numel() for p in parameters) * compute if shards > 1 and not lora else 0
+    return {k: int(n / shards) for k, n in held.items()} | {"gathered parameters": gathered}
+
+
+def apart(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what `fn` gives in a fresh process; see [Note: apart]."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(fn, *args, **kwargs).result()
+
+
+def outlook(cfg: Config, world_size: int, device: Device, memory: int, failed: bool) -> Outlook:
+    """Return what the plan of a run says, with changes where it does not fit, or has `failed`: then
+    changes whose step peaks a tenth lower. Makes a fake world.
+    """
+    plan = make_plan(cfg, world_size, device, memory)
+    needs = plan.estimate.memory
+    memory = min(memory, needs - plan.sim.peak.nbytes // 10) if failed else memory
+    if plan.fits(memory):
+        return Outlook(needs, plan.sim.phase, "")
+    found, _ = remedies(plan, device, memory, lambda _: None, patience=_PATIENCE)
+    return Outlook(needs, plan.sim.phase, _in_words(plan, [p for p in found if p.fits(memory)]))
+
+
+def _in_words(plan: Plan, found: list[Plan]) -> str:
+    now = plan.estimate.device_time
+    said = [
+        f"{p.change} (needs {size_text(p.estimate.memory)}, time x "
+        f"{p.estimate.device_time / now:.2f}{'' if p.kept else ', another training'})"
+        for p in found[:_LISTED]
+    ]
+    return "; ".join(said) or "none that the plan knows"
+
+
+def _refuse(cfg: Config, world: int, device: Device, memory: int, parts: dict[str, int]) -> None:
+    listed = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items() if n)
+    missing = size_text(sum(parts.values()) - memory)
+    what = f"the run cannot fit: each of {world} rank(s) holds at least {listed}"
+    raise MemoryShortageError(
+        f"{what}; {size_text(memory)} are free, {missing} are missing. Cheapest changes: "
+        f"{_advice(cfg, world, device, memory)}"
+    )
+
+
+def _prediction(cfg: Config, world: int, device: Device, memory: int) -> str:
+    try:
+        found = apart(outlook, cfg, world, device, memory, False)
+    except ToolkitError as error:
+        return f"note: the memory of a step could not be planned: {error}"
+    said = f"{size_text(found.needs)} of {size_text(memory)} by the plan, at most in {found.phase}"
+    if not found.remedies:
+        return f"memory     {said}"
+    return f"WARNING    a step may not fit: {said}. Cheapest changes: {found.remedies}"
+
+
+def _advice(cfg: Config, world: int, device: Device, memory: int) -> str:
+    try:
+        return apart(outlook, cfg, world, device, memory, True).remedies
+    except Exception as error:  # the shortage is to be told, whatever becomes of the advice
+        return f"not planned: {one_line(error)}"
+
+
+@contextlib.contextmanager
+def _told_if_out_of_memory(cfg: Config, run: Run, device: Device, memory: int) -> Iterator[None]:
+    """Turn an out-of-memory error into a MemoryShortageError that says when, how much and what to
+    change. Each rank that fails says its own at once; the first of them plans the changes.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        names = (frame.name for frame in traceback.extract_tb(error.__traceback__))
+        doing = next((_DOING[name] for name in names if name in _DOING), "training")
+        peak = host_memory_peak()
+        if run.device.type != "cpu":
+            peak = torch.get_device_module(run.device).max_memory_allocated(run.device)
+        train = cfg.train
+        batch = f"{train.per_device_train_batch_size} x {cfg.data.sequence_length:,} tokens"
+        what = f"out of memory in {doing} on rank {run.rank}: {one_line(error)}"
+        what = f"{what} (batch {batch}; {size_text(peak)} at the peak, {size_text(memory)} given)"
+        if not ranks.first_to_report("out of memory"):
+            ranks.show(f"[rank {run.rank}] {what}", sys.stderr)
+            time.sleep(2 * _PATIENCE)  # the launcher ends this one when the first has spoken
+            raise MemoryShortageError(what) from error
+        ranks.show(f"{what}; planning what would fit ...", sys.stderr)
+        advice = _advice(cfg, run.world_size, device, memory)
+        raise MemoryShortageError(f"{what}. Cheapest changes: {advice}") from error
