@@ -272,7 +272,7 @@ def test_a_name_that_people_bring_is_answered_by_the_setting(given: str, here: s
 
 
 def test_every_name_that_people_bring_leads_to_a_setting() -> None:
-    known, elsewhere = fields(FinetuneConfig), names._ELSEWHERE
+    known, elsewhere = fields(FinetuneConfig), names.ELSEWHERE
     count = collections.Counter(itertools.chain(*map(str.split, elsewhere.values())))
     assert count.most_common(1)[0][1] == 1
     for here, others in elsewhere.items():

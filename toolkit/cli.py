@@ -56,7 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     def command(run: Callable, help: str, description: str) -> Callable:
         texts: dict = {"help": help, "description": description}
-        sub = commands.add_parser(run.__name__.lstrip("_"), allow_abbrev=False, **texts)
+        name = run.__name__.lstrip("_").replace("_", "-")
+        sub = commands.add_parser(name, allow_abbrev=False, **texts)
         sub.set_defaults(run=run)
         return sub.add_argument
 
@@ -69,6 +70,16 @@ def make_parser() -> argparse.ArgumentParser:
         "into the current folder, to be edited.",
     )
     add("--copy", metavar="NAME", help="pretrain or finetune")
+    add = command(
+        _convert_config,
+        "turn a config of axolotl, TRL or Trainer into one of this toolkit",
+        "Turn a config of axolotl or TRL, or what a training script gives to Trainer (YAML, JSON, "
+        "or the script itself, which is read and not run), into a YAML of `toolkit finetune`. Each "
+        "key that is not carried over, or means something else, is named on stderr.",
+    )
+    add("file", metavar="FILE", help="YAML, JSON or Python")
+    add("--from", dest="tool", choices=("axolotl", "trl", "trainer"), help="told by the keys")
+    add("--output", metavar="OUT.yaml", help="file to create (default: stdout)")
     _add_plan(command)
     _add_export_commands(command)
     _add_inspect(command)
@@ -187,6 +198,21 @@ def _recipes(args: argparse.Namespace) -> int:
         return 0
     files = recipes.copy(args.copy, Path.cwd())
     print("\n".join(str(file.relative_to(Path.cwd())) for file in files))
+    return 0
+
+
+def _convert_config(args: argparse.Namespace) -> int:
+    from toolkit.config.converting import convert_config
+
+    out = convert_config(Path(args.file), args.tool)
+    for note in out.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if args.output is None:
+        print(out.text, end="", flush=True)
+        return 0
+    with open(args.output, "x", encoding="utf-8") as file:
+        file.write(out.text)
+    print(args.output)
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from toolkit.config.settings import FinetuneConfig, RunConfig
 
 # The setting here, with its value where it is another -> its names elsewhere.
-_ELSEWHERE = {
+ELSEWHERE = {
     "model.name_or_path": """base_model model_name model_id model_name_or_path model_path
         pretrained_model_name_or_path""",
     "model.tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path tokenizer_config",
@@ -74,7 +74,75 @@ _ELSEWHERE = {
     "the Accelerate YAML, or --num_processes": "num_processes num_gpus n_gpus devices use_cpu",
     "the section sharding": "fsdp fsdp_config deepspeed fsdp_version",
 }
-_HERE = {old: here for here, names in _ELSEWHERE.items() for old in names.split()}
+# Why a key of another tool has no setting here, or not one of the same meaning -> the keys.
+LEFT = {
+    "the class is that of config.json": "model_type tokenizer_type is_falcon_derived_model type",
+    "each process has one device; the Accelerate YAML decides": """device_map local_rank ddp
+        ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb
+        experimental_skip_move_to_device parallelism_config accelerator_config""",
+    "tokens are those of the tokenizer: prepare it, and set model.tokenizer_name_or_path": """
+        special_tokens eos_token pad_token bos_token tokens eot_tokens added_tokens_overrides
+        resize_token_embeddings_to_32x tokenizer_use_fast tokenizer_legacy""",
+    "give the bfloat16 checkpoint that it was quantised from; lora.load_in_4bit quantises": """
+        model_quantization_config model_quantization_config_kwargs quantization_config gptq
+        load_in_8bit bnb_config_kwargs llm_int8_threshold llm_int8_skip_modules""",
+    "the base stays stored in what it computes in": "bnb_4bit_quant_storage",
+    "the cache of keys and values is off while training": "use_cache",
+    "data are prepared once and cached by `datasets`": """dataset_prepared_path
+        dataset_processes shuffle_merged_datasets dataset_keep_in_memory skip_prepare_dataset
+        dataset_kwargs dataset_exact_deduplication""",
+    "a batch is padded to its longest row; packing fills samples": """pad_to_sequence_len
+        group_by_length length_column_name padding_free""",
+    "evaluation rows are packed as training rows are": "eval_sample_packing eval_packing",
+    "rows are recognised by their columns (docs/finetuning.md)": """columns
+        remove_unused_columns label_names field_messages message_property_mappings
+        field_thinking template_thinking_key message_field_role message_field_content
+        field_instruction field_output field_input dataset_batch_size roles default_system_message
+        message_field_training train_on_eos train_on_eot conversation shards""",
+    "data.eval_files, or data.eval_split of the training data": """dataset_test_split test_split
+        do_eval eval_on_start eval_dataset""",
+    "there is one seed; it orders the samples too": "data_seed shuffle_seed",
+    "a share of the data set that is used there; data.sources[].weight is a share of samples": """
+        weight""",
+    "train.eval_steps and checkpoint.save_steps count steps": """evals_per_epoch saves_per_epoch
+        eval_delay""",
+    "checkpoints are whole, so that runs resume exactly": """save_only_model save_safetensors
+        save_on_each_node save_first_step""",
+    "the same command on the same output_dir resumes": """resume_from_checkpoint
+        overwrite_output_dir auto_resume_from_checkpoints""",
+    "an adapter begins anew; merge the old one first": "lora_model_dir peft_layers_to_transform",
+    "published once, at the end (section hub)": "hub_strategy hub_always_push",
+    "the tracker's own environment variables (WANDB_ENTITY, WANDB_WATCH, ...)": """wandb_entity
+        wandb_watch wandb_log_model wandb_mode wandb_run_id logging_dir trackio_space_id
+        eval_table_size""",
+    "the command is `toolkit finetune`, which trains": "do_train do_predict strict debug",
+    "one line a logged step": """log_level log_level_replica logging_first_step
+        logging_nan_inf_filter include_tokens_per_second include_num_input_tokens_seen""",
+    "fp32 products keep PyTorch's default; with bfloat16 none of weight are left": "tf32",
+    "tokens of all devices and micro-batches count alike in any case": """
+        average_tokens_across_devices num_items_in_batch""",
+    "the loss never holds all logits at once": """liger_fused_linear_cross_entropy
+        cut_cross_entropy liger_cross_entropy loss_type chunked_cross_entropy""",
+    "kernels of plugins are not loaded; model.kernels: liger, sharding.torch_compile": """plugins
+        use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel unsloth_lora_mlp
+        xformers_attention s2_attention flash_attn_cross_entropy flash_attn_rms_norm
+        flash_attn_fuse_mlp""",
+    "a learning rate there; optim.min_lr_rate is a share of the peak": """min_lr
+        lr_div_factor cosine_constant_lr_ratio""",
+    "choose train.gradient_accumulation_steps: global batch = processes x per device x that": """
+        global_batch_size batch_size auto_find_batch_size""",
+    "PEFT's own default": """lora_fan_in_fan_out fan_in_fan_out inference_mode init_lora_weights
+        peft_init_lora_weights rank_pattern alpha_pattern layers_to_transform layers_pattern
+        loraplus_lr_ratio loraplus_lr_embedding""",
+    "settings of the optimizer have names of their own (adam_beta1, adam_epsilon, ...)": """
+        optim_args optim_target_modules""",
+    "this trains on a next-token loss: supervised or plain text": """rl dpo_beta beta
+        reward_model process_reward_model""",
+    "use `toolkit train` for pretraining": "pretraining_dataset pretrain_multipack_attn",
+    "not needed": "env report_url",
+}
+_REASONS = {old: why for why, names in LEFT.items() for old in names.split()}
+_HERE = {old: here for here, names in ELSEWHERE.items() for old in names.split()}
 
 
 def meant(cls: type, section: type, walked: str, path: str) -> str | None:
@@ -88,7 +156,7 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     if not issubclass(cls, RunConfig):
         return next(iter(near_here), None)
     known = list(_settings(cls))
-    if found := [name for name in known if name.split(".")[-1] == leaf]:
+    if found := leaves_of(cls, leaf):
         return " or ".join(found)
     finetuning = list(_settings(FinetuneConfig))
     of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]
@@ -102,6 +170,22 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     leaves = {name.split(".")[-1]: name for name in reversed(known)}
     near = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
     return next(iter([*near_here, *near]), None)
+
+
+def renamed(name: str) -> str | None:
+    """Return the setting that has the values of another tool's `name`; None: there is none."""
+    here = _HERE.get(name)
+    return here if here in set(_settings(FinetuneConfig)) else None
+
+
+def why_left(name: str) -> str | None:
+    """Return why another tool's `name` is not carried over; None: it may be."""
+    return _REASONS.get(name)
+
+
+def leaves_of(cls: type, leaf: str) -> list[str]:
+    """Return the settings of a config whose last part is `leaf`."""
+    return [name for name in _settings(cls) if name.split(".")[-1] == leaf]
 
 
 def _settings(cls: type, prefix: str = "") -> Iterator[str]:

@@ -10,6 +10,7 @@ from toolkit.models.patterns import plain_class_name
 from toolkit.models.peft_model import base_of
 
 _EXPERTS = re.compile(r"(^|_)(n|num)_((?!shared)\w+_)?experts$")
+_CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_(topk|top_k|k)|top_k_experts")
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -81,6 +82,23 @@ def numbers_of_experts(model: PreTrainedModel) -> set[int]:
     """Return how many routed experts a layer may have, by the settings of the config."""
     settings = nested_items(model.config.to_dict())
     return {n for name, n in settings if type(n) is int and n > 1 and _EXPERTS.search(str(name))}
+
+
+def routed_shares(model: nn.Module) -> dict[str, float]:
+    """Return, for every parameter of routed experts, the share of it that a token meets: experts
+    that it is sent to, by the config, of those that are there. Empty: no mixture of experts.
+    """
+    base = base_of(model)
+    settings = nested_items(base.config.get_text_config().to_dict())
+    chosen = [n for name, n in settings if type(n) is int and _CHOSEN.fullmatch(str(name))]
+    if not chosen or not (counts := numbers_of_experts(base)):
+        return {}
+    share = min(1.0, chosen[0] / max(counts))
+    return {
+        name: share
+        for name, p in model.named_parameters()
+        if "experts" in name.split(".") or (p.ndim == 3 and p.shape[0] in counts)
+    }
 
 
 def tied_families(model: nn.Module) -> dict[str, list[str]]:

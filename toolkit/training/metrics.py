@@ -1,6 +1,7 @@
 """What a run shows of itself: first lines, loss, speed and memory, a progress bar, the summary."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,10 @@ from toolkit.config import flat
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
-from toolkit.formats import assets_of
 from toolkit.formats.metrics_file import METRICS, keep_until, read_metrics
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
-from toolkit.models.layers import decoder_layers
+from toolkit.models.layers import decoder_layers, routed_shares
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.sharding.accumulation import host_memory_peak
@@ -372,16 +372,26 @@ def evaluate_metrics(model: nn.Module, sources: EvalSets) -> dict[str, float]:
 
 def training_flops(model: nn.Module, sequence_length: int) -> float:
     """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
-    parameters, L layers of width H and sequences of T tokens, after PaLM (Chowdhery et al. 2022,
-    appendix B). An untied embedding is only looked up, a frozen parameter costs two less;
-    recomputation is no work.
+    parameters, L layers whose heads are H wide together and sequences of T tokens, after PaLM
+    (Chowdhery et al. 2022, appendix B). Of routed experts N counts those that a token is sent to.
+    An untied embedding is only looked up, a frozen parameter costs two less; recomputation is no
+    work.
     """
     base = base_of(model)
-    width = getattr(base.config.get_text_config(), "hidden_size", 0)
-    looked_up = 0 if assets_of(model).tied else models.vocabulary_size(base) * width
-    values = count_values(model)
-    frozen = values - sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weights = 6.0 * (values - looked_up) - 2.0 * max(0, frozen - looked_up)
+    head = base.get_output_embeddings()
+    multiplied = set() if head is None else {id(p) for p in head.parameters()}
+    tables = (m for m in base.modules() if isinstance(m, nn.Embedding))
+    looked_up = {id(p) for m in tables for p in m.parameters()} - multiplied
+    shares, packed, weights = routed_shares(model), packed_weights(model), 0.0
+    for name, p in model.named_parameters():
+        values = packed[name].elements if name in packed else p.numel()
+        if id(p) not in looked_up:
+            weights += values * shares.get(name, 1.0) * (6 if p.requires_grad else 4)
+    config = base.config.get_text_config()
+    sizes = [getattr(config, n, None) for n in ("num_attention_heads", "head_dim")]
+    width = getattr(config, "hidden_size", 0)
+    if all(type(n) is int for n in sizes):
+        width = math.prod(sizes)
     return weights + 12.0 * len(decoder_layers(base)) * width * sequence_length
 
 

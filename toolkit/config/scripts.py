@@ -1,0 +1,136 @@
+"""Settings that a training script gives to Trainer or TRL, read from its syntax; nothing is run."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ConfigError
+from toolkit.parsing import read_bounded
+
+_MOST = 2_000_000  # bytes of a script
+_CONFIGS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "LoraConfig"} | {
+    "BitsAndBytesConfig",
+    "SFTTrainer",
+    "Trainer",
+}
+# Objects, which the settings of other calls describe.
+_OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class"} | {
+    "peft_config",
+    "quantization_config",
+}
+_BUILDERS = ("json", "csv", "text", "parquet")
+
+
+class _NotLiteral(Exception):
+    """A value that the script computes."""
+
+
+def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the literal settings in the calls of a script, and for each other one a note.
+
+    Calls are those of `_CONFIGS`, `from_pretrained` and `load_dataset`. A name that is bound once,
+    to a literal, is that literal; `torch.bfloat16` is its name. ConfigError: it is no Python.
+    """
+    try:
+        tree = ast.parse(read_bounded(file, _MOST, ConfigError))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{file} cannot be read as Python: {error}") from error
+    bound = _bound(tree)
+    found: dict[str, Any] = {}
+    computed: dict[str, str] = {}
+    for call in sorted(_calls(tree), key=lambda c: c.lineno):
+        name = _last(call.func)
+        if name == "LoraConfig":
+            found["use_peft"] = True
+        for key, node in _arguments(call, name, bound):
+            if key in _OBJECTS:
+                continue
+            where = f"{key} ({name}, line {call.lineno})"
+            try:
+                value = _value(node, bound)
+            except _NotLiteral:
+                what = "computed by the script; set it yourself"
+                computed[key] = f"{where} {ast.unparse(node)[:60]}: {what}"
+                continue
+            if key in found and found[key] != value:
+                computed[f"{key} again"] = f"{where}: given before, and otherwise; left out"
+            else:
+                found[key] = value
+    return found, computed
+
+
+def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = _last(node.func)
+            if name in _CONFIGS or name == "load_dataset" or _is_model(node.func):
+                yield node
+
+
+def _is_model(func: ast.expr) -> bool:
+    """Whether a call is that of a model's `from_pretrained`; a tokenizer's is the model's own."""
+    if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
+        return False
+    owner = _last(func.value)
+    return owner.startswith("AutoModel") or "For" in owner
+
+
+def _arguments(
+    call: ast.Call, name: str, bound: dict[str, ast.expr]
+) -> Iterator[tuple[str, ast.expr]]:
+    first = call.args[:1]
+    if name == "from_pretrained" and first:
+        yield "model_name_or_path", first[0]
+    elif name == "load_dataset" and first:
+        builder = isinstance(first[0], ast.Constant) and first[0].value in _BUILDERS
+        if not builder:
+            yield "dataset_name", first[0]
+        if len(call.args) > 1:
+            yield "dataset_config_name", call.args[1]
+    names = {"split": "dataset_split", "data_files": "train_files", "name": "dataset_config_name"}
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            arg = keyword.arg
+            yield names.get(arg, arg) if name == "load_dataset" else arg, keyword.value
+            continue
+        known = bound.get(keyword.value.id) if isinstance(keyword.value, ast.Name) else None
+        inner = known if known is not None else keyword.value
+        if isinstance(inner, ast.Dict) and all(isinstance(k, ast.Constant) for k in inner.keys):
+            yield from zip((str(k.value) for k in inner.keys), inner.values, strict=True)  # type: ignore[union-attr]
+        elif isinstance(inner, ast.Call) and _last(inner.func) == "dict" and not inner.args:
+            yield from ((k.arg or "**", k.value) for k in inner.keywords)
+        else:
+            yield "**", keyword.value
+
+
+def _bound(tree: ast.AST) -> dict[str, ast.expr]:
+    """Return the names that the script binds exactly once, by a plain assignment."""
+    values: dict[str, list[ast.expr | None]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            values.setdefault(node.id, []).append(None)
+        elif isinstance(node, ast.arg):
+            values.setdefault(node.arg, []).extend([None, None])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
+            values[target.id] = [node.value] if len(values[target.id]) == 1 else [None, None]
+    return {n: v[0] for n, v in values.items() if len(v) == 1 and v[0] is not None}
+
+
+def _value(node: ast.expr, bound: dict[str, ast.expr], depth: int = 0) -> Any:
+    if isinstance(node, ast.Name) and node.id in bound and depth < 5:
+        return _value(bound[node.id], bound, depth + 1)
+    if isinstance(node, ast.Attribute) and _last(node.value) in ("torch", "TaskType"):
+        return node.attr
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError) as error:
+        raise _NotLiteral from error
+
+
+def _last(node: ast.expr) -> str:
+    """Return the last name of `a.b.c`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
