@@ -1,0 +1,132 @@
+"""Well-known models by their published architectures: sizes, FLOPs, and the shipped configs."""
+
+import functools
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from published import PUBLISHED, folder_of
+
+from toolkit.cli import main
+from toolkit.config import FinetuneConfig, ModelConfig, PretrainConfig, load
+from toolkit.models import build_on_meta
+from toolkit.planning.changes import make_plan
+from toolkit.planning.devices import device_of
+from toolkit.training.metrics import training_flops
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    folder = folder_of(name, Path(tempfile.mkdtemp()))
+    return build_on_meta(ModelConfig(name_or_path=str(folder), init="random"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
+    assert sum(p.numel() for p in model_of(name).parameters()) == PUBLISHED[name].parameters
+
+
+# ---- Model FLOPs ---------------------------------------------------------------------------------
+
+LENGTH = 4096
+
+
+def flops(weights: int, layers: int, heads: int) -> float:
+    """Of a token: every weight that it is multiplied by, and attention over LENGTH tokens."""
+    return 6.0 * weights + 12.0 * layers * heads * LENGTH
+
+
+def test_flops_of_mixtures_count_the_experts_that_a_token_meets() -> None:
+    """By hand, matrix by matrix; the norms, which are counted as matrices, are written apart."""
+    width, inner = 2048, 768
+    attention = width * 4096 * 2 + 2 * width * 512 + 2 * 128
+    layer = attention + width * 128 + 8 * 3 * width * inner + 2 * width
+    qwen3_moe = 48 * layer + width + 151936 * width
+    found = training_flops(model_of("Qwen/Qwen3-30B-A3B"), LENGTH)
+    assert found == pytest.approx(flops(qwen3_moe, 48, 4096), rel=1e-12)
+    assert qwen3_moe + 151936 * width == pytest.approx(3.3e9, rel=0.02)  # as it is called
+
+    width, inner = 4096, 14336
+    attention = 2 * width * width + 2 * width * 1024
+    layer = attention + width * 8 + 2 * 3 * width * inner + 2 * width
+    mixtral = 32 * layer + width + 32000 * width
+    found = training_flops(model_of("mistralai/Mixtral-8x7B-v0.1"), LENGTH)
+    assert found == pytest.approx(flops(mixtral, 32, 4096), rel=1e-12)
+    assert mixtral + 32000 * width == pytest.approx(12.9e9, rel=0.01)
+
+    width = 2880
+    attention = 2 * width * 4096 + 2 * width * 512 + 4096 + 2 * 512 + width + 64
+    experts = 4 * (width * 2 * width + width * width + 2 * width + width)
+    layer = attention + width * 32 + 32 + experts + 2 * width
+    gpt_oss = 24 * layer + width + 201088 * width
+    found = training_flops(model_of("unsloth/gpt-oss-20b-BF16"), LENGTH)
+    assert found == pytest.approx(flops(gpt_oss, 24, 4096), rel=1e-12)
+    assert gpt_oss == pytest.approx(3.6e9, rel=0.01)  # the model card counts one embedding
+
+
+def test_flops_of_dense_models_leave_out_only_the_embedding() -> None:
+    for name, tied, layers, heads in (
+        ("meta-llama/Llama-3.1-8B", 0, 32, 4096),
+        ("Qwen/Qwen3-0.6B", 1, 28, 2048),  # heads twice as wide as the model
+    ):
+        config = PUBLISHED[name].config
+        looked_up = 0 if tied else config["vocab_size"] * config["hidden_size"]
+        weights = PUBLISHED[name].parameters - looked_up
+        assert training_flops(model_of(name), LENGTH) == flops(weights, layers, heads)
+
+
+# ---- The shipped configs -------------------------------------------------------------------------
+
+CONFIGS = sorted((ROOT / "recipes/configs").glob("*_*gpu.yaml")) + sorted(
+    (ROOT / "recipes/configs").glob("*nodes.yaml")
+)
+# One of each kind in the fast tests.
+FAST = ("qwen3_0.6b_full_1gpu", "mistral_7b_full_8gpu", "gpt_oss_20b_lora_1gpu")
+_PLANNED = re.compile(
+    r"# Planned: ([\d.]+) GB of each device's (\d+)GB \(toolkit plan FILE --world_size (\d+) "
+    r"--device_memory (\d+)GB\)"
+)
+_COMMAND = re.compile(r"#   toolkit (train|finetune) (recipes/configs/[\w.]+\.yaml)")
+
+
+def test_the_configs_are_those_of_the_table_and_say_how_they_start() -> None:
+    assert len(CONFIGS) >= 15
+    for file in CONFIGS:
+        text = file.read_text("utf-8")
+        command = _COMMAND.search(text)
+        assert command is not None, file.name
+        assert command[2] == f"recipes/configs/{file.name}"
+        assert _PLANNED.search(text) is not None, file.name
+        for word in (" Hyper-parameters: ", "# Change: "):
+            assert word in text, file.name
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(f, id=f.stem, marks=[pytest.mark.slow] * (f.stem not in FAST)) for f in CONFIGS],
+)
+def test_a_shipped_config_needs_what_it_says_and_fits(file: Path, tmp_path, capsys) -> None:
+    text = file.read_text("utf-8")
+    needed, memory, world, again = (float(n) for n in _PLANNED.search(text).groups())  # type: ignore[union-attr]
+    assert memory == again
+    name = re.search(r"^  name_or_path: (\S+)", text, re.MULTILINE)[1]  # type: ignore[index]
+    local = tmp_path / "local.yaml"
+    local.write_text(
+        text.replace(f"name_or_path: {name}", f"name_or_path: {folder_of(name, tmp_path)}")
+    )
+    command = _COMMAND.search(text)[1]  # type: ignore[index]
+    load(PretrainConfig if command == "train" else FinetuneConfig, local)
+    argv = ["plan", str(local), "--world_size", f"{world:.0f}", "--json", "--device_memory"]
+    assert main([*argv, f"{memory:.0f}GB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"] / 1e9 == pytest.approx(needed, abs=max(0.1, 0.02 * needed))
+    assert found["parameters"] >= PUBLISHED[name].parameters
+    assert memory - needed > 0.02 * memory  # a margin
+    if file.stem == FAST[0]:  # the control: a smaller device is said to be too small
+        short = int(needed * 0.9e9)
+        cfg = load(FinetuneConfig, local)
+        assert not make_plan(cfg, int(world), device_of("rtx4090"), short).fits(short)
