@@ -80,8 +80,10 @@ def train(folder: Path, *, disable_tqdm: bool = False) -> None:
 def test_in_a_terminal_lines_stand_above_one_bar(tmp_path, monkeypatch, columns) -> None:
     with terminal(monkeypatch, columns) as shown:
         train(tmp_path)
-    lines = [line for line in shown if line]
+    assert all(len(line) <= columns for line in shown)
+    lines = "\n".join(filter(None, shown)).replace("\n    ", "  ").split("\n")
     assert len(lines) == 7
+    assert (len(list(filter(None, shown))) > 7) == (columns == 50)
     for step in (1, 2, 3):
         logged, saved = lines[2 * step - 2 : 2 * step]
         assert STEP.match(logged)
@@ -135,6 +137,29 @@ def test_tables_are_as_wide_as_the_terminal(monkeypatch, capsys) -> None:
         assert tables.table(rows, right={1}) == whole
         assert tables.table(rows, right={1}, margin=10) != whole
     assert tables.table([], right=set()) == []
+    rows = [["matrix", "count", "trained"], ["model.layers.{0..2}.mlp.up_proj.weight", "3", "92"]]
+    with terminal(monkeypatch, 40):
+        assert tables.table(rows, right={1, 2}) == [
+            "matrix                count  trained",
+            "….mlp.up_proj.weight      3       92",
+        ]
+
+
+def test_lines_are_broken_between_words(monkeypatch, capsys) -> None:
+    line = "batch      8 samples = 4 a device x 1 accumulated x 2 processes on cpu"
+    path = "saved /a/path/that/is/longer/than/this-terminal/has/columns/step-00000001"
+    with terminal(monkeypatch, 40) as shown:
+        for text in (line, path, "two\nlines that are not touched even where they are long"):
+            ranks.show(text)
+    assert shown[:5] == [
+        "batch      8 samples = 4 a device x 1",
+        "           accumulated x 2 processes on",
+        "           cpu",
+        "saved",
+        f"    {path.split()[1]}",
+    ]
+    ranks.show(line)
+    assert capsys.readouterr().out == f"{line}\n"  # as it is, elsewhere
 
 
 def test_the_mean_loss_is_that_of_all_tokens_since_the_last_line(tmp_path, capsys) -> None:

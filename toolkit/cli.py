@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, recipes
+from toolkit import __version__, parsing, recipes
 from toolkit.config import MAX_SHARD_SIZE
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, ExportError, ToolkitError
 
 _RECIPE_OF = {"train": "pretrain", "finetune": "finetune"}
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
@@ -298,10 +298,13 @@ def _consolidate(args: argparse.Namespace) -> int:
     sizes = {file.name: file.stat().st_size for file in Path(folder).iterdir()}
     weights = sum(name.endswith(".safetensors") for name in sizes)
     print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes.values()):,} bytes")
-    load = "transformers.AutoModelForCausalLM.from_pretrained("
+    load = "transformers.AutoModelForCausalLM.from_pretrained({!r})"
+    print("load it with:")
     if "adapter_config.json" in sizes:
-        load = "peft.PeftModel.from_pretrained(BASE, "
-    print(f"load it with:\n    {load}{str(folder)!r})")
+        settings = parsing.read_json(Path(folder, "adapter_config.json"), ExportError)
+        print(f"    base = {load.format(settings['base_model_name_or_path'])}")
+        load = "peft.PeftModel.from_pretrained(base, {!r})"
+    print(f"    {load.format(str(folder))}")
     return 0
 
 

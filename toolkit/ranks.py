@@ -9,8 +9,11 @@ Without an initialised process group every function is the plain call.
 import datetime
 import functools
 import hashlib
+import re
+import shutil
 import socket
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,9 +56,23 @@ def say(*lines: str | None) -> None:
 
 
 def show(line: str, file: TextIO | None = None) -> None:
-    """Print a line of this process above its progress bars, where there are any."""
+    """Print a line of this process above its progress bars, where there are any; in a terminal that
+    is narrower it is broken between words. Texts of several lines stay as they are.
+    """
+    stream = file or sys.stdout
+    if stream.isatty() and "\n" not in line:
+        labelled = re.fullmatch(r"\w+ +", line[:11])
+        if len(re.findall(" {2,}", line)) > 2:  # names and their values stay together
+            line = re.sub(r"(?<! ) (?! )", "\N{NO-BREAK SPACE}", line)
+        line = textwrap.fill(
+            line,
+            shutil.get_terminal_size().columns,
+            subsequent_indent=" " * (11 if labelled else 4),
+            break_long_words=False,  # paths stay whole
+            break_on_hyphens=False,
+        ).replace("\N{NO-BREAK SPACE}", " ")
     tqdm.write(line, file=file)
-    (file or sys.stdout).flush()
+    stream.flush()
 
 
 def first_to_report(text: str) -> bool:

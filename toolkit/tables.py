@@ -15,12 +15,16 @@ def table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
     """Return the lines of `rows`; the columns in `right` are flushed right.
 
     Where they are printed in a terminal that is narrower, `margin` aside, the columns that do not
-    fit follow in further tables, each with the first column.
+    fit follow in further tables, each with the first column, of which the ends are shown where it
+    would take more than half of the room.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     room: float = math.inf
     if sys.stdout.isatty():
         room = shutil.get_terminal_size().columns - margin
+    if widths and sum(widths) + 2 * (len(widths) - 1) > room and widths[0] > (half := room // 2):
+        rows = [[_ended(row[0], int(half)), *row[1:]] for row in rows]
+        widths[0] = int(half)
     blocks: list[list[int]] = [[]]
     for i in range(len(widths)):
         if len(blocks[-1]) > 1 and sum(widths[j] + 2 for j in blocks[-1]) + widths[i] > room:
@@ -33,6 +37,11 @@ def table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
         for block in blocks
         for row in rows
     ]
+
+
+def _ended(text: str, width: int) -> str:
+    """Return `text`, or as much of its end as fits."""
+    return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def size_text(nbytes: int) -> str:

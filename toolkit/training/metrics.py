@@ -275,6 +275,9 @@ def begin(
         *data.lines(),
     ]
     run.say(*opening)
+    asked = cfg.sharding.torch_compile not in (False, "none", "auto")
+    if asked or "torch_compile layer" in auto_line:
+        run.say("compiling  in the first step, which takes up to some minutes")
     supervision: str = ranks.on_main(data.report) if state.step == 0 else ""
     run.say(supervision)
     if state.step >= data.max_steps:
