@@ -202,6 +202,10 @@ def test_help_shows_every_setting_with_its_sentence(capsys) -> None:
         assert f"--{name} " in said
         owners = [c.__name__ for c in owner.__mro__ if (c.__name__, field.name) in known]
         assert known[owners[0], field.name] in said, name
+    for section in dataclasses.fields(PretrainConfig):  # each is listed by its settings alone
+        assert f"--{section.name} CONFIG" not in said
+    assert "and what is computed twice:" in said  # a heading is a whole sentence
+    assert len(said.split(" options: ")[0]) < 200  # usage is one line, not all flags
 
 
 def test_print_config_is_a_config(tmp_path, capsys) -> None:

@@ -19,7 +19,7 @@ from toolkit.cli import main
 from toolkit.config import FinetuneConfig, load
 from toolkit.config.converting import convert_config
 from toolkit.config.meanings import Conversion, convert
-from toolkit.config.names import ELSEWHERE, LEFT, leaves_of, meant
+from toolkit.config.names import ELSEWHERE, LEFT, leaves_of
 from toolkit.errors import ConfigError
 
 FOREIGN = sorted((ROOT / "tests/foreign_configs").glob("*_*.*"))
@@ -250,7 +250,3 @@ def test_docs_name_what_the_tables_name() -> None:
     twice = [n for names in LEFT.values() for n in names.split()]
     assert len(twice) == len(set(twice))
     assert not [n for n in twice if leaves_of(FinetuneConfig, n)]  # what has a setting is carried
-
-
-def test_names_that_are_left_still_lead_to_a_setting_where_one_is_near() -> None:
-    assert meant(FinetuneConfig, FinetuneConfig, "", "global_batch_size") is not None

@@ -130,7 +130,7 @@ LEFT = {
     "a learning rate there; optim.min_lr_rate is a share of the peak": """min_lr
         lr_div_factor cosine_constant_lr_ratio""",
     "choose train.gradient_accumulation_steps: global batch = processes x per device x that": """
-        global_batch_size batch_size auto_find_batch_size""",
+        batch_size auto_find_batch_size""",
     "PEFT's own default": """lora_fan_in_fan_out fan_in_fan_out inference_mode init_lora_weights
         peft_init_lora_weights rank_pattern alpha_pattern layers_to_transform layers_pattern
         loraplus_lr_ratio loraplus_lr_embedding""",

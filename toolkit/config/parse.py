@@ -1,5 +1,6 @@
 """How a run's settings are read from YAML files and flags, in bounds, and written as YAML."""
 
+import argparse
 import dataclasses
 import itertools
 import re
@@ -115,12 +116,26 @@ def _parser(cls: type) -> ArgumentParser:
         exit_on_error=False,
         allow_abbrev=False,
         # On a fixed width, so that it reads the same under every launcher.
-        formatter_class=partial(DefaultHelpFormatter, width=110, max_help_position=44),  # type: ignore[arg-type]
+        formatter_class=partial(_Help, cls, width=110, max_help_position=44),  # type: ignore[arg-type]
+        usage="%(prog)s [--config FILE] [--section.field VALUE ...] [--print_config]",
         parser_mode="bounded_yaml",
     )
     parser.add_argument("--config", action="config", help="YAML file with settings as below")
     parser.add_class_arguments(cls)
     return parser
+
+
+class _Help(DefaultHelpFormatter):
+    """Lists settings, not their sections, which jsonargparse would read from files of their own."""
+
+    def __init__(self, cls: type, **options: Any) -> None:
+        super().__init__(**options)
+        hints = typing.get_type_hints(cls)
+        self._sections = {name for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest not in self._sections:
+            super().add_argument(action)
 
 
 def _plain(value: Any) -> Any:

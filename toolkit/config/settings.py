@@ -89,8 +89,7 @@ class FinetuneModelConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How parameters are laid out over the devices, in which dtype they compute, and what is
-    computed twice.
+    """How parameters lie on the devices, in which dtype they compute, and what is computed twice.
 
     A *pattern* names modules: a class (`LlamaMLP`), a whole name (`model.layers.*.mlp`), or the end
     of one (`mlp.gate`); `*` matches anything, dots included. A pattern that matches nothing is an
