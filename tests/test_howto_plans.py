@@ -6,31 +6,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from documents import blocks
-from transformers import LlamaConfig
+from published import PUBLISHED, folder_of
 
 from toolkit import cli
 
-SIZES = {  # as Meta published them
-    "meta-llama/Llama-3.1-8B": (4096, 14336, 32, 32),
-    "meta-llama/Llama-3.1-70B": (8192, 28672, 80, 64),
-}
 PAGES = sorted((ROOT / "docs" / "howto").glob("*.md"))
-
-
-def save_llama(name: str, folder: Path) -> Path:
-    """Write config.json of a Llama 3.1 below `folder`; return where it lies."""
-    hidden, mlp, layers, heads = SIZES[name]
-    LlamaConfig(
-        vocab_size=128256,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        dtype="bfloat16",
-    ).save_pretrained(folder / name)
-    return folder / name
 
 
 def planned() -> list:
@@ -52,9 +32,9 @@ def planned() -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize(("content", "command", "shown"), planned())
 def test_a_plan_is_what_the_page_says(content, command, shown, tmp_path, monkeypatch, capsys):
-    (name,) = [name for name in SIZES if name in content]
+    (name,) = [name for name in PUBLISHED if f"{name}\n" in content]
     monkeypatch.chdir(tmp_path)
-    local = content.replace(name, str(save_llama(name, tmp_path)))
+    local = content.replace(name, str(folder_of(name, tmp_path)))
     Path(command[1]).write_text(local, "utf-8")
     assert cli.main(command) == 0
     said = capsys.readouterr().out.splitlines()
