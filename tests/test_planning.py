@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from conftest import save_tiny_model
 from distributed import run_ranks
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedConfig
@@ -24,7 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from toolkit.adapters import prepare_adapters
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PretrainConfig, model_settings, parse
-from toolkit.loading import init_weights
+from toolkit.loading import fill, init_weights
 from toolkit.models import build_on_meta
 from toolkit.planning.calibration import cache_file, calibration_of, remembered
 from toolkit.planning.changes import make_plan, remedies
@@ -83,7 +84,10 @@ def _steps(rank: int, world: int, cfg: Config, steps: int) -> tuple[State, int]:
         gc.collect()
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler:
-        init_weights(model, "cpu", 0)
+        if cfg.model.init == "random":
+            init_weights(model, "cpu", 0)
+        else:
+            fill(model, cfg.model, torch.device("cpu"), 0, empty=False, say=lambda _: None)
         optimizer = build_optimizer(model, cfg.optim)
 
         def look(*_: Any) -> None:
@@ -158,6 +162,18 @@ def test_the_state_of_every_optimizer_is_exact(name: str, tmp_path: Path) -> Non
     assert state_of(adamw, 3, 0).optimizer > ranks[0][0][0].optimizer
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("double", ["false", "true"])
+def test_a_base_of_4_bits_is_exact(double: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, hidden_size=64, intermediate_size=128)
+    flags = ("--lora.load_in_4bit=true", f"--lora.bnb_4bit_use_double_quant={double}")
+    more = ("--model.init=pretrained", "--sharding.param_dtype=bfloat16")
+    cfg = _config(tmp_path, "--lora.r=4", *flags, *more)
+    ranks = run_ranks(_every, 2, [cfg], 1)
+    assert [state_of(cfg, 2, rank) for rank in range(2)] == [rank[0][0] for rank in ranks]
+    assert simulate(cfg, 2, device_type="cpu").state == ranks[0][0][0]
+
+
 # ---- The peak of a step --------------------------------------------------------------------------
 
 
@@ -223,11 +239,11 @@ def _measured(name: str) -> tuple[Config, int, State, int]:
     return cfg, world, held, peak
 
 
-FAST = ("llama", "llama recomputed in bf16")
+FAST, CALIBRATED = "llama", "llama recomputed in bf16"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in PEAKS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != FAST)) for n in PEAKS]
 )
 def test_the_peak_is_within_a_tenth_of_what_was_allocated(name: str) -> None:
     cfg, world, held, peak = _measured(name)
@@ -251,7 +267,7 @@ def test_a_plan_of_other_settings_misses() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in PEAKS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != CALIBRATED)) for n in PEAKS]
 )
 def test_after_calibration_the_peak_is_within_a_twentieth(name: str, tmp_path: Path) -> None:
     """Calibrated by half as many rows as are judged, both measured without gloo's copies."""
