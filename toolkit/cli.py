@@ -17,6 +17,7 @@ from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
 _RECIPE_OF = {"train": "pretrain", "finetune": "finetune"}
+_TOP = ("--output_dir", "--seed")  # settings outside of a section
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
 
 
@@ -27,8 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # What follows a recipe is settings, which argparse does not know.
         starts = given[:1] and given[0] in _RECIPE_OF
-        args = parser.parse_args(given[:1] if starts else given)
-        args.arguments = given[1:]
+        args, more = parser.parse_known_args(given[:1] if starts else given)
+        flags = [a for a in more if a.startswith("--")]
+        known = args.run is _rehearse and all("." in f or f in _TOP for f in flags)
+        if more and not (known and flags):
+            parser.error(f"unrecognized arguments: {' '.join(more)}")
+        args.arguments, args.settings = given[1:], more
         return args.run(args)
     except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
         return stop.code if isinstance(stop.code, int) else 2
@@ -81,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--from", dest="tool", choices=("axolotl", "trl", "trainer"), help="told by the keys")
     add("--output", metavar="OUT.yaml", help="file to create (default: stdout)")
     _add_plan(command)
+    _add_rehearse(command)
     _add_export_commands(command)
     _add_inspect(command)
     _add_report(command)
@@ -275,6 +281,52 @@ def _plan(args: argparse.Namespace) -> int:
     report = plan_run(cfg, args.world_size, device, memory, sweep=args.sweep)
     print(json.dumps(report.summary()) if args.json else report.text(), flush=True)
     return 0 if report.fits else 1
+
+
+def _add_rehearse(command: Callable) -> None:
+    add = command(
+        _rehearse,
+        "live the whole life of a run in small on this machine's CPU, before the run",
+        "Run the recipe of a config on CPU processes, with a small model of the same kind, the "
+        "real tokenizer and the first rows of the real data: load, train, save, kill, resume, "
+        "export, verify, reload, generate; and ask whether the real run has its packages, its "
+        "output folder, its disk and its repository. Exit 1 where a stage fails.",
+    )
+    config_help = "config of a recipe (YAML); settings may follow, as --section.field VALUE"
+    add("config", metavar="CONFIG", nargs="?", help=config_help)
+    add("--config", dest="file", metavar="FILE", help="the same")
+    add("--world_size", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
+    add("--recipe", metavar="NAME", help="pretrain or finetune (default: as the config shows)")
+    skip_help = "leave out packages, output, hub or disk, where this machine is not the run's"
+    add("--skip", action="append", default=[], metavar="STAGE", help=skip_help)
+    share = "of the rows may be longer than data.sequence_length (default: %(default)s)"
+    add("--most_too_long", type=float, default=0.5, metavar="SHARE", help=f"SHARE {share}")
+    add("--keep", action="store_true", help="keep the working folder also where all went well")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    if (args.config is None) == (args.file is None):
+        return _fail("give one config: CONFIG or --config FILE", code=2)
+    from toolkit.rehearsal import rehearse
+
+    def show(line: str) -> None:
+        print(line, flush=True)
+
+    result = rehearse(
+        args.config or args.file,
+        args.world_size,
+        settings=args.settings,
+        recipe=args.recipe,
+        skip=args.skip,
+        most_too_long=args.most_too_long,
+        keep=args.keep,
+        show=(lambda line: None) if args.json else show,
+    )
+    print(json.dumps(result.summary()) if args.json else result.text(), flush=True)
+    if result.failed is not None:
+        return _fail(f"{result.failed.stage} failed: {result.failed.said}")
+    return 0
 
 
 def _load_either(file: str) -> Any:

@@ -66,18 +66,23 @@ def start(recipe: str, arguments: Sequence[str]) -> NoReturn:
         )
     settings = [*(["--config", *config] if config else []), *flags]
     parse(SETTINGS[recipe], settings).metrics.trackers()  # which are installed
-    script = Path("recipes", f"{recipe}.py")
     launcher = ["launch"]
     if options.accelerate_config is not None:
         launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
     for name in _OF_THE_LAUNCHER:
         if (value := getattr(options, name[2:])) is not None:
             launcher += [name, str(value)]
-    launcher += [str(script if script.is_file() else root() / script), *settings]
+    launcher += [str(script_of(recipe)), *settings]
     print(f"$ accelerate {shlex.join(launcher)}", flush=True)
     os.execv(
         sys.executable, [sys.executable, "-m", "accelerate.commands.accelerate_cli", *launcher]
     )
+
+
+def script_of(recipe: str) -> Path:
+    """Return the file of a recipe: the current folder's copy, or the toolkit's own."""
+    script = Path("recipes", f"{recipe}.py")
+    return script if script.is_file() else root() / script
 
 
 def _parser(recipe: str) -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from toolkit import ranks
 from toolkit.checkpoint import local_copy
@@ -13,17 +14,22 @@ from toolkit.errors import ExportError, HubError
 from toolkit.export import consolidate
 from toolkit.formats import export_manifest
 from toolkit.hub.retries import Say
-from toolkit.hub.upload import check_access, push
+from toolkit.hub.upload import check_access, check_name, push
 from toolkit.verify import verify_export
 
 
-def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> None:
+def check(
+    cfg: HubConfig, say: Say = print, *, adapted: str | None = None, create: bool = True
+) -> None:
     """Refuse before training what publishing would be refused for at its end. Collective.
 
-    Creates the repository when there is none: nothing else proves that it may be created.
+    Creates the repository when there is none: nothing else proves that it may be created. With
+    `create` off it asks only, and a name is looked at also where nothing is pushed.
     `adapted` is the base of the adapters that the run trains, None where it trains none. HubError
     as of `push`, or where that base is a path.
     """
+    if cfg.hub_model_id and not create:
+        check_name(cfg.hub_model_id)
     if not cfg.push_to_hub:
         return
     if adapted is not None and is_path(adapted):
@@ -34,7 +40,8 @@ def check(cfg: HubConfig, say: Say = print, *, adapted: str | None = None) -> No
             "--merge) before `toolkit push`"
         )
     private = cfg.hub_private_repo
-    ranks.on_main(lambda: check_access(str(cfg.hub_model_id), private=private, say=say))
+    asked: dict[str, Any] = {"private": private, "say": say, "create": create}
+    ranks.on_main(lambda: check_access(str(cfg.hub_model_id), **asked))
 
 
 def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:

@@ -117,10 +117,25 @@ def preview(
     return Preview({name: sizes[name] for name in send}, same, delete, card, notes)
 
 
-def check_access(repo_id: str, *, private: bool = True, say: retries.Say = print) -> None:
-    """Refuse now what `push` would be refused for; create the repository when there is none."""
+def check_access(
+    repo_id: str, *, private: bool = True, say: retries.Say = print, create: bool = True
+) -> None:
+    """Refuse now what `push` would be refused for; create the repository when there is none, or
+    with `create` off ask only whether the token's owner may.
+    """
     with _repository(repo_id, private, None, say) as repo:
-        retries.retried(f"asking for access to {repo_id}", repo.check_access, say)
+        ask = repo.check_access if create else repo.ask_access
+        retries.retried(f"asking for access to {repo_id}", ask, say)
+
+
+def check_name(repo_id: str) -> None:
+    """Refuse what is no ORG/NAME; asks nobody."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise HubError(f"repo id {repo_id!r} is not one: {error}") from None
+    if repo_id.count("/") != 1:
+        raise HubError(f"repo id {repo_id!r} is not ORG/NAME: put your user name before it")
 
 
 @dataclass(frozen=True)
@@ -216,6 +231,24 @@ class _Repository:
         with self.request("asking for permission to write"):
             self.api.auth_check(self.repo_id, write=True)
 
+    def ask_access(self) -> None:
+        """Refuse a token that may not write, or create the missing repository; change nothing."""
+        try:
+            self.check_visibility(self.read(main=True))
+        except retries.NoRepositoryError:
+            with self.request("asking whose token this is"):
+                owner = self.api.whoami()
+            groups = [g["name"] for g in owner.get("orgs", []) if g.get("roleInOrg") != "read"]
+            role = owner.get("auth", {}).get("accessToken", {}).get("role")
+            if role == "read" or self.repo_id.split("/")[0] not in (owner["name"], *groups):
+                of = f"the token ({role or 'of unknown role'}) is of {owner['name']}"
+                may = f"who may create in {', '.join([owner['name'], *groups])}"
+                what = "does not exist, and this token may not create it"
+                raise HubError(f"{self.repo_id} {what}: {of}, {may}; give another id") from None
+            return
+        with self.request("asking for permission to write"):
+            self.api.auth_check(self.repo_id, write=True)
+
     def publish(self, export: LocalExport) -> str:
         """Make the commit, or find that it is there; return its URL. May be called again."""
         state = self.open_main()
@@ -290,12 +323,7 @@ def _repository(
     """Yield the repository; keep secrets out of what the client logs meanwhile. Without `token` the
     machine's own is needed.
     """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise HubError(f"repo id {repo_id!r} is not one: {error}") from None
-    if repo_id.count("/") != 1:
-        raise HubError(f"repo id {repo_id!r} is not ORG/NAME: put your user name before it")
+    check_name(repo_id)
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise HubError(f"revision {revision} is a commit; give the name of a branch")
     token = get_token() if token is None else token

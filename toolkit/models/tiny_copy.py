@@ -4,6 +4,7 @@ A copy has the model's own class, attention implementation, head sizes, position
 kinds. It has the first so many layers, up to where each kind has appeared. Widths, vocabulary and
 experts are cut in proportion; where that does not run, the next milder cut is to be tried. Sliding
 windows and chunks are cut too, so that they have an effect, unless they are as long as a row.
+A copy that real text is to run through keeps tokens, positions and windows, and is narrower.
 """
 
 import copy
@@ -55,6 +56,10 @@ _WIDTHS = (
     *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width", "mamba_d_ssm"),
     "attention_hidden_size",
 )
+
+_HEAD_SIZES = ("head_dim", "global_head_dim", "rotary_dim", "mamba_head_dim", "mamba_d_head")
+_STATE_GROUPS = ("n_groups", "mamba_n_groups")
+_NARROW = 64
 
 
 def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -114,15 +119,24 @@ def _plain(value: Any) -> Any:
 
 
 def cuts(
-    config: PreTrainedConfig, kinds: list[str], length: int | None
+    config: PreTrainedConfig, kinds: list[str], length: int | None, *, real_text: bool = False
 ) -> Iterator[PreTrainedConfig]:
-    """Yield configs of tiny copies, smallest first, of a model whose layers are of `kinds`."""
+    """Yield configs of tiny copies, smallest first, of a model whose layers are of `kinds`; with
+    `real_text` those that take the model's own tokens, at least two layers deep.
+    """
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
-    for count, narrow in dict.fromkeys([(depth, True), (depth, False), (len(kinds), True)]):
+    if real_text:
+        depth = min(max(depth, 2), len(kinds))
+    narrower = (_one_group, _cut_width)
+    tries: list[tuple] = [(depth, _cut_width), (depth,), (len(kinds), _cut_width)]
+    if real_text:
+        narrowest = ((_cut_hidden, _cut_heads), (_cut_hidden,), (_halve,))
+        tries = [*((depth, *narrower, *more) for more in narrowest), *tries]
+    for count, *narrow in dict.fromkeys(tries):
         small = copy.deepcopy(config)
         text = small.get_text_config()
         for section in _sections(small):
-            _cut_section(section, length)
+            _cut_section(section, length, real_text)
             section.use_cache = False
             if section is not text and section is not small:  # images and sound, which no text has
                 _each(section, _VISION_DEPTHS, lambda n: min(n, 1))
@@ -131,8 +145,8 @@ def cuts(
                 setattr(text, name, value[:count])
             elif name in _DEPTHS and value == len(kinds):
                 setattr(text, name, count)
-        if narrow:
-            _cut_width(text)
+        for cut in narrow:
+            cut(text)
         yield small
 
 
@@ -143,13 +157,16 @@ def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _sections(value)
 
 
-def _cut_section(section: PreTrainedConfig, length: int | None) -> None:
+def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
     vocabularies = [name for name in vars(section) if "vocab_size" in name]
+    sizes = ((_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64))
     for names, most in (
-        *((_POSITIONS, 512), (_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64)),
-        (vocabularies, VOCABULARY),
+        sizes if real_text else (*sizes, (_POSITIONS, 512), (vocabularies, VOCABULARY))
     ):
         _each(section, names, functools.partial(min, most))
+    if real_text:
+        _each(section, ("hidden_size_per_layer_input",), functools.partial(min, 16))
+        return
     _each(section, _WINDOWS, lambda n: n if length is not None and n >= length else min(n, _WINDOW))
     special = [n for n in vars(section) if n.endswith(("token_id", "token_index"))]
     for place, name in enumerate(special):
@@ -185,3 +202,33 @@ def _cut_width(section: PreTrainedConfig) -> None:
     )
     _each(section, (*_HEADS, *_WIDTHS), lambda n: n // factor)
     _each(section, _KEY_HEADS, lambda n: n // factor if n > 1 else n)
+
+
+def _one_group(section: PreTrainedConfig) -> None:
+    _each(section, _STATE_GROUPS, lambda _: 1)
+
+
+def _cut_hidden(section: PreTrainedConfig) -> None:
+    """Set the width to 64, where there is one."""
+    widths = [n for name in _WIDTHS if isinstance(n := vars(section).get(name), int) and n > 0]
+    if len({*widths}) == 1 and widths[0] > _NARROW:
+        _each(section, _WIDTHS, lambda _: _NARROW)
+
+
+def _cut_heads(section: PreTrainedConfig) -> None:
+    """Halve the sizes of heads down to 16."""
+    _each(section, _HEAD_SIZES, lambda n: n // 2 ** max(0, (n // 16).bit_length() - 1))
+
+
+def _halve(section: PreTrainedConfig) -> None:
+    """Halve widths and the sizes of heads together, down to a width of 64 and heads of 8."""
+    while True:
+        widths, heads = (
+            [n for name in names if isinstance(n := vars(section).get(name), int) and n > 0]
+            for names in (_WIDTHS, _HEAD_SIZES)
+        )
+        if not widths or min(widths) < 2 * _NARROW or any(n % 2 for n in widths):
+            return
+        if any(n % 4 or n < 16 for n in heads):
+            return
+        _each(section, (*_WIDTHS, *_HEAD_SIZES), lambda n: n // 2)

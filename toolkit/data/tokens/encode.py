@@ -315,7 +315,7 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     tokens = tables.cached(name, encoded, schema, title, len(source.rows))
     counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
-        _check_documents(source, counts)
+        check_documents(source, counts)
     weight, limit, layout = source.weight, source.max_repeats, str(source.layout)
     return EncodedSource(source.name, tokens, counts, weight, limit, layout)
 
@@ -380,7 +380,7 @@ def _work_here(first: int) -> list[EncodedRow]:
     return _work(first)
 
 
-def _check_documents(source: DataSource, counts: Counts) -> None:
+def check_documents(source: DataSource, counts: Counts) -> None:
     if not counts.tokens:
         raise DataError(f"{source.where}: expected text, but all {counts.rows} rows are empty")
     if counts.dropped and ranks.rank() == 0:

@@ -1,0 +1,206 @@
+"""The config of a run as this machine's CPU can rehearse it, and what is lost by that."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from toolkit.config.settings import FinetuneConfig, RunConfig
+from toolkit.errors import ModelError
+from toolkit.models.patterns import matching_modules, matching_parameters
+from toolkit.rehearsal.shrunk import Shrunk
+
+EVERY, LAST = 4, 12
+"""Steps from one checkpoint to the next, and of the whole rehearsal."""
+_FLOPS = 1e10  # of a step on one process
+_LEAST = 64  # tokens of a sample
+_ROWS, _REPEATS = 2, 2  # of a micro-batch, and micro-batches of a step, at most
+_GPU_ATTENTION = ("flash", "paged", "/")  # in names of kernels
+_ALWAYS = "GPU kernels, NCCL, the real model's memory and speed: `toolkit plan CONFIG`"
+
+
+def on_cpu(cfg: Any) -> Any:
+    """Return the config without kernels that only GPUs have."""
+    kernel = cfg.model.attn_implementation
+    gpu_only = kernel is not None and any(part in kernel for part in _GPU_ATTENTION)
+    kept = None if gpu_only else kernel
+    return replace(cfg, model=replace(cfg.model, kernels="none", attn_implementation=kept))
+
+
+def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:
+    """Return the tokens of a sample that a step of the rehearsal is quick with."""
+    rows = min(cfg.train.per_device_train_batch_size, _ROWS)
+    repeats = min(cfg.train.gradient_accumulation_steps, _REPEATS)
+    tokens = _FLOPS / (6 * shrunk.parameters) / (rows * repeats)
+    return max(_LEAST, min(cfg.data.sequence_length, int(tokens)))
+
+
+def rehearsal_config(
+    cfg: RunConfig,
+    shrunk: Shrunk,
+    model: nn.Module,
+    world_size: int,
+    length: int,
+    files: tuple[list[Path], list[Path]],
+    output: Path,
+) -> tuple[RunConfig, list[str]]:
+    """Return the config of the rehearsal, and what is not rehearsed because of it.
+
+    `model` is the small one on meta, `files` hold the rows to train on and to evaluate on, one for
+    each source.
+    """
+    lost = [_ALWAYS]
+    own: Any = on_cpu(cfg)
+    if own.model.attn_implementation != cfg.model.attn_implementation:
+        lost.append(f"model.attn_implementation {cfg.model.attn_implementation}: sdpa instead")
+    if cfg.model.kernels != "none":
+        lost.append(f"model.kernels {cfg.model.kernels}: transformers' own layers instead")
+    sharding = {**_mesh(cfg, world_size, lost), **_sharding(cfg, shrunk, lost)}
+    if length < cfg.data.sequence_length:
+        lost.append(
+            f"samples of {cfg.data.sequence_length} tokens: {length} in the steps here (the rows "
+            "were judged against the real length)"
+        )
+    own = replace(
+        own,
+        model=replace(own.model, name_or_path=str(shrunk.folder), revision=None),
+        sharding=replace(own.sharding, **sharding),
+        data=replace(own.data, sequence_length=length, **_data(cfg, files, length)),
+        train=replace(own.train, **_train(cfg)),
+        checkpoint=replace(own.checkpoint, **_checkpoint(cfg, lost)),
+        metrics=replace(own.metrics, report_to="none", disable_tqdm=True),
+        hub=type(own.hub)(),
+        output_dir=str(output),
+    )
+    if cfg.metrics.trackers():
+        lost.append(f"trackers ({', '.join(cfg.metrics.trackers())}): only that they are installed")
+    return _matching(own, model, lost), lost
+
+
+def _mesh(cfg: RunConfig, world_size: int, lost: list[str]) -> dict[str, Any]:
+    asked = cfg.sharding
+    if asked.dp_shard == 1:
+        return {"dp_replicate": -1, "dp_shard": 1}
+    if asked.dp_replicate > 1 and world_size % 4 == 0:
+        return {"dp_replicate": 2, "dp_shard": -1}
+    if asked.dp_replicate > 1 or asked.dp_shard > world_size:
+        sizes = f"dp_replicate {asked.dp_replicate} x dp_shard {asked.dp_shard}"
+        how = f"1 x {world_size} here, {sizes} on a process group without processes (sharding)"
+        lost.append(f"the mesh {sizes}: {how}")
+    return {"dp_replicate": 1, "dp_shard": -1}
+
+
+def _sharding(cfg: RunConfig, shrunk: Shrunk, lost: list[str]) -> dict[str, Any]:
+    asked = cfg.sharding
+    changed: dict[str, Any] = {"param_dtype": asked.param_dtype, "prefetch_order": []}
+    if shrunk.dtype != asked.param_dtype:
+        changed["param_dtype"] = shrunk.dtype
+        lost.append(f"sharding.param_dtype {asked.param_dtype}: this CPU computes in float32")
+    if asked.prefetch_order:
+        lost.append("sharding.prefetch_order: it names units of the real model")
+    if asked.torch_compile == "auto":
+        lost.append("torch.compile, which `auto` uses on GPUs: set it to layer to rehearse it")
+    elif asked.torch_compile not in (False, "none"):
+        changed |= {"torch_compile_backend": "aot_eager", "torch_compile_mode": None}
+        backend = asked.torch_compile_backend
+        lost.append(f"sharding.torch_compile_backend {backend}: graphs are captured, not compiled")
+    if asked.cpu_offload or asked.activation_offload:
+        lost.append("copies between device and host: on a CPU they are one memory")
+    if isinstance(asked.reshard_after_forward, int) and asked.reshard_after_forward > 1:
+        changed["reshard_after_forward"] = True
+        lost.append(f"reshard_after_forward to {asked.reshard_after_forward} ranks: to all here")
+    overrides = asked.reshard_after_forward_overrides.items()
+    changed["reshard_after_forward_overrides"] = {name: bool(v) for name, v in overrides}
+    return changed
+
+
+def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> dict[str, Any]:
+    train, evals = ([str(file) for file in some] for some in files)
+    sources = [
+        replace(s, files=file, dataset_name=None, dataset_config_name=None, max_repeats=None)
+        for s, file in zip(cfg.data.sources, train, strict=False)
+    ]
+    split = cfg.data.eval_split
+    changed: dict[str, Any] = {
+        "train_files": [] if sources else train,
+        "sources": sources,
+        "dataset_name": None,
+        "dataset_config_name": None,
+        "eval_files": evals,
+        "eval_split": max(split, 0.1) if split else 0.0,
+        "max_eval_samples": min(cfg.data.max_eval_samples or 8, 8),
+        "num_workers": min(cfg.data.num_workers, 1),
+    }
+    if isinstance(cfg, FinetuneConfig):
+        changed["dataset_num_proc"] = 1
+        if length < cfg.data.sequence_length:
+            changed["too_long"] = "truncate"
+    return changed
+
+
+def _train(cfg: RunConfig) -> dict[str, Any]:
+    asked: Any = cfg.train
+    changed: dict[str, Any] = {
+        "max_steps": LAST,
+        "per_device_train_batch_size": min(asked.per_device_train_batch_size, _ROWS),
+        "per_device_eval_batch_size": _ROWS,
+        "gradient_accumulation_steps": min(asked.gradient_accumulation_steps, _REPEATS),
+        "logging_steps": 1,
+        "eval_steps": EVERY if asked.eval_steps else None,
+    }
+    if isinstance(cfg, FinetuneConfig):
+        patience = asked.early_stopping_patience
+        changed["early_stopping_patience"] = patience and max(patience, LAST)
+        changed["eval_max_new_tokens"] = min(asked.eval_max_new_tokens, 8)
+    return changed
+
+
+def _checkpoint(cfg: RunConfig, lost: list[str]) -> dict[str, Any]:
+    asked = cfg.checkpoint
+    if asked.root is not None:
+        lost.append(f"checkpoints in checkpoint.root {asked.root}: on this disk instead")
+    changed: dict[str, Any] = {"save_steps": EVERY, "root": None, "export_at_end": False}
+    for name in ("save_permanent_steps", "export_steps"):
+        changed[name] = EVERY if getattr(asked, name) else None
+    return changed
+
+
+def _matching(cfg: Any, model: nn.Module, lost: list[str]) -> Any:
+    """Return the config without patterns that name what the small model does not have."""
+    modules = ("layer_classes", "activation_checkpointing_modules")
+    by_pattern = ("param_dtype_overrides", "reshard_after_forward_overrides")
+    for section, name in (
+        ("model", "frozen_parameters"),
+        ("sharding", "ignored_parameters"),
+        *(("sharding", name) for name in (*modules, *by_pattern)),
+    ):
+        find = matching_parameters if name.endswith("parameters") else matching_modules
+        value = getattr(getattr(cfg, section), name)
+        kept: list[str] = []
+        for pattern in value:
+            try:
+                find(model, [pattern], name)
+            except ModelError:
+                lost.append(f"{section}.{name} {pattern}: it names nothing in the small model")
+            else:
+                kept.append(pattern)
+        new = kept if isinstance(value, list) else {pattern: value[pattern] for pattern in kept}
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: new})})
+    return cfg
+
+
+def notes_on(cfg: RunConfig) -> list[str]:
+    """Return what a run of `cfg` will do that may not be meant."""
+    steps, notes = cfg.train.max_steps, list[str]()
+    every, evals, warmup = cfg.checkpoint.save_steps, cfg.train.eval_steps, cfg.optim.warmup_steps
+    if steps < 1:
+        return notes
+    if every >= steps:
+        what = f"checkpoint.save_steps {every} of train.max_steps {steps}: the one checkpoint is"
+        notes.append(f"{what} made at the end, and a run that is killed begins anew")
+    if evals is not None and evals > steps:
+        notes.append(f"train.eval_steps {evals} of train.max_steps {steps}: only at the end")
+    if warmup >= 1 and warmup >= steps:
+        notes.append(f"optim.warmup_steps {warmup} of train.max_steps {steps}: below its peak")
+    return notes
