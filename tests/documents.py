@@ -166,7 +166,11 @@ def _toolkit(words: list[str]) -> None:
         with mock.patch("os.execv", side_effect=lambda _, argv: _launch(argv)):
             recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
     else:
-        cli.make_parser().parse_args(words[1:])
+        parser = cli.make_parser()
+        _, more = parser.parse_known_args(words[1:])
+        flags = [word.removeprefix("--") for word in more if word.startswith("--")]
+        if more and (words[1] != "rehearse" or not flags or not {*flags} <= settings().keys()):
+            parser.error(f"unrecognized arguments: {more}")
         for word, following in itertools.pairwise(words):
             if word in ("--plan", "--data", "plan") and not following.startswith("-"):
                 _either(following)
