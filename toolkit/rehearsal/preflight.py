@@ -21,6 +21,7 @@ from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim, root_of
 from toolkit.checkpoint.store import is_url, where
 from toolkit.config.settings import FinetuneConfig, ShardingConfig, model_settings
+from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import prepare_data
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
@@ -198,6 +199,9 @@ def check_rows(
     if tokenizer is None and not untrained and formats != {"tokenised"}:
         what = f"expected a tokenizer for the text, {cfg.model.name_or_path} comes with none"
         raise DataError(f"{what}; set model.tokenizer_name_or_path")
+    batch, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
+    if batch is not None and size != "auto":
+        accumulation_for(batch, size, world_size)  # refuses what does not divide
     whole = all(head.whole for head in [*heads, *evals]) and not untrained
     if whole and not cfg.data.streaming:  # little enough to be prepared as the run will
         own: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=world_size)
@@ -225,7 +229,7 @@ def _seen(heads: list[Head], evals: list[Head], untrained: bool) -> str:
 def check_sharding(cfg: Any, model: Any, world_size: int) -> tuple[Any, str]:
     """Return the real model, sharded as on the ranks of the run, but on meta; and a line."""
     with fake_world(world_size):
-        sharding = cfg.sharding
+        sharding = on_cpu(cfg).sharding
         if isinstance(cfg, FinetuneConfig):
             model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
         splits = splits_ends(model, sharding, "cuda")

@@ -176,7 +176,7 @@ class _Rehearsal:
         cfg, data = self.cfg, self.cfg.data
         on_cpu = settings.on_cpu(cfg)
         small = shrink(on_cpu.model, cfg.sharding.param_dtype, self.folder / "model")
-        affordable = settings.affordable_length(cfg, small)
+        affordable = settings.affordable_length(on_cpu, small)
         length = rows.length_for(self.heads[0], affordable, data.sequence_length)
         train, evals = (
             [

@@ -21,16 +21,24 @@ _ALWAYS = "GPU kernels, NCCL, the real model's memory and speed: `toolkit plan C
 
 
 def on_cpu(cfg: Any) -> Any:
-    """Return the config without kernels that only GPUs have."""
+    """Return the config without kernels that only GPUs have, and with `auto` decided: a sample a
+    micro-batch, all layers recomputed.
+    """
     kernel = cfg.model.attn_implementation
     gpu_only = kernel is not None and any(part in kernel for part in _GPU_ATTENTION)
     kept = None if gpu_only else kernel
-    return replace(cfg, model=replace(cfg.model, kernels="none", attn_implementation=kept))
+    model = replace(cfg.model, kernels="none", attn_implementation=kept)
+    train, sharding = cfg.train, cfg.sharding
+    if train.per_device_train_batch_size == "auto":
+        train = replace(train, per_device_train_batch_size=1)
+    if sharding.activation_checkpointing == "auto":
+        sharding = replace(sharding, activation_checkpointing="full")
+    return replace(cfg, model=model, train=train, sharding=sharding)
 
 
 def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:
-    """Return the tokens of a sample that a step of the rehearsal is quick with."""
-    rows = min(cfg.train.per_device_train_batch_size, _ROWS)
+    """Return the tokens of a sample that a step is quick with; `cfg` as `on_cpu` gives it."""
+    rows = min(cfg.train.micro_batch, _ROWS)
     repeats = min(cfg.train.gradient_accumulation_steps, _REPEATS)
     tokens = _FLOPS / (6 * shrunk.parameters) / (rows * repeats)
     return max(_LEAST, min(cfg.data.sequence_length, int(tokens)))
@@ -54,6 +62,10 @@ def rehearsal_config(
     own: Any = on_cpu(cfg)
     if own.model.attn_implementation != cfg.model.attn_implementation:
         lost.append(f"model.attn_implementation {cfg.model.attn_implementation}: sdpa instead")
+    if cfg.train.per_device_train_batch_size == "auto":
+        lost.append("train.per_device_train_batch_size auto: 1 here")
+    if cfg.sharding.activation_checkpointing == "auto":
+        lost.append("sharding.activation_checkpointing auto: full here")
     if cfg.model.kernels != "none":
         lost.append(f"model.kernels {cfg.model.kernels}: transformers' own layers instead")
     sharding = {**_mesh(cfg, world_size, lost), **_sharding(cfg, shrunk, lost)}
@@ -67,7 +79,7 @@ def rehearsal_config(
         model=replace(own.model, name_or_path=str(shrunk.folder), revision=None),
         sharding=replace(own.sharding, **sharding),
         data=replace(own.data, sequence_length=length, **_data(cfg, files, length)),
-        train=replace(own.train, **_train(cfg)),
+        train=replace(own.train, **_train(own)),
         checkpoint=replace(own.checkpoint, **_checkpoint(cfg, lost)),
         metrics=replace(own.metrics, report_to="none", disable_tqdm=True),
         hub=type(own.hub)(),
@@ -143,10 +155,13 @@ def _train(cfg: RunConfig) -> dict[str, Any]:
     asked: Any = cfg.train
     changed: dict[str, Any] = {
         "max_steps": LAST,
-        "per_device_train_batch_size": min(asked.per_device_train_batch_size, _ROWS),
+        "per_device_train_batch_size": min(asked.micro_batch, _ROWS),
         "per_device_eval_batch_size": _ROWS,
         "gradient_accumulation_steps": min(asked.gradient_accumulation_steps, _REPEATS),
+        "global_batch_size": None,
         "logging_steps": 1,
+        "profile_steps": [LAST - 1, LAST] if asked.profile_steps else [],
+        "memory_snapshot": False,
         "eval_steps": EVERY if asked.eval_steps else None,
     }
     if isinstance(cfg, FinetuneConfig):
