@@ -170,7 +170,7 @@ def _toolkit(words: list[str]) -> None:
         _, more = parser.parse_known_args(words[1:])
         flags = [word.removeprefix("--") for word in more if word.startswith("--")]
         if more and (words[1] != "rehearse" or not flags or not {*flags} <= settings().keys()):
-            parser.error(f"unrecognized arguments: {more}")
+            parser.error(f"unrecognized arguments: {' '.join(more)}")
         for word, following in itertools.pairwise(words):
             if word in ("--plan", "--data", "plan") and not following.startswith("-"):
                 _either(following)
