@@ -38,6 +38,7 @@ from toolkit.config.settings import ModelConfig
 from toolkit.data import prepare
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
+from toolkit.formats import hf_folder
 from toolkit.loading import materialisation
 from toolkit.loading import pretrained as loading
 from toolkit.models.causal_lm import build_on_meta
@@ -447,6 +448,24 @@ def test_no_model_there(start, tmp_path) -> None:
     refused(start("--model.name_or_path", str(tmp_path / "file")), "is a file; give the folder")
 
 
+def test_a_misspelt_path_is_not_asked_of_the_hub(start, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    local, plain = [], hf_folder.cached_file
+
+    def spy(*args, local_files_only: bool, **more):
+        local.append(local_files_only)
+        return plain(*args, local_files_only=local_files_only, **more)
+
+    monkeypatch.setattr(hf_folder, "cached_file", spy)
+    Path("models").mkdir()
+    done = start("--model.name_or_path", "models/none")
+    refused(done, "there is a folder models here", "no none in it", "hf download models/none")
+    assert local == [True]
+    Path("models").rmdir()
+    start("--model.name_or_path", "models/none")
+    assert local == [True, False]
+
+
 def test_random_weights_need_no_weights(start, model, tmp_path) -> None:
     (model / "model.safetensors").unlink()
     before = hashes(model)
@@ -467,6 +486,8 @@ def test_a_model_that_cannot_be_used_costs_no_tokenizer(start, model, tmp_path) 
 
 
 def test_an_attention_kernel_that_is_not_there(start, tmp_path) -> None:
+    done = start("--model.attn_implementation", "flash_attention_2")
+    refused(done, "model.attn_implementation flash_attention_2 cannot be used", "pip install")
     done = start("--model.attn_implementation", "flash_attention_9")
     refused(done, "LlamaForCausalLM cannot be built", "flash_attention_9")
 
@@ -531,6 +552,9 @@ def test_data_that_is_empty(start, tmp_path) -> None:
 def test_data_that_is_damaged(start, tmp_path) -> None:
     done = start(*rows(tmp_path / "a.jsonl", {"body": "text"}))
     refused(done, "expected a column 'text'", "got 'body'", "set data.text_column")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    done = start(*rows(tmp_path / "chat.jsonl", {"messages": turns}))
+    refused(done, "got 'messages'", "conversations", "recipes/finetune.py")
     done = start(*rows(tmp_path / "b.jsonl", {"text": 3}))
     refused(done, "b.jsonl line 1: expected text in 'text', got int 3", did=("encode",))
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n{"text": ')
@@ -658,6 +682,23 @@ def test_a_run_whose_config_is_damaged(start, finished, tmp_path) -> None:
     done = start(*again(finished), "--output_dir", str(run))
     refused(done, "the config of the run in", "config.yaml is not readable YAML", code=2)
     assert hashes(run) == before
+
+
+def test_a_run_of_the_other_recipe(start, finished, tmp_path) -> None:
+    run = copied(finished / "run", tmp_path / "copy")
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**settings, "lora": {"r": 0}}))
+    before = hashes(run)
+    done = start(*again(finished), "--output_dir", str(run))
+    refused(done, "holds a fine-tuning run", "Give another output_dir", code=2)
+    assert hashes(run) == before
+
+
+def test_the_demo_where_its_model_is_not(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = in_process("--output_dir", str(tmp_path / "run"))
+    done = Outcome(code, *capfd.readouterr(), [])
+    refused(done, "the demo's model", f"is not here ({tmp_path})", "make demo")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -251,16 +251,21 @@ def hold(folder: Path) -> None:
 
 
 def _read(file: Folder, cls: type) -> Any:
-    """Return the config that `record` wrote."""
+    """Return the config that `record` wrote for the same recipe."""
+    tuned = cls is config.FinetuneConfig
     try:
-        if isinstance(file, Path):
-            return config.load(cls, file)
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, CONFIG)
-            copy.write_bytes(file.read_bytes())
-            return config.load(cls, copy)
+        with contextlib.ExitStack() as stack:
+            local = file
+            if not isinstance(local, Path):
+                local = Path(stack.enter_context(tempfile.TemporaryDirectory()), CONFIG)
+                local.write_bytes(file.read_bytes())
+            content = plain_config(local.parent)
+            if not content or ("lora" in content) == tuned:
+                return config.load(cls, local)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"the config of the run in {file.parent} is damaged: {error}") from error
+    kinds = "a pretraining run; this is fine-tuning", "a fine-tuning run; this is pretraining"
+    raise ConfigError(f"{file.parent} holds {kinds[not tuned]}. Give another output_dir")
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:

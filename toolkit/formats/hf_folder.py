@@ -100,17 +100,25 @@ def assets_of(model: torch.nn.Module) -> HFAssets:
 def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = True) -> Path:
     """Return the folder of a checkpoint: itself, or the cached snapshot of a Hub id.
 
-    With `ask`, config.json is downloaded where the cache has none. ModelError where neither is.
+    With `ask`, config.json is downloaded where the cache has none; but not where the first part of
+    the name is a folder here: a misspelt path must not become a stranger's model. ModelError where
+    neither is.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise ModelError(f"model.name_or_path {path} is a file; give the folder that holds it")
-    local = not ask
+    beside = len(path.parts) == 2 and path.parent.is_dir()
+    local = beside or not ask
     try:
         file = cached_file(name_or_path, "config.json", revision=revision, local_files_only=local)
     except OSError as error:
+        if beside and ask:
+            raise ModelError(
+                f"there is a folder {path.parent} here ({Path.cwd()}), and no {path.name} in it. "
+                f"If a model of the Hub is meant: hf download {name_or_path}"
+            ) from error
         raise ModelError(
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
             f"that the Hub gives: {str(error).strip().splitlines()[0]}"

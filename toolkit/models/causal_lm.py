@@ -58,6 +58,14 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             options = {} if kernel is None else {"attn_implementation": kernel}
             model = build(model_class, config, dtype, **options)
+    except ImportError as error:
+        if kernel is None:
+            raise ModelError(f"{cfg.name_or_path}: {one_line(error, 400)}") from error
+        raise ModelError(
+            f"model.attn_implementation {kernel} cannot be used here: {one_line(error, 400)} "
+            "Install its package (pip install flash-attn for flash_attention_2), or leave the "
+            "setting out: PyTorch's own attention is the default"
+        ) from error
     except Exception as error:  # config.json comes from outside: it may ask for anything
         what = f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json"
         raise ModelError(f"{what}: {one_line(error, 400)}") from error

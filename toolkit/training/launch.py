@@ -176,6 +176,12 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
         with start(deterministic=cfg.train.deterministic) as run:
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
+                if not Path(cfg.model.name_or_path).is_dir():
+                    raise LaunchError(
+                        f"the demo's model {cfg.model.name_or_path} is not here ({Path.cwd()}): "
+                        "start in the toolkit's clone, fine-tuning after `make demo`; or give "
+                        "--model.name_or_path or --config"
+                    )
             recipe(cfg, run)
 
     guarded(run_recipe)

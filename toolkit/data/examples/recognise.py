@@ -148,9 +148,12 @@ def document_layout(rows: Sequence[Row], text_column: str = "text") -> Layout:
         return Layout("tokenised", ("input_ids",), whole=True)
     if any(text_column in row for row in rows):
         return Layout("text", (text_column,), whole=True)
+    advice = "set data.text_column to the one that holds the text"
+    if (other := _layout_of(rows[0], text_column)) is not None:
+        advice = f"these are {other}: recipes/finetune.py learns from them, pretraining from text"
     raise BadRow(
         f"expected a column {text_column!r} (data.text_column) or 'input_ids', got "
-        f"{named(rows[0])}; set data.text_column to the one that holds the text",
+        f"{named(rows[0])}; {advice}",
         "unknown format",
     )
 
