@@ -11,7 +11,7 @@ from toolkit.report import page, picture, tables
 from toolkit.report.runs import RunRecord, read_runs
 
 HTML, PNG = "report.html", "report.png"
-_PACKAGES = ("plotly", "matplotlib", "jinja2")
+_PACKAGES = ("plotly", "matplotlib")
 
 
 def write_report(folders: list[str], output: str | None = None) -> tuple[Path, Path, list[str]]:
