@@ -63,7 +63,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
         scheduler.step()
         data.position.advance()
         training.collect_garbage(step)
-        last = step == data.max_steps
+        last = step == data.max_steps or training.stop_requested()
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
@@ -81,9 +81,12 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
             metrics.check_finite(step)
             with metrics.pause():
                 run.say(f"exported {export.export_step(model, folder.path, step)}")
+        if last:
+            break
 
     # ---- What was done, and what comes next ------------------------------------------------------
     checkpoint.wait()
+    training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
         run.say(f"exported {export.export_step(model, folder.path, state.step)}")
     run.say(metrics.close(), *folder.next_lines(state.step))

@@ -107,7 +107,7 @@ def test_failures_are_1_and_one_line(
         (["consolidate", str(run), "--output", out + "2", "--max_shard_size", "big"], "500MB"),
         (["consolidate", str(run), "--output", out + "2", "--merge"], "adapter"),
         (["inspect", str(tmp_path)], "holds no committed checkpoint"),
-        (["inspect", out], "is a Hugging Face folder, no run and no checkpoint; `toolkit verify`"),
+        (["inspect", out], "is a Hugging Face folder, no checkpoint; `toolkit verify`"),
         (["inspect", str(run / "checkpoints/step-00000013.tmp-ab12cd34")], "not committed"),
     ]
     for arguments, message in cases:

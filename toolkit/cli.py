@@ -191,11 +191,11 @@ def _seconds(text: str) -> float:
 
 
 def _train(args: argparse.Namespace) -> int:
-    recipes.start(_RECIPE_OF["train"], args.arguments)
+    return recipes.start(_RECIPE_OF["train"], args.arguments)
 
 
 def _finetune(args: argparse.Namespace) -> int:
-    recipes.start(_RECIPE_OF["finetune"], args.arguments)
+    return recipes.start(_RECIPE_OF["finetune"], args.arguments)
 
 
 def _recipes(args: argparse.Namespace) -> int:

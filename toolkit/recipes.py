@@ -9,13 +9,17 @@ import ast
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+
+import psutil
 
 from toolkit.config import FinetuneConfig, PretrainConfig, parse
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, LaunchError, ToolkitError
+from toolkit.parsing import read_yaml
 
 SETTINGS: dict[str, type] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
 """Recipe -> the class of its settings."""
@@ -39,8 +43,8 @@ def root() -> Path:
     raise ToolkitError(f"{package} was installed without its recipes; install the wheel, or clone")
 
 
-def start(recipe: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `accelerate launch` on a recipe, whose exit code is then its own.
+def start(recipe: str, arguments: Sequence[str]) -> int:
+    """Run `accelerate launch` on a recipe; return the exit code: of the first that failed.
 
     Settings are parsed before, as the recipe will, without torch. A copy of the recipe in the
     current folder (`recipes/NAME.py`) is started instead of the toolkit's own.
@@ -65,7 +69,8 @@ def start(recipe: str, arguments: Sequence[str]) -> NoReturn:
             f"`toolkit recipes --copy {recipe}` puts one into this folder"
         )
     settings = [*(["--config", *config] if config else []), *flags]
-    parse(SETTINGS[recipe], settings).metrics.trackers()  # which are installed
+    cfg = parse(SETTINGS[recipe], settings)
+    cfg.metrics.trackers()  # which are installed
     launcher = ["launch"]
     if options.accelerate_config is not None:
         launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
@@ -74,9 +79,47 @@ def start(recipe: str, arguments: Sequence[str]) -> NoReturn:
             launcher += [name, str(value)]
     launcher += [str(script_of(recipe)), *settings]
     print(f"$ accelerate {shlex.join(launcher)}", flush=True)
-    os.execv(
-        sys.executable, [sys.executable, "-m", "accelerate.commands.accelerate_cli", *launcher]
-    )
+    return _launch(launcher, cfg.checkpoint.preemption_signals)
+
+
+def _launch(arguments: list[str], signals: Sequence[str]) -> int:
+    """Run `accelerate` in this process; return the exit code of the rank that failed first, or 0.
+
+    What a rank has to say it has said. `signals` go to the ranks, which save and end: torch's agent
+    would kill them 30 s later.
+    """
+    from accelerate.commands import accelerate_cli
+    from accelerate.commands.config import default_config_file
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    def forward(number: int, frame: object) -> None:
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            rank.send_signal(number)
+        if not ranks:
+            sys.exit(128 + number)
+
+    for name in signals:
+        signal.signal(getattr(signal, name), forward)
+    others = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if name not in signals]
+    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(others)
+    # Accelerate tells its processes only where it starts one (1.15), and they read its command.
+    chosen = arguments[2] if arguments[1:2] == ["--config_file"] else default_config_file
+    settings = read_yaml(Path(chosen), LaunchError) if Path(chosen).is_file() else None
+    if isinstance(settings, dict) and settings.get("use_cpu") is True:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    sys.argv = ["accelerate", *arguments]
+    try:
+        accelerate_cli.main()
+        return 0
+    except ChildFailedError as error:  # of several processes
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+    except subprocess.CalledProcessError as error:  # of one
+        rank, code = 0, error.returncode
+    if code < 0:
+        print(f"toolkit: error: rank {rank} was ended by {signal.Signals(-code).name}", flush=True)
+    return code if code >= 0 else 128 - code
 
 
 def script_of(recipe: str) -> Path:

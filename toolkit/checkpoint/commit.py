@@ -128,7 +128,7 @@ def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> 
     elif (path / MANIFEST).exists() or _ON_DISK.match(path.name):
         what = f"is not committed ({COMMIT} missing or not that of its manifest)"
     elif (path / "config.json").is_file():
-        what = "is a Hugging Face folder, no run and no checkpoint; `toolkit verify` reads an export"
+        what = "is a Hugging Face folder, no checkpoint; `toolkit verify` reads an export"
     raise CheckpointError(f"{path} {what}{did_you_mean(path, _may_be_checkpoint, *also)}")
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
 from toolkit.checkpoint import commit, retention, rng_state
-from toolkit.checkpoint.saving import DCP, HF, RNG
+from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
 from toolkit.checkpoint.shards import read_tensors, spread
 from toolkit.checkpoint.state import (
     TrainState,
@@ -163,6 +163,8 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     """Restore `state` in place from what `find` returned and return its step, None where that found
     none; see `resume`. Collective.
     """
+    # Meets through the launcher's store: after the launcher's death a save could not make it.
+    ranks.object_group(CHANNEL)
     if saved is None:
         return None
     checkpoint, begun = saved, time.perf_counter()

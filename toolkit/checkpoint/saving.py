@@ -33,7 +33,7 @@ from toolkit.training import background
 
 MANIFEST_VERSION = 2
 DCP, HF, RNG = "dcp", "hf", "rng"
-_CHANNEL, _GATHERED = "checkpoint", "gathered"
+CHANNEL, _GATHERED = "checkpoint", "gathered"
 
 
 def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str:
@@ -50,7 +50,7 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
     """
     background.wait()
     begun = time.perf_counter()
-    ranks.object_group(_CHANNEL)  # every rank is here now, and not when it is needed
+    ranks.object_group(CHANNEL)  # every rank is here now, and not when it is needed
     run = ranks.on_all(lambda: where(run_dir))
     snapshot = _Snapshot(state, run, cfg)
     if not cfg.async_save:
@@ -58,7 +58,7 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
     blocked = time.perf_counter() - begun
 
     def write_behind() -> None:
-        with ranks.exchanges_over(_CHANNEL):
+        with ranks.exchanges_over(CHANNEL):
             path = snapshot.write()
         ranks.say(
             f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the loop waited "
@@ -112,7 +112,7 @@ class _Snapshot:
 
     def write(self) -> str:
         """Write everything, while the digests are made; commit; prune. Collective."""
-        group, shards = ranks.object_group(_CHANNEL), self.store / DCP if self.store else None
+        group, shards = ranks.object_group(CHANNEL), self.store / DCP if self.store else None
         writer = HashingWriter(self.folder / DCP, shards, ranks_here=ranks.ranks_here())
         try:
             with ThreadPoolExecutor(1, "digests") as pool:

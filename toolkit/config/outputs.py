@@ -2,13 +2,15 @@
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
-from toolkit.config.ranges import AtLeast1, AtLeast2, NotNegative
+from toolkit.config.ranges import AtLeast1, AtLeast2, NotNegative, Positive
 from toolkit.errors import ConfigError
 
 MAX_SHARD_SIZE = "5GB"
 """Of one weight file of an export."""
+_PREEMPTION: Final = ("SIGTERM", "SIGINT", "SIGUSR1")
+Signal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"]
 Tracker = Literal[
     "tensorboard",
     "wandb",
@@ -51,6 +53,12 @@ class CheckpointConfig:
     all of them stay; empty: none."""
     export_at_end: bool = False
     """Write it after the last step. Off: `toolkit consolidate` can at any time, in one process."""
+    preemption_signals: list[Signal] = field(default_factory=lambda: [*_PREEMPTION])
+    """Signals, to the launcher or any rank, that end the run after a checkpoint."""
+    grace_seconds: Positive = 300.0
+    """Time for that checkpoint; the process then ends. Not more than what the scheduler gives. When
+    `accelerate launch` or torchrun itself gets SIGTERM, it kills after 30 s, or after
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT of its environment; `toolkit train` waits."""
 
     def __post_init__(self) -> None:
         permanent = self.save_permanent_steps

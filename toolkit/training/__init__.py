@@ -8,4 +8,5 @@ from toolkit.training.loss import loss_sum
 from toolkit.training.metrics import begin, due, evaluate_metrics
 from toolkit.training.neftune import add_embedding_noise
 from toolkit.training.optim import build_optimizer, build_scheduler, check_optimizer
+from toolkit.training.preemption import leave_loop, stop_requested
 from toolkit.training.step import EvalStats, StepStats, evaluate, train_step

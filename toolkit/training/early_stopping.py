@@ -31,9 +31,11 @@ class EarlyStopping:
         return self.patience is not None and self.waited >= self.patience
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Take one evaluation, return `stop`; not finite is no better. TrainingError: no metric."""
-        if self.patience is None:
-            return False
+        """Take one evaluation, return `stop`; not finite is no better, and an empty one, which a
+        signal ended, is none. TrainingError: no metric.
+        """
+        if self.patience is None or not metrics:
+            return self.stop
         if self.metric not in metrics:
             what = f"expected the metric {self.metric} (checkpoint.metric_for_best_model)"
             known = ", ".join(sorted(metrics)) or "none"

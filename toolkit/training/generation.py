@@ -23,6 +23,7 @@ from toolkit.errors import TrainingError, one_line
 from toolkit.formats import reshard
 from toolkit.models.modes import on_the_side, replaced_forward
 from toolkit.models.peft_model import base_of
+from toolkit.training import preemption
 
 
 def generate(
@@ -77,7 +78,7 @@ def answer_prompts(
     model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig, file: Path, step: int
 ) -> None:
     """Print answers to `train.eval_prompts` on rank 0, and append them to `file`. Collective."""
-    if not cfg.eval_prompts or tokenizer is None:
+    if not cfg.eval_prompts or tokenizer is None or preemption.stopping():
         return
     answers = generate(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
 

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
-from toolkit.training import background, device
+from toolkit.training import background, device, preemption
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
@@ -173,7 +173,11 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
         with _shown_once():
             cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
         cfg.metrics.trackers()  # all are installed
-        with start(deterministic=cfg.train.deterministic) as run:
+        signals, grace = cfg.checkpoint.preemption_signals, cfg.checkpoint.grace_seconds
+        with (
+            preemption.listening(signals, grace),
+            start(deterministic=cfg.train.deterministic) as run,
+        ):
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
                 if not Path(cfg.model.name_or_path).is_dir():
@@ -219,6 +223,8 @@ def guarded(main: Callable[[], None]) -> None:
             # At the speaker's own exit it ends this one, asleep or not.
             time.sleep(_LET_SPEAK.total_seconds())
         code = 2 if isinstance(error, ConfigError) else 1
+    except preemption.Preempted:
+        code = preemption.EXIT_CODE
     except KeyboardInterrupt:
         code = 130
     except torch.OutOfMemoryError as error:

@@ -29,6 +29,7 @@ from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
+from toolkit.training import preemption
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
@@ -121,7 +122,7 @@ class Metrics:
         bad = ~(torch.isfinite(stats.loss) & torch.isfinite(stats.grad_norm))
         self._bad = bad if self._bad is None else self._bad | bad
         slowed = self._profiler is not None and self._profiler.slows(step)
-        if more or due(step, self._every) or step in (self._first + 1, self._last):
+        if more or step % self._every == 0 or step in (self._first + 1, self._last):
             self.check_finite(step)  # waits for the device
             self._take_time(counts=not slowed)
             self._write(step, stats, learning_rate, more)
@@ -258,7 +259,9 @@ class Metrics:
 def begin(
     cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: Any
 ) -> Metrics:
-    """Print the lines that a run opens with; return its metrics from `state` on. Collective."""
+    """Print the lines that a run opens with; return its metrics from `state` on. From here on a
+    signal waits for the loop (`stop_requested`). Collective.
+    """
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
@@ -301,6 +304,7 @@ def begin(
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)
+    preemption.enter_loop()
     return metrics
 
 
@@ -354,16 +358,23 @@ def _trackers(
 
 
 def due(step: int, every: int | None) -> bool:
-    """Whether something happens after `step` that happens every so many steps."""
-    return every is not None and step % every == 0
+    """Whether something happens after `step` that happens every so many steps, unless the run is to
+    end now.
+    """
+    return every is not None and step % every == 0 and not preemption.stopping()
 
 
 def evaluate_metrics(model: nn.Module, sources: EvalSets) -> dict[str, float]:
     """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`,
     `eval_accuracy`, and where there are several sources `eval_NAME_loss` and so on of each.
-    Collective; waits for the device.
+    Nothing where a signal ended it. Collective; waits for the device.
     """
-    total, found = evaluate(model, sources)
+    if preemption.stopping():
+        return {}
+    until_stop = {name: preemption.until_stop(batches) for name, batches in sources.items()}
+    total, found = evaluate(model, until_stop)
+    if preemption.stopping():
+        return {}
     named = {"eval": total}
     if len(found) > 1:
         named |= {f"eval_{name}": one for name, one in found.items()}

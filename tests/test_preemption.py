@@ -1,0 +1,237 @@
+"""A signal, to any rank and in any phase, ends a run with a checkpoint; the command goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import BIN, ROOT, accelerate, free_port
+from distributed import run_recipe_ranks
+from test_run_kills import checkpoints, flags
+
+from toolkit.checkpoint.commit import committed_steps, damaged_files
+from toolkit.training.preemption import EXIT_CODE
+
+STEPS = 6
+
+PLANT = """
+import importlib, os, runpy, signal, sys, time
+
+def plant(place, nth, names, rank, sleep, seconds_between=0.0):
+    module, name = place.rsplit(".", 1)
+    module = importlib.import_module(module)
+    plain, calls = getattr(module, name), [0]
+    def planted(*args, **more):
+        calls[0] += 1
+        if calls[0] == nth and os.environ["RANK"] in rank:
+            for name in names:
+                os.kill(os.getpid(), getattr(signal, name))
+                time.sleep(seconds_between)
+        if calls[0] >= nth:
+            time.sleep(sleep)
+        return plain(*args, **more)
+    setattr(module, name, planted)
+
+plant(**{arguments!r})
+runpy.run_path({recipe!r}, run_name="__main__")
+"""
+
+
+def planted(tmp_path: Path, recipe: str = "pretrain", **arguments) -> Path:
+    """Write a recipe of which a rank gets a signal at the `nth` call of `place`."""
+    given = {"nth": 1, "names": ["SIGTERM"], "rank": "01", "sleep": 0.0} | arguments
+    file = tmp_path / f"planted_{recipe}.py"
+    text = PLANT.replace("{arguments!r}", repr(given))
+    file.write_text(text.replace("{recipe!r}", repr(str(ROOT / "recipes" / f"{recipe}.py"))))
+    return file
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tiny_llama, text_file) -> dict[str, object]:
+    """The last checkpoint of a run that got no signal."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    whole = run_recipe_ranks(
+        "pretrain", 2, *given(tiny_llama, text_file, folder / "run"), cwd=folder
+    )
+    assert whole.returncode == 0, whole.stderr
+    return checkpoints(folder / "run")[f"step-{STEPS:08d}"]
+
+
+def given(model: Path, data: Path, run: Path, *more: str) -> list[str]:
+    return flags("pretrain", model, data, run, *more, "--checkpoint.save_steps", "5",
+                 "--checkpoint.save_permanent_steps", "5")  # fmt: skip
+
+
+# The phase, where the signal comes, and the last step that is then saved.
+PHASES = {
+    "a step, one rank": ({"place": "toolkit.training.train_step", "nth": 2, "rank": "1"}, 3),
+    "the first step": ({"place": "toolkit.training.train_step", "names": ["SIGUSR1"]}, 2),
+    "Ctrl-C, told twice": (
+        {"place": "toolkit.training.train_step", "nth": 3, "names": ["SIGINT", "SIGINT"]},
+        4,
+    ),
+    "an evaluation": ({"place": "toolkit.training.step.loss_sum", "rank": "0"}, 4),
+    "a save": ({"place": "toolkit.checkpoint.save", "rank": "1"}, 6),
+    "loading": ({"place": "toolkit.loading.fill"}, None),
+    "reading data": ({"place": "toolkit.data.prepare.prepare_data"}, None),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_in(tmp_path, tiny_llama, text_file, undisturbed, phase) -> None:
+    arguments, saved = PHASES[phase]
+    run = tmp_path / "run"
+    settings = [*given(tiny_llama, text_file, run), "--data.max_eval_samples", "64"]
+    script = planted(tmp_path, **arguments)
+    ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
+    assert ended.returncode == EXIT_CODE, ended.stderr + ended.stdout
+    assert "Traceback" not in ended.stderr
+    if saved is None:
+        assert not (run / "checkpoints").exists()
+    else:
+        assert max(committed_steps(run)) == saved
+        assert f"stopped    by a signal after step {saved}" in ended.stdout
+    # The same command, without the signal.
+    again = run_recipe_ranks("pretrain", 2, *settings, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert checkpoints(run)[f"step-{STEPS:08d}"] == undisturbed
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    evaluated = [line["step"] for line in lines if "eval_loss" in line]
+    cut_short = {3 if phase in ("an evaluation", "a step, one rank") else saved}
+    assert evaluated == sorted({3, 6} - cut_short)
+
+
+def test_without_listening_a_signal_kills(tmp_path, tiny_llama, text_file) -> None:
+    """The control: the same signal, not among those that are taken."""
+    script = planted(tmp_path, place="toolkit.training.train_step", nth=2, rank="01")
+    only = ["--checkpoint.preemption_signals", "[SIGUSR1]"]
+    settings = given(tiny_llama, text_file, tmp_path / "run", *only)
+    ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
+    assert ended.returncode == signal.SIGTERM
+    assert not committed_steps(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ({"names": ["SIGTERM", "SIGINT"], "seconds_between": 2.1}, 130, "SIGINT again"),
+        ({"sleep": 3600.0}, 143, "no checkpoint 1 s (checkpoint.grace_seconds) after SIGTERM"),
+    ],
+    ids=["a second signal", "no time left"],
+)
+def test_a_save_that_is_cut_off_harms_nothing(
+    tmp_path, tiny_llama, text_file, arguments, code, said
+) -> None:
+    run = tmp_path / "run"
+    every = ["--checkpoint.grace_seconds", "1"] if "sleep" in arguments else []
+    settings = [*given(tiny_llama, text_file, run), "--checkpoint.save_steps", "1", *every]
+    settings += ["--checkpoint.save_permanent_steps", "1"]
+    script = planted(tmp_path, place="toolkit.checkpoint.save", nth=3, **arguments)
+    ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert said in ended.stderr
+    kept = committed_steps(run)
+    assert max(kept) == 2
+    assert not any(damaged_files(folder) for folder in kept.values())
+    assert run_recipe_ranks("pretrain", 2, *settings, cwd=tmp_path).returncode == 0
+    assert max(committed_steps(run)) == STEPS
+
+
+# ---- Launchers, for real -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Return a function that starts a launcher; what of it is left is killed at the end."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    processes: list[psutil.Process] = []
+
+    def start(command: list[str]) -> subprocess.Popen:
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        processes.append(psutil.Process(process.pid))
+        return process
+
+    yield start
+    for process in processes:
+        for one in [*process.children(), process] if process.is_running() else []:
+            one.kill()
+
+
+def wait_for(log: Path, pattern: str, seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not re.search(pattern, log.read_text()):
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+
+
+FRONT_DOOR = [str(BIN / "toolkit"), "train"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("launcher", ["toolkit train", "accelerate launch"])
+def test_a_signal_to_the_launcher(
+    tmp_path, started, tiny_llama, text_file, launcher, processes, sent
+):
+    """All ranks save and are gone, also where the launcher cannot tell them."""
+    run = tmp_path / "run"
+    settings = given(tiny_llama, text_file, run, "--train.max_steps", "100000")
+    port = free_port()
+    if launcher == "toolkit train":
+        command = [*FRONT_DOOR, *settings, "--accelerate_config", "cpu"]
+        command += ["--num_processes", str(processes), "--main_process_port", str(port)]
+    else:
+        if (processes, sent) == (1, "SIGTERM"):
+            pytest.skip("as SIGKILL: accelerate launch of one process does not handle it")
+        script = str(ROOT / "recipes" / "pretrain.py")
+        command = [*accelerate(processes, port), script, *settings]
+    process = started(command)
+    wait_for(tmp_path / "log", r"step +2/")
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == processes
+    process.send_signal(getattr(signal, sent))
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+    code = process.wait(30)
+    log = (tmp_path / "log").read_text()
+    assert f"stopped    by a signal after step {max(committed_steps(run))}" in log, log
+    if launcher == "toolkit train" and sent == "SIGTERM":
+        assert code == EXIT_CODE
+        assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_toolkit_train_ends_with_the_code_of_the_rank(
+    tmp_path, started, tiny_llama, text_file
+) -> None:
+    """No traceback of the launcher stands below the line that says what is wrong."""
+    (tmp_path / "recipes").mkdir()
+    failing = (
+        (ROOT / "recipes" / "pretrain.py")
+        .read_text()
+        .replace("    model.train()\n", "    __import__('os').kill(__import__('os').getpid(), 9)\n")
+    )
+    (tmp_path / "recipes" / "pretrain.py").write_text(failing)
+    settings = given(tiny_llama, text_file, tmp_path / "run")
+    command = [*FRONT_DOOR, *settings, "--accelerate_config", "cpu"]
+    command += ["--main_process_port", str(free_port())]
+    process = started(command)
+    assert process.wait(120) == 128 + 9
+    log = (tmp_path / "log").read_text()
+    assert "was ended by SIGKILL" in log.splitlines()[-1]
+    bad = started([*command, "--data.train_files", "/nowhere"])
+    assert bad.wait(120) == 1
+    log = (tmp_path / "log").read_text()
+    assert "error: " in log
+    assert "Traceback" not in log

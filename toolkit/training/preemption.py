@@ -1,0 +1,181 @@
+"""A run that is asked to end by a signal saves a checkpoint first: preemption, time limits, Ctrl-C.
+
+A scheduler sends SIGTERM (or what it is told to, such as SIGUSR1) some time before it kills. In the
+loop the signal is only noted: ranks agree on the step to stop after, since one rank that leaves
+alone leaves the others waiting. Elsewhere (start, load, the last export) nothing would be gained by
+going on: what the run has is on the disk, and the process leaves at once.
+
+Agreement costs one all-reduce of one number a step, on the CPU and behind the next step: its result
+is read a step later, so that nobody waits for it. A signal ends the run after the step that follows
+the one it came in.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from toolkit import ranks
+
+T = TypeVar("T")
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+_SAME = 2.0  # seconds in which a signal that comes again, as from terminal and launcher, is one
+_PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the parent ends
+
+
+class Preempted(BaseException):
+    """The run ends by a signal, and can go on. No Exception: nothing below may handle it."""
+
+
+class _State:
+    """What this process knows of signals; `listening` makes it anew."""
+
+    def __init__(self, grace: float = 0.0) -> None:
+        self.grace, self.process = grace, os.getpid()
+        self.signal: int | None = None  # the first that came
+        self.since = 0.0
+        self.in_loop = self.agreed = False
+        self.pending: tuple[Any, torch.Tensor] | None = None  # the all-reduce of the last step
+
+
+_state = _State()
+
+
+@contextmanager
+def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
+    """Take `signals` for this process until the end of the block.
+
+    The first ends the run with `Preempted`: at once outside of the loop, in it after a checkpoint,
+    for which there are `grace` seconds. A second one, at least 2 s later, ends the process with the
+    exit code 128 + its number. A process whose launcher dies takes that for SIGTERM.
+    """
+    global _state
+    _state = _State(grace)
+    if threading.current_thread() is not threading.main_thread():  # only there can Python listen
+        yield
+        return
+    before = {name: signal.signal(getattr(signal, name), _receive) for name in signals}
+    if "SIGTERM" in signals:
+        _follow_launcher()
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+        _state = _State()
+
+
+def enter_loop() -> None:
+    """From here to `leave_loop` a signal waits for `stop_requested`."""
+    _state.in_loop = True
+    if _state.signal is not None:
+        raise Preempted
+
+
+def stop_requested() -> bool:
+    """Return whether the run is to end now, the same on every rank. Collective; every rank calls it
+    as often as the others. Once true it stays so.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _settle()
+        flag = torch.tensor([_state.signal is not None], dtype=torch.int32)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+        _state.pending = work, flag
+    else:
+        _state.agreed = _state.signal is not None
+    return _state.agreed
+
+
+def stopping() -> bool:
+    """Return what the last `stop_requested` did. Not collective."""
+    return _state.agreed
+
+
+def until_stop(values: Iterable[T]) -> Iterator[T]:
+    """Yield `values`, at least the first, until the run is to end. Collective at each."""
+    for value in values:
+        yield value
+        if stop_requested():
+            return
+
+
+def leave_loop(step: int) -> None:
+    """End the run here, with `Preempted`, where it was asked to; all up to `step` is saved.
+    Collective.
+    """
+    _settle()
+    _state.in_loop = False
+    if _state.agreed:
+        ranks.say(f"stopped    by a signal after step {step}; the same command goes on from there")
+    if _state.agreed or _state.signal is not None:
+        raise Preempted
+
+
+def _settle() -> None:
+    """Learn what the last `stop_requested` asked of all ranks."""
+    if _state.pending is not None:
+        work, flag = _state.pending
+        work.wait()
+        _state.pending = None
+        if flag.item() and not _state.agreed:
+            _state.agreed = True
+            _limit("a signal to another rank")
+
+
+def _receive(number: int, frame: object) -> None:
+    if os.getpid() != _state.process:  # a loader's worker: its rank ends it, or the next signal
+        signal.signal(number, signal.SIG_DFL)
+        if not _state.in_loop:
+            os.kill(os.getpid(), number)
+        return
+    name = signal.Signals(number).name
+    if _state.signal is not None:
+        if time.monotonic() - _state.since >= _SAME:
+            _write(f"{name} again: ending at once")
+            os._exit(128 + number)
+        return
+    _state.signal, _state.since = number, time.monotonic()
+    if not _state.in_loop:
+        raise Preempted
+    _write(f"{name}: saving a checkpoint within {_state.grace:.0f} s; once more ends at once")
+    _limit(name)
+
+
+def _limit(cause: str) -> None:
+    """End this process when its time is up."""
+
+    def end() -> None:
+        _write(f"no checkpoint {_state.grace:.0f} s (checkpoint.grace_seconds) after {cause}")
+        os._exit(128 + (_state.signal or signal.SIGTERM))
+
+    timer = threading.Timer(_state.grace, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _write(line: str) -> None:
+    # Not through sys.stderr, in whose lock the signal may have come.
+    rank = os.environ.get("RANK", "0")
+    os.write(2, f"[rank {rank}] {line}\n".encode())
+
+
+def _follow_launcher() -> None:
+    """Let the kernel send SIGTERM when the launcher ends: it may be killed, and cannot say so."""
+    # A shell is no launcher: a run in its background outlives it.
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if sys.platform != "linux" or not launched:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = psutil.Process().parent()
+    if parent is not None and parent.pid == 1 and "python" not in "".join(parent.cmdline()[:1]):
+        raise Preempted  # it ended before; in a container it may itself be process 1
