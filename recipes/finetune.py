@@ -82,7 +82,6 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         metrics.step(step, stats, learning_rate, **evaluated)
         if step == first + 4:  # not at the first one, whose learning rate a warm-up makes zero
             run.say(*adapters.idle_adapter_lines(model))
-
         if last or training.due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
