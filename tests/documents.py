@@ -156,14 +156,10 @@ def _program(word: str) -> str:
     return word.removeprefix(".venv/bin/").removeprefix("/path/to/venv/bin/")
 
 
-class _Launched(Exception):
-    """What `toolkit train` would replace this process by."""
-
-
 def _toolkit(words: list[str]) -> None:
     if words[1] in ("train", "finetune"):
         recipe = {"train": "pretrain"}.get(words[1], words[1])
-        with mock.patch("os.execv", side_effect=lambda _, argv: _launch(argv)):
+        with mock.patch("toolkit.recipes._launch", side_effect=lambda argv, _: _launch(argv)):
             recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
     else:
         parser = cli.make_parser()

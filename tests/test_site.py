@@ -71,7 +71,7 @@ def test_the_slurm_file() -> None:
     done = subprocess.run([BIN / "shellcheck", file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     text = file.read_text("utf-8").replace("\\\n", " ")
-    (line,) = re.findall(r"^ +(toolkit train .*)$", text, re.MULTILINE)
+    (line,) = re.findall(r"^ +exec (toolkit train .*)$", text, re.MULTILINE)
     given = {'"$CONFIG"': "CONFIG", '"$MAIN"': "10.0.0.1", '"$SLURM_NODEID"': "1"}
     given |= {'"$SLURM_NNODES"': "2", '"$((8 * SLURM_NNODES))"': "16"}
     for variable, value in given.items():
@@ -92,7 +92,7 @@ def test_the_kubernetes_file() -> None:
         kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    line = container["args"][0].replace('"$JOB_COMPLETION_INDEX"', "1")
+    line = container["args"][0].removeprefix("exec ").replace('"$JOB_COMPLETION_INDEX"', "1")
     check(line.replace("llama-70b.yaml", "CONFIG"))
     # The first pod has the name that the others meet at, and a port that the Service has.
     port = service["spec"]["ports"][0]["port"]
@@ -103,6 +103,7 @@ def test_the_kubernetes_file() -> None:
     machines, gpus = job["spec"]["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
     assert job["spec"]["parallelism"] == machines
     assert f"--num_machines {machines} --num_processes {machines * gpus}" in line
+    assert pod["terminationGracePeriodSeconds"] > config.CheckpointConfig().grace_seconds
     assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
