@@ -18,6 +18,7 @@ from toolkit import ranks
 from toolkit.config import PretrainConfig, model_settings, parse
 from toolkit.errors import ConfigError, DataError
 from toolkit.models import build_on_meta
+from toolkit.planning import preflight
 from toolkit.planning.automatic import accumulated, after, candidates, choose, tried
 from toolkit.planning.changes import make_plan, with_settings
 from toolkit.planning.devices import this_host
@@ -78,6 +79,15 @@ def test_an_error_of_memory_is_told_from_others() -> None:
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("the size of tensor a must match"))
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_plan_that_fails_ends_no_run(model: Path, monkeypatch: Any) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(preflight, "apart", fails)
+    said = preflight._prediction(_config(model), 8, this_host(), 10**9)
+    assert said == "note: the memory of a step could not be planned: RuntimeError: no such operator"
 
 
 @pytest.mark.slow

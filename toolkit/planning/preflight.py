@@ -210,8 +210,8 @@ def _refuse(cfg: Config, world: int, device: Device, memory: int, parts: dict[st
 def _prediction(cfg: Config, world: int, device: Device, memory: int) -> str:
     try:
         found = apart(outlook, cfg, world, device, memory, False)
-    except ToolkitError as error:
-        return f"note: the memory of a step could not be planned: {error}"
+    except Exception as error:  # the run may fit, whatever the plan cannot do
+        return f"note: the memory of a step could not be planned: {one_line(error)}"
     said = f"{size_text(found.needs)} of {size_text(memory)} by the plan, at most in {found.phase}"
     if not found.remedies:
         return f"memory     {said}"
