@@ -55,9 +55,9 @@ def test_what_needs_evaluations_needs_data_for_them():
             check_feed(cfg, feed(20))
         check_feed(cfg, feed(20, eval_split=0.5))
     check_feed(config(), feed(20))
-    saving = CheckpointConfig(metric_for_best_model="accuracy", keep_best=1)
+    saving = CheckpointConfig(metric_for_best_model="bleu", keep_best=1)
     other = replace(config(eval_steps=500), checkpoint=saving)
-    with pytest.raises(ConfigError, match=r"eval_accuracy is none of .* eval_loss, eval_perp"):
+    with pytest.raises(ConfigError, match=r"eval_bleu is none of .* eval_loss, eval_perp"):
         check_feed(other, feed(20, eval_split=0.5))
 
 

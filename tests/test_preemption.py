@@ -80,7 +80,12 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+FAST = ("a step, one rank", "loading")
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(p, marks=[pytest.mark.slow] * (p not in FAST)) for p in PHASES]
+)
 def test_a_signal_in(tmp_path, tiny_llama, text_file, undisturbed, phase) -> None:
     arguments, saved, cut_short = PHASES[phase]
     run = tmp_path / "run"
@@ -114,6 +119,7 @@ def test_without_listening_a_signal_kills(tmp_path, tiny_llama, text_file) -> No
     assert not committed_steps(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

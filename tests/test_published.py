@@ -85,7 +85,7 @@ CONFIGS = sorted((ROOT / "recipes/configs").glob("*_*gpu.yaml")) + sorted(
     (ROOT / "recipes/configs").glob("*nodes.yaml")
 )
 # One of each kind in the fast tests.
-FAST = ("qwen3_0.6b_full_1gpu", "mistral_7b_full_8gpu", "gpt_oss_20b_lora_1gpu")
+FAST = ("mistral_7b_full_8gpu",)
 _PLANNED = re.compile(
     r"# Planned: ([\d.]+) GB of each device's (\d+)GB \(toolkit plan FILE --world_size (\d+) "
     r"--device_memory (\d+)GB\)"

@@ -34,7 +34,7 @@ def lines(file: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line for line in map(json.loads, file.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_run_goes_on_as_it_would_have(stored: Path, world: int) -> None:
     size = ("--train.per_device_train_batch_size", str(max(1, 2 // world)))
     done = run_recipe_ranks("pretrain", world, *BASE, *size, cwd=stored)
