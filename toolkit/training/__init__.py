@@ -1,4 +1,4 @@
-"""The run while it trains: launch, the step, loss, optimizer, metrics, generation."""
+"""The run while it trains: launch, the step, loss, optimizer, metrics, generation, preemption."""
 
 from toolkit.training.device import collect_garbage
 from toolkit.training.early_stopping import early_stopping
