@@ -59,7 +59,7 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/consolidate.py
 	$(BIN)/python benchmarks/sharding.py
 
-gpu: install  ## Prove it on one GPU, beside peers; writes docs/benchmarks/gpu.md (15 minutes)
+gpu: install  ## Prove it on one GPU, beside peers; writes docs/benchmarks/gpu.md (24 minutes)
 	$(BIN)/python benchmarks/gpu.py --out runs/gpu --write docs/benchmarks/gpu.md
 
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md

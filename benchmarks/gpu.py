@@ -1,12 +1,13 @@
 """Proof on one GPU: what must work; how fast it is beside a bare loop and transformers' Trainer.
 
-    python benchmarks/gpu.py --out OUT [--part 1|2] [--deadline 480] [--write FILE]
+    python benchmarks/gpu.py --out OUT [--part 1|2|3] [--deadline 480] [--write FILE]
     python benchmarks/gpu.py --bundle DIR                    # for a GPU machine without a network
     python benchmarks/gpu.py --tiny --device cpu --out OUT   # every line but the CUDA calls
 
-Part 1 is functional, part 2 measures; each is made for a call of at most 8 minutes. Every case is a
-process of its own with a deadline of its own, and is left out where the time that is left is less
-than it needs. Results are appended to OUT/results.jsonl at once; the tables (OUT/gpu.md) come last.
+Part 1 checks numbers, part 2 measures, part 3 makes whole runs by the command line; each is made
+for a call of at most 8 minutes. Every case is a process of its own with a deadline of its own, and
+is left out where the time that is left is less than it needs. Results are appended to
+OUT/results.jsonl at once; the tables (OUT/gpu.md) come last.
 Exit code 1 where a case failed; a bar that is not met is a result.
 """
 
@@ -32,11 +33,14 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
+from gpu_report import DRY, failures, forget, read_results, report  # noqa: E402
+
 # Set before torch starts, and by the cases' processes too.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as the toolkit does; for its peers too
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks without CUDA, which this process must not start
 }
 _NO_GPU = (
     "torch sees no GPU here. `python benchmarks/gpu.py --bundle DIR` packs what a GPU machine "
@@ -48,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--part", type=int, choices=(1, 2), help="one part only")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), help="one part only")
     parser.add_argument("--deadline", type=float, default=480.0, help="seconds of a part")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="results and logs")
     parser.add_argument("--work", type=Path, help="models and runs; deleted at the end")
@@ -82,7 +86,7 @@ def main() -> int:
     work = args.work or Path(tempfile.mkdtemp(prefix="toolkit-gpu-", dir=_roomy()))
     os.environ["HF_DATASETS_CACHE"] = str(work / "datasets")
     try:
-        for part in (args.part,) if args.part else (1, 2):
+        for part in (args.part,) if args.part else (1, 2, 3):
             cases = [
                 c
                 for c in cases_of(part)
@@ -109,14 +113,15 @@ def _roomy() -> str | None:
 
 def cases_of(part: int) -> list[tuple[str, Callable[[Any], None], float]]:
     """Return the name, function and seconds of the cases of a part."""
-    if part == 1:
-        import gpu_cases
+    if part == 2:
+        import gpu_bench
 
-        cases = [(fn.__name__, fn, seconds) for fn, seconds in gpu_cases.CASES]
-        return [("machine_1", machine, 10), *cases]
-    import gpu_bench
+        return [("machine_2", machine, 10), *gpu_bench.CASES]
+    import gpu_cases
+    import gpu_runs
 
-    return [("machine_2", machine, 10), *gpu_bench.CASES]
+    cases = gpu_cases.CASES if part == 1 else gpu_runs.CASES
+    return [(f"machine_{part}", machine, 10), *((f.__name__, f, seconds) for f, seconds in cases)]
 
 
 def inner(args: argparse.Namespace, out: Path) -> int:
@@ -145,8 +150,11 @@ def run_part(
 
     cases = list(cases)
     forget(out, {name for name, _, _ in cases})
-    # A fork of a process that has used CUDA cannot use it; the dry run imports everything once.
-    context = multiprocessing.get_context("fork" if tiny else "spawn")
+    # Imports take up to 20 s: this process imports all, and its forks alone use CUDA. PEFT imports
+    # bitsandbytes, which uses it at once.
+    if importlib.util.find_spec("bitsandbytes") is None:
+        import peft  # noqa: F401
+    context = multiprocessing.get_context("fork")
     ends = time.monotonic() + deadline
     for name, fn, seconds in cases:
         left = ends - time.monotonic()
@@ -218,7 +226,7 @@ def machine(place: Any) -> None:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    about: dict[str, Any] = {"card": f"{_DRY} ({platform.machine()}), a dry run"}
+    about: dict[str, Any] = {"card": f"{DRY} ({platform.machine()}), a dry run"}
     if place.cuda:
         card = torch.cuda.get_device_properties(0)
         about = {"card": card.name, "memory_gb": round(card.total_memory / 1e9, 1)}
@@ -232,166 +240,6 @@ def machine(place: Any) -> None:
         about["peak_tflops"] = (device_peak_flops(torch.device("cuda")) or 0) / 1e12
     python = platform.python_version()
     place.record("machine", **about, cores=os.cpu_count(), python=python, versions=versions)
-
-
-# ---- Results and tables --------------------------------------------------------------------------
-
-
-def read_results(out: Path) -> list[dict[str, Any]]:
-    file = out / "results.jsonl"
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-
-
-def forget(out: Path, names: set[str]) -> None:
-    """Drop what earlier calls recorded of these cases."""
-    kept = [line for line in read_results(out) if line["case"] not in names]
-    (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-
-
-def failures(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of checks and cases that failed."""
-    return [r for r in results if r.get("ok") is False or r.get("status") in ("failed", "timeout")]
-
-
-def report(results: list[dict[str, Any]]) -> str:
-    """Return the tables in markdown."""
-    about = next((r for r in results if r.get("check") == "machine"), {})
-    versions = ", ".join(f"{n} {v}" for n, v in about.get("versions", {}).items())
-    more = [f"{about[k]} {what}" for k, what in _ABOUT if about.get(k)]
-    lines = ["# On one GPU", "", f"{', '.join([str(about.get('card')), *more])}; {versions}."]
-    lines += ["", "## Bars", "", "| bar | wanted | found | |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in bars(results)]
-    lines += ["", "## Speed", "", *speed_table(results), "", "## Functional cases", ""]
-    lines += ["| case | check | | |", "|---|---|---|---|"]
-    for r in results:
-        if r.get("ok") is not None:
-            verdict = "passed" if r["ok"] else "FAILED"
-            detail = f"differs by {r['differs']:.1e}" if "differs" in r else r.get("error", "")
-            lines.append(f"| {r['case']} | {r['check']} | {verdict} | {one_line(detail)} |")
-    lines += ["", "## Other figures", "", "| case | what | |", "|---|---|---|"]
-    for r in results:
-        if r.get("ok") is None and r.get("check") not in (None, "speed", "machine"):
-            hidden = ("case", "check", "ok", "kernels_ms", "path")
-            text = ", ".join(f"{k} {short(v)}" for k, v in r.items() if k not in hidden)
-            lines.append(f"| {r['case']} | {r['check']} | {one_line(text)} |")
-    left_out = [r for r in results if r.get("status") not in (None, "ended")]
-    if left_out:
-        lines += ["", "## Not measured, or failed", "", "| case | | |", "|---|---|---|"]
-        for r in left_out:
-            why = r.get("why") or (r.get("log") or "no output").splitlines()[-1]
-            lines.append(f"| {r['case']} | {r['status']} | {one_line(why)} |")
-    return "\n".join([*lines, "", "Written by `benchmarks/gpu.py`.", ""])
-
-
-_DRY = "no GPU"
-_ABOUT = (("memory_gb", "GB"), ("driver", "driver"), ("cuda", "CUDA"), ("cores", "cores"))
-
-
-def one_line(text: str) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|")[:300]
-
-
-def short(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{k}: {short(v)}" for k, v in value.items()) or "none"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def found_speed(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return case -> its figures, with the MFU by the toolkit's formula of its shape, and the same
-    against the best matrix product that was measured.
-    """
-    speed = {r["case"]: dict(r) for r in results if r.get("check") == "speed"}
-    ceiling = max((r["tflops"] for r in results if "tflops" in r), default=0.0)
-    peak = next((r["peak_tflops"] for r in results if r.get("peak_tflops")), 0.0)
-    for name, line in speed.items():
-        line["loss"] = line.get("mean_loss")
-        if "losses" in line:
-            line["loss"] = sum(line["losses"]) / len(line["losses"])
-        flops = speed.get(f"{name.split('_')[0]}_toolkit", {}).get("flops_per_token")
-        if flops:
-            rate = line["tokens_per_second"] * flops / 1e12
-            line |= {"tflops_used": rate, "mfu": rate / peak if peak else None}
-            line["of_ceiling"] = rate / ceiling if ceiling else None
-    return speed
-
-
-def speed_table(results: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "2 warm-up and 5 timed steps of 4 micro-batches; medians. MFU by the toolkit's formula "
-        "(docs of `toolkit.training.metrics`), and against the best measured bf16 product.",
-        "",
-        "| case | tokens/s | step s | spread | MFU | of measured | peak GB | mean loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, r in found_speed(results).items():
-        shares = [f"{r[k]:.1%}" if r.get(k) else "" for k in ("mfu", "of_ceiling")]
-        lines.append(
-            f"| {name} | {r['tokens_per_second']:,.0f} | {r['step_seconds']:.3f} | "
-            f"{r['spread']:.1%} | {shares[0]} | {shares[1]} | {r['peak_allocated'] / 1e9:.1f} | "
-            f"{r['loss']:.4f} |"
-        )
-    return lines
-
-
-def bars(results: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Return what is asked for, what was found, and whether that is met."""
-    speed = found_speed(results)
-    profiles = {r["case"]: r for r in results if r.get("check") == "profile"}
-    rows = []
-
-    card = next((r["card"] for r in results if "card" in r), "")
-
-    def bar(what: str, wanted: str, found: float | None, met: Callable[[float], bool]) -> None:
-        verdict = "not measured" if found is None else "met" if met(found) else "NOT MET"
-        if card.startswith(_DRY):
-            verdict = "a dry run says nothing"
-        rows.append((what, wanted, "" if found is None else f"{found:,.4g}", verdict))
-
-    def ratio(field: str, ours: str, theirs: str) -> float | None:
-        a, b = (speed.get(n, {}).get(field) for n in (ours, theirs))
-        return a / b if a is not None and b else None
-
-    rate = "tokens_per_second"
-    for group in ("lora8b", "full1b", "full3b"):
-        ours, plain, peer = (f"{group}_{n}" for n in ("toolkit", "bare", "trainer"))
-        bar(f"{ours} / bare", ">= 0.97", ratio(rate, ours, plain), lambda x: x >= 0.97)
-        bar(f"{ours} / Trainer", ">= 1.0", ratio(rate, ours, peer), lambda x: x >= 1.0)
-        peak = ratio("peak_allocated", ours, plain)
-        bar(f"{ours} peak memory / bare", "<= 1.02", peak, lambda x: x <= 1.02)
-        for other in (plain, peer):
-            apart = ratio("loss", ours, other)
-            bar(f"mean loss of {ours} / {other}", "1 +- 0.01", apart, lambda x: abs(x - 1) <= 1e-2)
-        busy = profiles.get(ours, {}).get("busy")
-        bar(f"{ours} device busy", ">= 0.97", busy, lambda x: x >= 0.97)
-    for group in ("lora8b", "full1b"):
-        ours, peer = f"{group}_toolkit_liger", f"{group}_trainer_liger"
-        bar(f"{ours} / Trainer", ">= 1.0", ratio(rate, ours, peer), lambda x: x >= 1.0)
-    for name in ("full1b_toolkit", "full3b_toolkit"):
-        best = best_of(speed, name, "of_ceiling")
-        bar(f"{name} of measured product", ">= 0.55", best, lambda x: x >= 0.55)
-    packed = "lora8b_toolkit_packed"
-    bar("packed / wrapped", ">= 1.0", ratio(rate, packed, "lora8b_toolkit"), lambda x: x >= 1.0)
-    best, peer = (best_of(speed, n, rate) for n in (packed, "lora8b_trainer_packed"))
-    peer = best / peer if best and peer else None
-    bar("packed, the faster / Trainer packed", ">= 1.2", peer, lambda x: x >= 1.2)
-    wanted = 12_473 if "H100" in card else 14_000
-    best = best_of(speed, "lora8b_toolkit", rate)
-    bar("8b lora tokens/s", f"> {wanted:,}", best, lambda x: x > wanted)
-    heads = {r["check"]: r["ms"] for r in results if r["case"] == "loss_head" and "ms" in r}
-    for name, ms in heads.items():
-        shape, kind = name.split(": ")
-        if kind == "toolkit":
-            share = ms / heads[f"{shape}: products"]
-            bar(f"loss head {shape} / its products", "<= 1.25", share, lambda x: x <= 1.25)
-    return rows
-
-
-def best_of(speed: dict[str, dict[str, Any]], start: str, field: str) -> float | None:
-    found = [r[field] for n, r in speed.items() if n.startswith(start) and r.get(field)]
-    return max(found, default=None)
 
 
 # ---- The bundle ----------------------------------------------------------------------------------
@@ -436,7 +284,8 @@ def bundle(folder: Path) -> int:
         "python3 -m pip install -q --no-index --no-deps --target site wheels/*.whl\n"
         "export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/site:$PWD/project\n"
         "python3 project/benchmarks/gpu.py --out out --part 1 --deadline 460\n"
-        "python3 project/benchmarks/gpu.py --out out --part 2 --deadline 460"
+        "python3 project/benchmarks/gpu.py --out out --part 2 --deadline 460\n"
+        "python3 project/benchmarks/gpu.py --out out --part 3 --deadline 460"
     )
     return 0
 

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import peft
 import psutil
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from gpu_common import (
     TIMED,
     WARMUP,
     Clock,
+    NotHere,
     Place,
     ToolkitLoop,
     folder,
@@ -39,21 +39,18 @@ from gpu_common import (
     timed,
     windows,
 )
+from gpu_report import read_results
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import IterableDataset
-from transformers import (
-    AutoModelForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM
 
 from toolkit import adapters, checkpoint, loading, models, training
 from toolkit.config import FinetuneConfig, model_settings
 from toolkit.config.settings import CheckpointConfig
 from toolkit.data.prepare import prepare_data
+from toolkit.planning.changes import make_plan
+from toolkit.planning.devices import device_of, named_as
 from toolkit.sharding import init_mesh
 from toolkit.training import launch
 
@@ -62,11 +59,16 @@ STEPS = WARMUP + TIMED
 _LARGE = 100e9
 
 
-def bench(place: Place, shape: str, **changes: Any) -> FinetuneConfig:
+def bench(
+    place: Place, shape: str, *, memory: float | None = None, **changes: Any
+) -> FinetuneConfig:
     """Return the config of a benchmark: 4 micro-batches a step, whole layers recomputed where the
-    device is small, nothing compiled; the same for the bare loop and Trainer.
+    device is small, nothing compiled; the same for the bare loop and Trainer. `memory`: of another
+    device, in bytes.
     """
-    small = place.cuda and torch.cuda.get_device_properties(0).total_memory < _LARGE
+    if memory is None and place.cuda:
+        memory = torch.cuda.get_device_properties(0).total_memory
+    small = memory is not None and memory < _LARGE
     recompute = "full" if (small or place.tiny) and shape == "8b" else "none"
     sharding = {"activation_checkpointing": recompute, "torch_compile": "none"}
     if place.tiny:
@@ -158,22 +160,11 @@ class Samples(IterableDataset):
         return iter(self.rows)
 
 
-class Marks(TrainerCallback):
-    """Marks the end of each step of Trainer on the device."""
-
-    def __init__(self, place: Place) -> None:
-        self.place, self.clock, self.done = place, Clock(place), 0
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.done += 1
-        if self.done == WARMUP:
-            reset_peak(self.place)
-        if self.done >= WARMUP:
-            self.clock.mark()
-
-
 def trainer(place: Place, shape: str, *, liger: bool = False, **changes: Any) -> None:
     """transformers' Trainer, with PEFT where there are adapters, with or without Liger kernels."""
+    import peft  # it starts CUDA, by bitsandbytes
+    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
     if liger:
         need_liger(place)
     cfg = bench(place, shape, **changes)
@@ -215,7 +206,21 @@ def trainer(place: Place, shape: str, *, liger: bool = False, **changes: Any) ->
         disable_tqdm=True,
         dataloader_pin_memory=place.cuda,
     )
-    marks = Marks(place)
+
+    class Marks(TrainerCallback):
+        """Marks the end of each step on the device."""
+
+        def __init__(self) -> None:
+            self.clock, self.done = Clock(place), 0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.done += 1
+            if self.done == WARMUP:
+                reset_peak(place)
+            if self.done >= WARMUP:
+                self.clock.mark()
+
+    marks = Marks()
     found = Trainer(model, arguments, train_dataset=Samples(rows), callbacks=[marks]).train()
     speed = rates(marks.clock.seconds(), tokens)
     place.record("speed", **speed, **peaks(place), mean_loss=found.training_loss)
@@ -427,6 +432,37 @@ def saving(place: Place) -> None:
             shutil.rmtree(output)
 
 
+def plans(place: Place) -> None:
+    """What `toolkit plan` says of the runs that were measured; on the CPU."""
+    results = read_results(place.out)
+    machine = next((r for r in results if r.get("check") == "machine" and "memory_gb" in r), None)
+    device = machine and named_as(machine["card"])
+    if machine is None or device is None:
+        raise NotHere("no run on a GPU whose figures are known")
+    memory = machine["memory_gb"] * 1e9
+    for name, fn, _ in CASES:
+        speed = next((r for r in results if r["case"] == name and r.get("check") == "speed"), None)
+        if getattr(fn, "func", None) is not toolkit or speed is None or "compiled" in name:
+            continue
+        changes = dict(fn.keywords)
+        shape = changes.pop("shape")
+        path = place.work / f"plan-{shape}"
+        config = model_config(place, shape)
+        config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+        config.save_pretrained(path)
+        changes["model"] = changes.get("model", {}) | {"name_or_path": str(path)}
+        cfg = bench(place, shape, memory=memory, **changes)
+        plan = make_plan(cfg, 1, device_of(device), int(memory))
+        place.record(
+            f"plan of {name}",
+            peak_gb=plan.sim.peak.nbytes / 1e9,
+            measured_gb=speed["peak_allocated"] / 1e9,
+            memory=plan.sim.peak.nbytes / speed["peak_allocated"],
+            step_seconds=plan.estimate.step,
+            time=plan.estimate.step / speed["step_seconds"],
+        )
+
+
 # Case, its function, and the seconds that it is expected to take on a GPU.
 _PACKED = {"data": {"packing": "bfd"}}
 _COMPILED = {"sharding": {"torch_compile": "layer"}}
@@ -459,4 +495,5 @@ CASES = (
     ("full1b_toolkit_liger", partial(toolkit, shape="1b", **_LIGER), 22),
     ("lora8b_trainer_liger", partial(trainer, **_LORA_8B, liger=True), 40),
     ("full1b_trainer_liger", partial(trainer, shape="1b", liger=True), 22),
+    ("plans", plans, 40),
 )

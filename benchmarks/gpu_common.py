@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import pyarrow as pa
@@ -47,6 +48,8 @@ from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.prepare import prepare_data
 from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
 from toolkit.training.metrics import training_flops
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
 WARMUP, TIMED = 2, 5
@@ -225,8 +228,12 @@ def settings(
 ) -> FinetuneConfig:
     """Return the config of a run of `steps` steps; `changes`: section -> its fields."""
     length = changes.get("data", {}).get("sequence_length", place.length)
+    given = "name_or_path" in changes.get("model", {})
     base: dict[str, tuple[Any, dict[str, Any]]] = {
-        "model": (FinetuneModelConfig, {"name_or_path": str(folder(place, shape))}),
+        "model": (
+            FinetuneModelConfig,
+            {} if given else {"name_or_path": str(folder(place, shape))},
+        ),
         "sharding": (ShardingConfig, {"param_dtype": "bfloat16"}),
         "data": (
             FinetuneDataConfig,
@@ -302,6 +309,7 @@ class ToolkitLoop:
             self.scheduler.step()
             self.data.position.advance()
             training.collect_garbage(step)
+            training.stop_requested()
             self.metrics.step(step, stats, learning_rate)
             yield stats
 
@@ -437,15 +445,21 @@ def profiled(place: Place, step: Callable[[], Any]) -> dict[str, Any]:
 # ---- Programs ------------------------------------------------------------------------------------
 
 
+def apart(fn: Callable[..., T], *args: Any) -> T:
+    """Return what `fn` gives in a fork, so that this process does not use CUDA."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(fn, *args).result()
+
+
 class Program:
     """A program that a case starts: `python ARGUMENTS` from the repository's root.
 
-    The dry run forks instead, since importing torch and transformers takes most of its time.
+    A fork that has imported all, unless `fresh`, or where the case has used CUDA itself.
     """
 
     def __init__(self, place: Place, arguments: list[str], log: str, fresh: bool = False) -> None:
         self.log = place.logs / f"{place.name}-{log}.log"
-        self._forked = place.tiny and not fresh
+        self._forked = not fresh and not torch.cuda.is_initialized()
         if self._forked:
             context = multiprocessing.get_context("fork")
             self._process: Any = context.Process(target=_run, args=(arguments, self.log))
@@ -458,8 +472,11 @@ class Program:
     def ended(self) -> bool:
         return (self._process.exitcode if self._forked else self._process.poll()) is not None
 
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self._process.pid, number)
+
     def kill(self) -> None:
-        os.kill(self._process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self.code()
 
     def code(self) -> int:
@@ -481,7 +498,8 @@ class Program:
 
 def _run(arguments: list[str], log: Path) -> None:
     redirect(log)
-    torch.set_num_threads(1)  # makes the fork's thread pool, before a second thread may need it
+    # Makes the fork's thread pool, before a second thread may need it.
+    torch.set_num_threads(torch.get_num_threads())
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
     if arguments[0] == "-m":

@@ -80,3 +80,12 @@ def test_help_knows_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_a_recipe_imports_no_peft_before_it_has_a_device() -> None:
+    # PEFT imports bitsandbytes, which starts CUDA on the first device, on every rank.
+    code = "import sys, runpy; runpy.run_path('recipes/{}.py'); print('peft' in sys.modules)"
+    for name in ("pretrain", "finetune"):
+        command = [sys.executable, "-c", code.format(name)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert result.stdout.split() == ["False"], name

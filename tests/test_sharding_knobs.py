@@ -304,6 +304,18 @@ def test_what_auto_is_on_a_gpu(kind, device, changes, split, compiled, folders):
         assert not fsdp._compiles_layers(plan, cfg, device, True, own_kernels=True)[0]
 
 
+@pytest.mark.parametrize(("how", "left"), [("none", True), ("layer", False), ("model", False)])
+def test_compiled_code_does_without_cudnn(how, left, folders):
+    cfg = knobs(torch_compile=how, torch_compile_backend="aot_eager")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with fake_world(2):
+            apply_fsdp(build_on_meta(ModelConfig(folders["llama"])), init_mesh("cpu", 2, cfg), cfg)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is left
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 @pytest.mark.parametrize("selective", [False, True])
 def test_what_waits_on_the_host_gives_the_same_gradients_and_is_let_go(selective):
     """A layer's turn in the backward fetches that of the layer before, each tensor once."""

@@ -6,11 +6,9 @@ parameters whose gradients nobody reduces: every rank then trains adapters of it
 """
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -24,8 +22,14 @@ from toolkit.models.causal_lm import kept_in_fp32, plain_name
 from toolkit.models.peft_model import ADAPTER, copies, has_adapters
 from toolkit.models.quantise import quantise_on_meta
 
+# PEFT is imported where adapters are made: it imports bitsandbytes, which starts CUDA on the first
+# device, whichever is this rank's.
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+    from peft import PeftModel
 
-def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
+
+def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     """Return `model` inside PEFT, with adapters as `cfg` asks for; only they are trained.
 
     On meta and before `apply_fsdp`; see [Note: order]. What is trained has `cfg.adapter_dtype`, the
@@ -34,6 +38,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> PeftModel:
     DoRA https://arxiv.org/abs/2402.09353. ConfigError: settings that cannot hold together.
     ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
     """
+    from peft import get_peft_model
+
     _refuse(model, cfg)
     targets = targets_of(model, cfg)
     kept = set(map(id, kept_in_fp32(model).values()))
@@ -77,7 +83,9 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         raise ModelError(f"{what}; put adapters on what build_on_meta returns, before apply_fsdp")
 
 
-def _peft_config(targets: Targets) -> PeftConfig:
+def _peft_config(targets: Targets) -> "PeftConfig":
+    from peft import LoraConfig as PeftConfig
+
     cfg = targets.cfg
     alpha, named = cfg.lora_alpha, cfg.target_modules
     return PeftConfig(
@@ -100,7 +108,7 @@ def _peft_config(targets: Targets) -> PeftConfig:
 @ranks.collective
 def prepare_adapters(
     model: PreTrainedModel, cfg: LoraConfig, param_dtype: str
-) -> PreTrainedModel | PeftModel:
+) -> "PreTrainedModel | PeftModel":
     """Put on `model` what `cfg` asks for: 4-bit weights, adapters, or nothing. Collective."""
     if cfg.load_in_4bit:
         quantise_on_meta(model, cfg, param_dtype)

@@ -7,9 +7,9 @@ modules that cannot be adapted.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -20,6 +20,9 @@ from toolkit.formats import assets_of
 from toolkit.models.causal_lm import plain_name
 from toolkit.models.patterns import no_match, numbered
 from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 ALL_LINEAR = "all-linear"
 # What the export knows; PEFT adapts convolutions, too, which no merge or proof of ours can follow.
@@ -206,7 +209,7 @@ def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
     return ModelError(f"{plain_name(model)} cannot be adapted ({one_line(error)}); {remedy}")
 
 
-def check_adapted(adapted: PeftModel, targets: Targets) -> None:
+def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
     """Raise a ModelError for what PEFT left out or added without a word."""
     cfg, expected = targets.cfg, targets.modules
     modules, parameters = set(adapted_modules(adapted)), set(adapted_parameters(adapted))

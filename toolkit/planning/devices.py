@@ -40,9 +40,9 @@ class Device:
     """Bytes/s of host memory that each process has, for an offloaded optimizer."""
 
 
-# Assumed: what matrix products, memory and links reach of their peaks, and the least time of an
-# operation. Products of 8192 x 8192 reach 0.78 to 0.81 on an H200.
-PRODUCTS, MEMORY, LINKS, KERNEL = 0.70, 0.80, 0.75, 5e-6
+# What matrix products and memory reach of their peaks, as on an H100 (docs/benchmarks/gpu.md: 0.75
+# to 0.80 and 0.90); assumed: the same of links, and the least time of an operation.
+PRODUCTS, MEMORY, LINKS, KERNEL = 0.78, 0.90, 0.75, 5e-6
 
 
 def _device(

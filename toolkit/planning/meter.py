@@ -147,6 +147,8 @@ class Meter(TorchDispatchMode):
             # Kernels take other dtypes, the one for tensors without bytes does not.
             like = [t.bfloat16() if isinstance(t, torch.Tensor) else t for t in args[:2]]
             out = func(*like, *args[2:], **(kwargs or {})).to(args[0].dtype)
+        elif func is _aten.addmm.dtype_out:
+            out = kwargs["out"]  # torch 2.11's fake one takes the dtype for a factor
         elif func is _aten.nonzero.default:
             every = args[0].numel(), args[0].ndim
             out = _aten.new_empty(args[0], every, dtype=torch.int64)

@@ -101,6 +101,10 @@ def apply_fsdp(
     recomputed = _recompute(model, plan, cfg)
     own_kernels = "kernels" in vars(base_of(model))
     compiled, compile_why = _compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
+    if compiled or cfg.torch_compile == "model":
+        # Its softmax statistics lie in another order than its fake kernel says, and compiled code
+        # stops there: seen on an H100 with torch 2.11.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if compiled:
         for name in plan.layers:
             model.get_submodule(name).compile(**_compile_options(cfg))

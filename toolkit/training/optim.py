@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel
 
 from toolkit.config.settings import OptimConfig
 from toolkit.errors import ConfigError
@@ -121,6 +121,8 @@ def build_scheduler(
     try:
         if extra and kind in ("constant", "constant_with_warmup"):
             raise TypeError(f"{kind} takes none")
+        from transformers import get_scheduler  # its file imports PEFT; see adapters.lora
+
         return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)
     except (TypeError, ValueError) as error:
         what = f"{cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"
