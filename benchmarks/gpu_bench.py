@@ -53,6 +53,7 @@ from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of, named_as
 from toolkit.sharding import init_mesh
 from toolkit.training import launch
+from toolkit.training.head_loss import HeadLoss
 
 STEPS = WARMUP + TIMED
 # Bytes a device needs to train 8 G parameters with adapters without recomputing activations.
@@ -339,25 +340,18 @@ def head_of(place: Place, hidden: int, vocabulary: int, trained: bool) -> None:
     rows, length = (2, 64) if place.tiny else (2, 4096)
     if place.tiny:
         hidden, vocabulary = hidden // 64, vocabulary // 64
-    sizes = {"hidden_size": hidden, "vocab_size": vocabulary, "num_hidden_layers": 1}
-    sizes |= {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = model_config(place, "small", **sizes)
-    with torch.device(place.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    head = model.lm_head
+    head = torch.nn.Linear(
+        hidden, vocabulary, bias=False, device=place.device, dtype=torch.bfloat16
+    )
     states = torch.randn(
         rows, length, hidden, device=place.device, dtype=torch.bfloat16, requires_grad=True
     )
-    # Only head and loss are timed: what is before them answers with these states.
-    answer = type("Out", (), {"last_hidden_state": states, "past_key_values": None})()
-    answer.hidden_states = answer.attentions = None
-    model.model.forward = lambda *_, **__: answer
     head.weight.requires_grad_(trained)
     labels = torch.randint(vocabulary, (rows, length), device=place.device)
-    batch = {"input_ids": labels, "labels": labels}
 
     def toolkit_loss() -> None:
-        (training.loss_sum(model, batch) / labels.numel()).backward()
+        loss, answer = HeadLoss(head, head.forward, vocabulary)(states, labels)
+        (loss / labels.numel() + answer.sum(dtype=torch.float32)).backward()
 
     def plain_loss() -> None:
         logits = head(states)[:, :-1].flatten(0, 1).float()
@@ -389,7 +383,7 @@ def head_of(place: Place, hidden: int, vocabulary: int, trained: bool) -> None:
         calls["liger"] = liger_loss
     kind = "trained" if trained else "frozen"
     for name, call in calls.items():
-        model.zero_grad()
+        head.zero_grad()
         reset_peak(place)
         before = torch.cuda.memory_allocated() if place.cuda else 0
         seconds = timed(place, call)
