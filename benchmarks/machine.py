@@ -16,5 +16,5 @@ def describe(script: str, *packages: str) -> str:
     return (
         f"Machine: {processor}, {os.cpu_count()} cores; Python {platform.python_version()}, "
         f"{versions}. "
-        f"Written by `benchmarks/{script}`."
+        f"Written by `{script if '/' in script else f'benchmarks/{script}'}`."
     )

@@ -119,6 +119,7 @@ def test_the_order_of_attention_kernels(monkeypatch, capability, deterministic, 
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "")
     monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    torch.backends.cuda.enable_cudnn_sdp(True)  # a compiled model of an earlier test goes without
     before = torch._C._get_sdp_priority_order()
     with device.attention_order(CUDA, deterministic=deterministic):
         order = torch._C._get_sdp_priority_order()

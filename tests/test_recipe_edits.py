@@ -93,6 +93,7 @@ def test_one_more_metric(plain, tmp_path, tiny_llama, text_file) -> None:
     assert "eval_top5" not in plain[1][-1]
 
 
+@pytest.mark.slow
 def test_a_metric_of_generated_answers(plain, tmp_path, tiny_llama, text_file) -> None:
     best = ["--checkpoint.keep_best", "true", "--train.eval_steps", "3"]
     best += ["--checkpoint.metric_for_best_model", "expected"]

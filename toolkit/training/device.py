@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -68,6 +69,7 @@ def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[No
     # Else each new length would build a plan.
     os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     order = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    warnings.filterwarnings("ignore", message="TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 is")
     with sdpa_kernel([getattr(SDPBackend, name) for name in order], set_priority=True):
         yield
 

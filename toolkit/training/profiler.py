@@ -32,7 +32,7 @@ class StepProfiler:
         self._folder, self._device = folder, device
         self.first, self.last = max(first, after + 1), last
         self.open = True
-        self._profile = profile(schedule=self._action)
+        self._profile = profile(schedule=self._action, acc_events=True)
         self._profile.start()
         self._profile.step_num = after  # its numbers are the run's
         self._profile.step()
