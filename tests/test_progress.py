@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ import torch
 from toolkit import ranks, tables
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.training.metrics import Metrics
+from toolkit.training.step import StepStats
 
 STEP = re.compile(r"step +(\d)/3  loss 2\.5000  [\d,]+ tok/s  grad_norm 1\.000  lr 1\.00e-03  \d+")
 
@@ -69,7 +69,7 @@ def train(folder: Path, *, disable_tqdm: bool = False) -> None:
         epochs_per_step=0.25,
     )
     one = torch.tensor(1.0)
-    stats = SimpleNamespace(loss=2.5 * one, grad_norm=one, tokens=torch.tensor(90))
+    stats = StepStats(2.5 * one, one, torch.tensor(90), *torch.tensor([False, False]))
     for step in (1, 2, 3):
         metrics.step(step, stats, 1e-3)
         ranks.say(f"saved step-{step}")
@@ -175,8 +175,9 @@ def test_the_mean_loss_is_that_of_all_tokens_since_the_last_line(tmp_path, capsy
         disable_tqdm=True,
     )
     for step, (loss, tokens) in enumerate([(6, 10), (5, 10), (4, 30), (3, 10), (2, 0), (1, 10)], 1):
-        values = SimpleNamespace(
-            loss=torch.tensor(float(loss)), grad_norm=torch.ones(()), tokens=torch.tensor(tokens)
+        fine = torch.tensor(False)
+        values = StepStats(
+            torch.tensor(float(loss)), torch.ones(()), torch.tensor(tokens), fine, fine
         )
         metrics.step(step, values, 1e-3)
         assert metrics.tokens > 0  # as a save reads them between lines

@@ -371,6 +371,10 @@ class TrainConfig:
     """Use only operations that give the same bits each time, so that on CUDA too a resumed run has
     the losses of an undisturbed one, to the bit, on as many devices of the same kind. Slower; one
     that has no such form ends the run by its name."""
+    max_bad_steps: NotNegative = 3
+    """Steps in a row whose loss or gradient may be NaN or infinite on any rank. Each is skipped on
+    all of them (weights and optimizer stay as they are) and told with its samples; one more ends
+    the run before anything is saved. 0: the first one ends it."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None

@@ -289,6 +289,12 @@ class TrainingData:
         )
         yield from enumerate(read, start=after + 1)
 
+    def samples_of(self, step: int) -> list[str]:
+        """Return the samples that this rank reads in `step`, by source and rows, counted from 0; of
+        streams nothing is known.
+        """
+        return self.feed.samples_of(step - 1, self.run)
+
     def lines(self) -> list[str]:
         """Return what a run prints of its data at the start: sources, packing, global batch."""
         train, size = self.cfg.train, self.position.global_batch

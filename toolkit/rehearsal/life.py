@@ -117,9 +117,10 @@ class Life:
         last = read_metrics(self.run)[-1]
         found = {k: v for k, v in last.items() if k.startswith("eval_") and k.endswith("loss")}
         if not found:
-            if self.real.data.eval_files or self.real.data.eval_split:
+            data = self.real.data
+            if data.eval_files or (data.eval_split and not data.streaming):
                 raise StageError("the last step has no evaluation in metrics.jsonl")
-            raise NotAskedError("neither data.eval_files nor data.eval_split")
+            raise NotAskedError("no data.eval_files, and no data.eval_split of rows at hand")
         if not all(math.isfinite(v) for v in found.values()):
             raise StageError(f"an evaluation is not finite: {found}")
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())

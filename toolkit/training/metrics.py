@@ -18,7 +18,6 @@ from toolkit.adapters.coverage import coverage_lines
 from toolkit.config import flat
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import METRICS, keep_until, read_metrics
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
@@ -30,6 +29,7 @@ from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
 from toolkit.training import preemption
+from toolkit.training.bad_steps import BadSteps
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
@@ -71,6 +71,7 @@ class Metrics:
         flops_per_token: operations of forward and backward; see `training_flops`.
         profiler: profiles some of the steps, whose times then count for no rate.
         snapshot: file of GPU memory that is written when it has.
+        bad_steps: what becomes of skipped steps; the first one ends the run without.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Metrics:
         trackers: Trackers | None = None,
         profiler: StepProfiler | None = None,
         snapshot: Path | None = None,
+        bad_steps: BadSteps | None = None,
     ):
         self._file, self._main, self._device = run_dir / METRICS, ranks.rank() == 0, device
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
@@ -96,9 +98,9 @@ class Metrics:
         self._epochs_per_step, self._trackers = epochs_per_step, trackers
         self._profiler, self._snapshot = profiler, snapshot
         # Of steps whose tensors are not read yet; of those that are, since the last line.
-        self._pending = list[tuple[torch.Tensor, torch.Tensor]]()
+        self._pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
         self._tokens, self._loss, self._loss_tokens = tokens, 0.0, 0.0
-        self._bad: torch.Tensor | None = None
+        self._bad_steps = bad_steps or BadSteps()
         self._began = self._since = time.perf_counter()
         # Since the last step; seconds and number of steps since the last line.
         self._paused, self._seconds, self._steps = 0.0, 0.0, 0
@@ -118,14 +120,16 @@ class Metrics:
 
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
-        self._pending.append((stats.loss, stats.tokens))
-        bad = ~(torch.isfinite(stats.loss) & torch.isfinite(stats.grad_norm))
-        self._bad = bad if self._bad is None else self._bad | bad
+        counted = torch.where(stats.skipped, 0, stats.tokens)
+        self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
+        self._bad_steps.take(step, stats)
         slowed = self._profiler is not None and self._profiler.slows(step)
         if more or step % self._every == 0 or step in (self._first + 1, self._last):
-            self.check_finite(step)  # waits for the device
+            skipped = self._bad_steps.read()  # waits for the device
             self._take_time(counts=not slowed)
-            self._write(step, stats, learning_rate, more)
+            self._write(
+                step, stats, learning_rate, more | ({"skipped": skipped} if skipped else {})
+            )
         else:
             self._take_time(counts=not slowed)
         self._bar.update(1)
@@ -155,22 +159,21 @@ class Metrics:
                 self._trackers.log(line)
 
     def check_finite(self, step: int) -> None:
-        """Raise a `TrainingError` when a step up to here was not finite, which is not saved."""
-        if self._bad is not None and bool(self._bad):
-            raise TrainingError(
-                f"the loss or the gradient norm became NaN or infinite by step {step}; nothing was "
-                "saved since. Lower optim.learning_rate, raise optim.warmup_steps, or look at data"
-            )
+        """Raise a `TrainingError` where too many steps up to here were skipped, or a value that
+        would be saved is NaN or infinite. Collective; see `BadSteps.check_values`.
+        """
+        self._bad_steps.read()
+        self._bad_steps.check_values(step)
 
     @property
     def tokens(self) -> int:
         """Supervised tokens so far. Waits for the device."""
         if self._pending:
-            loss, tokens = (
+            loss, counted, tokens = (
                 torch.stack(values).double() for values in zip(*self._pending, strict=True)
             )
-            self._loss += float(loss @ tokens)
-            self._loss_tokens += float(tokens.sum())
+            self._loss += float(loss @ counted)
+            self._loss_tokens += float(counted.sum())
             self._tokens += int(tokens.sum())
             self._pending.clear()
         return self._tokens
@@ -301,6 +304,7 @@ def begin(
         disable_tqdm=cfg.metrics.disable_tqdm,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=trackers,
+        bad_steps=BadSteps(cfg.train.max_bad_steps, data.samples_of, state),
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)

@@ -34,6 +34,8 @@ class StepStats:
     loss: torch.Tensor  # mean over the supervised tokens of the global batch, before the step
     grad_norm: torch.Tensor  # global gradient norm before clipping
     tokens: torch.Tensor  # supervised tokens of the global batch
+    skipped: torch.Tensor  # bool: loss or gradient is NaN or infinite, and nothing was changed
+    bad_here: torch.Tensor  # bool: this rank's part of the loss is NaN or infinite
 
 
 def train_step(
@@ -48,7 +50,9 @@ def train_step(
     """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
 
     See [Note: token weighting], which costs one small all-reduce. What is gathered and reduced
-    between micro-batches is `sharding.accumulation`'s.
+    between micro-batches is `sharding.accumulation`'s. A step whose loss or gradient is NaN or
+    infinite on any rank changes neither weights nor the optimizer's state, on all ranks; a fused
+    AdamW is told so on the device, before any other optimizer the host waits for it.
 
     Args:
         model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
@@ -75,17 +79,31 @@ def train_step(
         with record_function(BACKWARD):
             contribution.backward()
         total += contribution.detach()
+    bad_here = ~torch.isfinite(total)
     if world > 1:
         _average_replicated(model, world)
+        dist.all_reduce(total)
     with record_function(OPTIMIZER):
         grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
-        optimizer.step()
+        skipped = ~(torch.isfinite(total) & torch.isfinite(grad_norm))
+        _step_unless(skipped, optimizer)
         optimizer.zero_grad()
     if accumulation is not None:
         accumulation.end(total.device, count)
-    if world > 1:
-        dist.all_reduce(total)
-    return StepStats(total / world, grad_norm, tokens)
+    return StepStats(total / world, grad_norm, tokens, skipped, bad_here)
+
+
+def _step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of the optimizer unless `skipped`, 0-d, which is the same on every rank."""
+    if type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]:
+        # As torch's GradScaler tells it; its kernels then write nothing. Copied to where they run
+        # in time: offloaded shards are stepped on the host.
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = skipped.float().to(device)  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skipped:
+        optimizer.step()
 
 
 def clip_gradients(model: nn.Module, max_norm: float, device: torch.device) -> torch.Tensor:

@@ -118,6 +118,12 @@ class Feed(ABC):
         finally:
             del batches  # now: a traceback would keep its workers, which then end badly
 
+    def samples_of(self, before: int, run: Processes) -> list[str]:
+        """Return the samples that this rank reads in the step after `before` steps; none where
+        they are not known.
+        """
+        return []
+
     def evals(self, run: Processes, *, per_device_batch_size: int) -> dict[str, Batches]:
         """Return source name -> this rank's micro-batches; see `eval_batches`."""
         found: dict[str, Batches] = {}

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset
@@ -107,12 +107,24 @@ class PreparedFeed(Feed):
                 "smaller data.sequence_length or fewer processes"
             )
 
+    def samples_of(self, before: int, run: Processes) -> list[str]:
+        size, ends = self.position.global_batch, self.data.cumulative_sizes
+        told = []
+        mine = self._ordered().indices(before * size, size)[run.rank :: run.world_size]
+        for index in mine.tolist():
+            source = int(np.searchsorted(ends, index, side="right"))
+            own = index - (ends[source - 1] if source else 0)
+            told.append(f"{self.parts[source].name} {self.train[source].rows(own)}")
+        return told
+
+    def _ordered(self) -> Mixture | ByLength:
+        if self.shape.packing != "none":
+            return self.order
+        lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
+        return ByLength(self.order, lengths, self.position.global_batch, self.position.seed)
+
     def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
-        position, order = self.position, cast(Mixture | ByLength, self.order)
-        if self.shape.packing == "none":
-            lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
-            order = ByLength(self.order, lengths, position.global_batch, position.seed)
-        start = position.samples_seen
+        order, start = self._ordered(), self.position.samples_seen
         batches = train_batches(order, start, count, size, each, run.rank, run.world_size)
         return run.loader(self.data, batches, workers, self.shape.batch)
 

@@ -245,5 +245,19 @@ class Samples(Dataset):
             return self.shape.sample([])
         if not 0 <= index < len(self):
             raise IndexError(f"no sample {index} of {len(self)}")
-        numbers = [index] if self.plan is None else self.plan.bin(index)
-        return self.shape.sample([self.pieces[int(number)] for number in numbers])
+        return self.shape.sample([self.pieces[int(number)] for number in self._numbers(index)])
+
+    def rows(self, index: int) -> str:
+        """Return the encoded rows that a sample holds a part of, counted from 0, in words."""
+        if isinstance(self.pieces, Windows):
+            begin = self.pieces.chosen[index] * self.pieces.length
+            of = self.pieces.rows.ends.searchsorted(
+                [begin, begin + self.pieces.length - 1], "right"
+            )
+            first, last = of.tolist()
+            return f"row {first}" if first == last else f"rows {first} to {last}"
+        rows = sorted({int(self.pieces.of_row[number]) for number in self._numbers(index)})
+        return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
+
+    def _numbers(self, index: int) -> Sequence[int] | np.ndarray:
+        return [index] if self.plan is None else self.plan.bin(index)

@@ -1,0 +1,113 @@
+"""Steps whose loss or gradient is NaN or infinite: skipped on all ranks, told with their samples.
+
+`train_step` decides on the device and waits for nothing. What it decided is read here, where a line
+of metrics is due or something is saved.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from toolkit import ranks
+from toolkit.errors import TrainingError
+
+_NAMED = 12  # samples of a step
+
+
+class BadSteps:
+    """The skipped steps of a start.
+
+    Args:
+        most: of them may follow each other; the next one ends the run.
+        samples: step -> the samples that this rank reads in it, in words.
+        state: a `TrainState`, whose values are looked at before they are saved.
+    """
+
+    def __init__(
+        self,
+        most: int = 0,
+        samples: Callable[[int], Sequence[str]] | None = None,
+        state: Any = None,
+    ) -> None:
+        self._most, self._samples, self._state = most, samples, state
+        self._unread = list[tuple[int, torch.Tensor]]()
+        self._streak = self.count = 0
+
+    def take(self, step: int, stats: Any) -> None:
+        """Take the `StepStats` of `step`, without waiting for them."""
+        self._unread.append((step, torch.stack([stats.skipped, stats.bad_here])))
+
+    def read(self) -> int:
+        """Tell of the steps since the last call that were skipped; return their number. Collective,
+        and waits for the device. TrainingError: too many followed each other.
+        """
+        if not self._unread:
+            return 0
+        steps, flags = zip(*self._unread, strict=True)
+        self._unread = []
+        found = 0
+        for step, (skipped, here) in zip(steps, torch.stack(flags).tolist(), strict=True):
+            self._streak = self._streak + 1 if skipped else 0
+            if not skipped:
+                continue
+            found += 1
+            said = self._describe(step, here)
+            if self._streak > self._most:
+                self._stop(step, said)
+            ranks.say(f"WARNING: step {step} is skipped, its {said}")
+        self.count += found
+        return found
+
+    def check_values(self, step: int) -> None:
+        """Raise a `TrainingError` where a weight or the optimizer's state is not finite after
+        `step`, so that it is not saved. Collective; reads all of this rank's bytes once.
+        """
+        bad = [] if self._state is None else _not_finite(self._state)
+        said = ranks.gather(bad[:3])
+        if not any(said):
+            return
+        named = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(said) if b)
+        raise TrainingError(
+            f"after step {step} values are NaN or infinite ({named}); they are not saved. The "
+            "newest checkpoint is from before; lower optim.learning_rate before going on from it"
+        )
+
+    def _describe(self, step: int, here: bool) -> str:
+        """Return what was not finite, where, with which samples. Collective."""
+        own = list(self._samples(step)) if self._samples is not None else []
+        told = ranks.gather((here, own))
+        losses = [rank for rank, (bad, _) in enumerate(told) if bad]
+        of = losses or range(len(told))
+        names = [name for rank in of for name in told[rank][1]]
+        listed = ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (
+            len(names) > _NAMED
+        )
+        what = f"loss on rank {', '.join(map(str, losses))}" if losses else "gradient"
+        return f"{what} is NaN or infinite" + f"; samples: {listed}" * bool(names)
+
+    def _stop(self, step: int, said: str) -> None:
+        row = f"{self._streak} step(s) in a row, up to {step}," if self._most else f"step {step}"
+        raise TrainingError(
+            f"{row} had no finite loss and gradient (train.max_bad_steps: {self._most}); the last: "
+            f"{said}. Nothing was changed by them, and nothing was saved since. Lower "
+            "optim.learning_rate, raise optim.warmup_steps, or look at these samples"
+        )
+
+
+def _not_finite(state: Any) -> list[str]:
+    """Return the names of this rank's tensors with a value that is NaN or infinite."""
+    found: dict[str, torch.Tensor] = dict(state.model.named_parameters())
+    for name, parameter in state.model.named_parameters():
+        values = state.optimizer.state.get(parameter, {}) if state.optimizer is not None else {}
+        found |= {f"{key} of {name}": v for key, v in values.items() if torch.is_tensor(v)}
+    local = {
+        name: t.to_local() if isinstance(t, DTensor) else t.detach() for name, t in found.items()
+    }
+    local = {name: t for name, t in local.items() if t.is_floating_point() and t.numel()}
+    # The largest of the absolute values is NaN where one is.
+    largest = [torch.linalg.vector_norm(t, torch.inf).float() for t in local.values()]
+    by_device = {t.device: [u for u in largest if u.device == t.device] for t in largest}
+    finite = {d: iter(torch.stack(ts).isfinite().tolist()) for d, ts in by_device.items()}
+    return [n for n, t in zip(local, largest, strict=True) if not next(finite[t.device])]
