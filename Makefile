@@ -6,7 +6,7 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all check format docs bench gpu architectures soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all check format docs bench gpu architectures rehearsals soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,9 @@ gpu: install  ## Prove it on one GPU, beside peers; writes docs/benchmarks/gpu.m
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
 	$(BIN)/python tests/architectures.py --packing docs/packing_types.md
 	$(BIN)/python tests/architectures.py --write docs/architectures.md
+
+rehearsals: install  ## Rehearse every ready config; writes docs/rehearsals.md
+	$(BIN)/python tests/rehearsals.py --write docs/rehearsals.md
 
 soak: install  ## Kills, power losses, full disks, damage; writes docs/soak.md, docs/damage.md
 	$(BIN)/python -W ignore tests/soak.py --write docs/soak.md

@@ -126,8 +126,9 @@ def test_too_many_in_a_row_end_the_run_and_others_do_not(capsys) -> None:
     steps = BadSteps(2, lambda step: [f"notes row {step}"])
     for step, skipped in enumerate([True, True, False, True, True], 1):
         steps.take(step, stats(skipped, here=step == 2))
-    assert steps.read() == 4
-    assert steps.read() == 0
+    steps.read()  # as before a save, between two lines
+    assert steps.count() == 4
+    assert steps.count() == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == (
         "WARNING: step 1 is skipped, its gradient is NaN or infinite; samples: notes row 1"
@@ -138,7 +139,6 @@ def test_too_many_in_a_row_end_the_run_and_others_do_not(capsys) -> None:
     steps.take(6, stats(True))
     with pytest.raises(TrainingError, match=r"3 step\(s\) in a row, up to 6, .*max_bad_steps: 2"):
         steps.read()
-    assert steps.count == 4
 
 
 @pytest.mark.parametrize("what", ["weight", "optimizer"])

@@ -292,3 +292,20 @@ def test_what_a_source_became_is_counted():
         DataError, match="at least one row with a token in the source source 0, got none"
     ):
         PreparedFeed([source([0, 0])], SampleShape("bfd", 16), seed=0, global_batch=1)
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd", "none"])
+def test_a_sample_names_the_rows_that_it_holds(packing) -> None:
+    lengths = [5, 23, 3, 0, 12, 7, 1, 9]
+    table = {"input_ids": [[100 + row] * length for row, length in enumerate(lengths)]}
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    found = samples(datasets.Dataset.from_dict(table, features=features), packing, 10)
+    named = set()
+    for index in range(len(found)):
+        held = sorted({token - 100 for token in found[index]["input_ids"].tolist() if token})
+        numbers = [int(n) for n in found.rows(index).replace(",", "").split() if n.isdigit()]
+        if " to " in found.rows(index):
+            numbers = [n for n in range(numbers[0], numbers[1] + 1) if lengths[n]]
+        assert numbers == held, found.rows(index)
+        named |= {*numbers}
+    assert len(named) >= 6

@@ -33,36 +33,39 @@ class BadSteps:
     ) -> None:
         self._most, self._samples, self._state = most, samples, state
         self._unread = list[tuple[int, torch.Tensor]]()
-        self._streak = self.count = 0
+        self._streak = self._count = 0
 
     def take(self, step: int, stats: Any) -> None:
         """Take the `StepStats` of `step`, without waiting for them."""
         self._unread.append((step, torch.stack([stats.skipped, stats.bad_here])))
 
-    def read(self) -> int:
-        """Tell of the steps since the last call that were skipped; return their number. Collective,
-        and waits for the device. TrainingError: too many followed each other.
+    def count(self) -> int:
+        """Return how many steps were skipped since the last call; see `read`."""
+        self.read()
+        found, self._count = self._count, 0
+        return found
+
+    def read(self) -> None:
+        """Tell of the steps since the last call that were skipped. Collective, and waits for the
+        device. TrainingError: too many followed each other.
         """
         if not self._unread:
-            return 0
+            return
         steps, flags = zip(*self._unread, strict=True)
         self._unread = []
-        found = 0
         for step, (skipped, here) in zip(steps, torch.stack(flags).tolist(), strict=True):
             self._streak = self._streak + 1 if skipped else 0
             if not skipped:
                 continue
-            found += 1
+            self._count += 1
             said = self._describe(step, here)
             if self._streak > self._most:
                 self._stop(step, said)
             ranks.say(f"WARNING: step {step} is skipped, its {said}")
-        self.count += found
-        return found
 
     def check_values(self, step: int) -> None:
-        """Raise a `TrainingError` where a weight or the optimizer's state is not finite after
-        `step`, so that it is not saved. Collective; reads all of this rank's bytes once.
+        """Raise a `TrainingError` where a trained weight or the optimizer's state is not finite
+        after `step`, so that it is not saved. Collective; reads this rank's bytes of them once.
         """
         bad = [] if self._state is None else _not_finite(self._state)
         said = ranks.gather(bad[:3])
@@ -98,9 +101,10 @@ class BadSteps:
 
 def _not_finite(state: Any) -> list[str]:
     """Return the names of this rank's tensors with a value that is NaN or infinite."""
-    found: dict[str, torch.Tensor] = dict(state.model.named_parameters())
-    for name, parameter in state.model.named_parameters():
-        values = state.optimizer.state.get(parameter, {}) if state.optimizer is not None else {}
+    trained = state.trained()
+    found: dict[str, torch.Tensor] = dict(trained)
+    for name, parameter in trained.items():
+        values = state.optimizer.state.get(parameter, {})
         found |= {f"{key} of {name}": v for key, v in values.items() if torch.is_tensor(v)}
     local = {
         name: t.to_local() if isinstance(t, DTensor) else t.detach() for name, t in found.items()

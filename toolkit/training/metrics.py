@@ -125,7 +125,7 @@ class Metrics:
         self._bad_steps.take(step, stats)
         slowed = self._profiler is not None and self._profiler.slows(step)
         if more or step % self._every == 0 or step in (self._first + 1, self._last):
-            skipped = self._bad_steps.read()  # waits for the device
+            skipped = self._bad_steps.count()  # waits for the device
             self._take_time(counts=not slowed)
             self._write(
                 step, stats, learning_rate, more | ({"skipped": skipped} if skipped else {})
