@@ -106,11 +106,11 @@ def test_the_control_an_optimizer_that_is_not_told_writes_nan(monkeypatch) -> No
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([weight], fused=True)
         weight.grad = torch.full((3,), math.nan)
-        stepping._step_unless(torch.tensor(True), optimizer)
+        stepping._step_if(torch.tensor(False), optimizer)
         return weight
 
     assert torch.equal(spoil().detach(), torch.ones(3))
-    monkeypatch.setattr(stepping, "_step_unless", lambda _, optimizer: optimizer.step())
+    monkeypatch.setattr(stepping, "_step_if", lambda _, optimizer: optimizer.step())
     assert spoil().isnan().all()
 
 

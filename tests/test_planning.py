@@ -73,7 +73,9 @@ def _config(folder: Path, *flags: str, length: int = 16, rows: int = 2) -> Confi
 
 
 def _steps(rank: int, world: int, cfg: Config, steps: int) -> tuple[State, int]:
-    """Run real steps; return what this rank holds then, and the peak of the last one."""
+    """Run real steps; return what this rank holds then, and the least of the peaks of all but the
+    first: gloo frees its copies late where the machine is busy.
+    """
     model: Any = build_on_meta(model_settings(cfg))
     vocabulary = model.config.get_text_config().vocab_size
     if isinstance(cfg, FinetuneConfig):
@@ -104,10 +106,12 @@ def _steps(rank: int, world: int, cfg: Config, steps: int) -> tuple[State, int]:
                 train_step(model, optimizer, [{"input_ids": i, "labels": i} for i in ids])
     states = [t for s in optimizer.state.values() for t in s.values()]
     held = State(local_bytes(model.parameters()), gradients[0], local_bytes(states))
-    return held, _peak(profiler, f"measured {steps - 1}") if steps > 1 else 0
+    return held, min(_peaks(profiler, [f"measured {n}" for n in range(1, steps)]), default=0)
 
 
-def _peak(profiler: Any, name: str) -> int:
+def _peaks(profiler: Any, names: list[str]) -> list[int]:
+    if not names:
+        return []
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
@@ -116,10 +120,13 @@ def _peak(profiler: Any, name: str) -> int:
     # What an earlier model of this process left is not counted down while no profiler runs.
     first = min((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])["args"]
     before = first["Total Allocated"] - first["Bytes"]
-    window = next(e for e in events if e.get("name") == name and "dur" in e)
-    end = window["ts"] + window["dur"]
-    memory = [e for e in events if e.get("name") == "[memory]" and window["ts"] <= e["ts"] <= end]
-    return max(e["args"]["Total Allocated"] for e in memory) - before
+    found = []
+    for name in names:
+        window = next(e for e in events if e.get("name") == name and "dur" in e)
+        begin, end = window["ts"], window["ts"] + window["dur"]
+        memory = [e for e in events if e.get("name") == "[memory]" and begin <= e["ts"] <= end]
+        found.append(max(e["args"]["Total Allocated"] for e in memory) - before)
+    return found
 
 
 def _every(rank: int, world: int, cfgs: list[Config], steps: int) -> list[tuple[State, int]]:
@@ -235,7 +242,7 @@ def _measured(name: str) -> tuple[Config, int, State, int]:
     kind, world, flags = PEAKS[name]
     folder = _save(_wide(kind), Path(tempfile.mkdtemp()))
     cfg = _config(folder, *flags, length=LENGTH, rows=ROWS)
-    held, peak = run_ranks(_steps, world, cfg, 2)[0]
+    held, peak = run_ranks(_steps, world, cfg, 4)[0]
     return cfg, world, held, peak
 
 

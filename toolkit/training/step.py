@@ -85,24 +85,24 @@ def train_step(
         dist.all_reduce(total)
     with record_function(OPTIMIZER):
         grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
-        skipped = ~(torch.isfinite(total) & torch.isfinite(grad_norm))
-        _step_unless(skipped, optimizer)
+        fine = torch.isfinite(total) & torch.isfinite(grad_norm)
+        _step_if(fine, optimizer)
         optimizer.zero_grad()
     if accumulation is not None:
         accumulation.end(total.device, count)
-    return StepStats(total / world, grad_norm, tokens, skipped, bad_here)
+    return StepStats(total / world, grad_norm, tokens, ~fine, bad_here)
 
 
-def _step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of the optimizer unless `skipped`, 0-d, which is the same on every rank."""
+def _step_if(fine: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of the optimizer where all is `fine`, 0-d and the same on every rank."""
     if type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]:
         # As torch's GradScaler tells it; its kernels then write nothing. Copied to where they run
         # in time: offloaded shards are stepped on the host.
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         device = optimizer.param_groups[0]["params"][0].device
-        optimizer.found_inf = skipped.float().to(device)  # type: ignore[attr-defined]
+        optimizer.found_inf = (~fine).float().to(device)  # type: ignore[attr-defined]
         optimizer.step()
-    elif not skipped:
+    elif fine:  # as a plan, which has no values, takes it
         optimizer.step()
 
 
