@@ -59,6 +59,7 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     options, given = parser.parse_known_args(arguments)
     if {"-h", "--help"} & {*given}:
         print(parser.format_help())
+        sys.argv[0] = parser.prog  # by which its usage begins
         parse(SETTINGS[recipe], ["--help"])
     config, flags = (
         ([], given) if given[:1] and given[0].startswith("-") else (given[:1], given[1:])
