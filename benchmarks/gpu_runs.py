@@ -69,10 +69,7 @@ def pretrain_runs(place: Place) -> None:
     calm, killed = base / "calm", base / "killed"
     undisturbed = Program(place, recipe("pretrain", calm, **flags), "calm")
     victim = Program(place, recipe("pretrain", killed, **flags), "killed")
-    while not committed(killed):
-        if victim.ended():
-            raise RuntimeError(f"it ended before it could be killed: {victim.output()[-1500:]}")
-        time.sleep(0.005)
+    until(victim, lambda: bool(committed(killed)))
     victim.kill()
     left = len(committed(killed))
     undisturbed.end_well()
@@ -259,11 +256,8 @@ def automatic(place: Place) -> None:
     said = Program(place, command, "run", fresh=True).end_well()
     chosen = [line for line in said.splitlines() if line.startswith(("auto", "memory"))]
     lines = lines_of(Path(flags["output_dir"]))
-    ok = any("per_device" in line for line in chosen) and [line["step"] for line in lines] == [
-        1,
-        2,
-        3,
-    ]
+    trained = [line["step"] for line in lines] == [1, 2, 3]
+    ok = trained and any("per_device" in line for line in chosen)
     place.record("chosen and trained", ok, said=chosen)
     if place.cuda:
         peak = max(line["memory_peak_bytes"] for line in lines)

@@ -112,6 +112,7 @@ def _not_finite(state: Any) -> list[str]:
     local = {name: t for name, t in local.items() if t.is_floating_point() and t.numel()}
     # The largest of the absolute values is NaN where one is.
     largest = [torch.linalg.vector_norm(t, torch.inf).float() for t in local.values()]
-    by_device = {t.device: [u for u in largest if u.device == t.device] for t in largest}
-    finite = {d: iter(torch.stack(ts).isfinite().tolist()) for d, ts in by_device.items()}
-    return [n for n, t in zip(local, largest, strict=True) if not next(finite[t.device])]
+    if not largest:
+        return []
+    together = torch.stack([t.to(largest[0].device) for t in largest])  # one wait
+    return [n for n, fine in zip(local, together.isfinite().tolist(), strict=True) if not fine]
