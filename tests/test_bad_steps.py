@@ -23,7 +23,7 @@ from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import step as stepping
-from toolkit.training.bad_steps import BadSteps
+from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.loss import loss_sum
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import StepStats, train_step

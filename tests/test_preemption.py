@@ -15,7 +15,7 @@ from distributed import run_recipe_ranks
 from test_run_kills import checkpoints, flags
 
 from toolkit.checkpoint.commit import committed_steps, damaged_files
-from toolkit.training.preemption import EXIT_CODE
+from toolkit.training.faults.preemption import EXIT_CODE
 
 STEPS = 6
 

@@ -23,7 +23,7 @@ from toolkit.errors import TrainingError, one_line
 from toolkit.formats import reshard
 from toolkit.models.modes import on_the_side, replaced_forward
 from toolkit.models.peft_model import base_of
-from toolkit.training import preemption
+from toolkit.training.faults import preemption
 
 
 def generate(

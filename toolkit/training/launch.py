@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
-from toolkit.training import background, device, preemption
+from toolkit.training import background, device
+from toolkit.training.faults import preemption
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)

@@ -28,8 +28,8 @@ from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
-from toolkit.training import preemption
-from toolkit.training.bad_steps import BadSteps
+from toolkit.training.faults import preemption
+from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot

@@ -1,0 +1,3 @@
+"""What may befall a run while it trains, and what it does then: signals, numbers that are not
+finite.
+"""
