@@ -68,13 +68,18 @@ def tensor_digests(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def run_recipe_ranks(
-    recipe: str | Path, world: int, *flags: str, cwd: Path, kill_after: float | None = None
+    recipe: str | Path,
+    world: int,
+    *flags: str,
+    cwd: Path,
+    kill_after: float | None = None,
+    grace: float = _GRACE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a recipe on `world` gloo ranks, in forks of warm processes, as torchrun would.
 
-    A second instead of the ten of a real launch. Where a rank fails, the others are ended after a
-    grace time; all are killed `kill_after` seconds, where that is given. Returns the highest exit
-    code, and the outputs of all ranks in rank order.
+    A second instead of the ten of a real launch. Where a rank fails, the others are ended after
+    `grace` seconds; all are killed after `kill_after` seconds, where that is given. Returns the
+    highest exit code, and the outputs of all ranks in rank order.
     """
     while len(_warm) < world:
         _warm.append(Warm())
@@ -91,7 +96,7 @@ def run_recipe_ranks(
         codes, running, failed = [0] * world, set(range(world)), False
         deadline = None if kill_after is None else time.monotonic() + kill_after
         while running:
-            patience = _GRACE if failed else None
+            patience = grace if failed else None
             if deadline is not None:
                 patience = max(0.0, deadline - time.monotonic())
             ready, _, _ = select.select([_warm[r] for r in running], [], [], patience)

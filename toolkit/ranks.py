@@ -29,6 +29,8 @@ P = ParamSpec("P")
 
 _Told = tuple[type[Exception], str] | None  # what other ranks learn of one's failure
 _PATIENCE = datetime.timedelta(days=1)
+# What gloo says where the other side of a connection ended; its errors have no class of their own.
+_LOST = re.compile(r"gloo.*([Cc]onnection|closed by peer|Broken pipe|reset by peer)", re.DOTALL)
 _groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
 _channel = threading.local()
 
@@ -155,6 +157,13 @@ def main_first(fn: Callable[[], T]) -> T:
     if world_size() == 1:
         return result  # type: ignore[return-value]
     return on_all((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
+
+
+def lost_another(error: BaseException) -> bool:
+    """Return whether an error says that another rank is gone, which is the cause to look for."""
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def object_group(channel: str = "main") -> dist.ProcessGroup | None:

@@ -36,7 +36,7 @@ TOKENIZER = "tokenizer"
 _IDENTITY = ("model.", "data.", "lora.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples", "data.dataset_num_proc")
 _ACCUMULATION = "train.gradient_accumulation_steps"
-_SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", _ACCUMULATION)
+_SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
 _AT_ONCE = 4  # objects that are copied
 _held: dict[Path, int] = {}
 
@@ -84,7 +84,7 @@ class RunFolder:
         if state.step and self.before:
             changes = config.differences(self.before, cfg)
         for name, (old, new) in changes.items():
-            if not name.startswith(_SILENT):
+            if not name.startswith((*_SILENT, _ACCUMULATION)):
                 ranks.say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")
         asked, used = cfg.train.gradient_accumulation_steps, data.accumulation
         if asked != used:

@@ -375,6 +375,10 @@ class TrainConfig:
     """Steps in a row whose loss or gradient may be NaN or infinite on any rank. Each is skipped on
     all of them (weights and optimizer stay as they are) and told with its samples; one more ends
     the run before anything is saved. 0: the first one ends it."""
+    hang_seconds: NonNegative = 300.0
+    """Where no rank gets on for so long in a step, all end with exit code 70 and a report of who
+    waits for whom; at the start, in evaluations, saves and exports 12 times as long. All end, too,
+    where one is gone. A step must be shorter; 0 (for a debugger): nobody watches."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None

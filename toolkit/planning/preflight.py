@@ -35,6 +35,7 @@ from toolkit.planning.simulation import Config
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape
 from toolkit.tables import size_text
+from toolkit.training.faults import watchdog
 from toolkit.training.launch import Run
 
 T = TypeVar("T")
@@ -246,8 +247,10 @@ def _told_if_out_of_memory(cfg: Config, run: Run, device: Device, memory: int) -
         what = f"{what} (batch {batch}; {size_text(peak)} at the peak, {size_text(memory)} given)"
         if not ranks.first_to_report("out of memory"):
             ranks.show(f"[rank {run.rank}] {what}", sys.stderr)
-            time.sleep(2 * _PATIENCE)  # the launcher ends this one when the first has spoken
+            with watchdog.patient("out of memory"):
+                time.sleep(2 * _PATIENCE)  # the launcher ends this one when the first has spoken
             raise MemoryShortageError(what) from error
         ranks.show(f"{what}; planning what would fit ...", sys.stderr)
-        advice = _advice(cfg, run.world_size, device, memory)
+        with watchdog.patient("planning what would fit"):
+            advice = _advice(cfg, run.world_size, device, memory)
         raise MemoryShortageError(f"{what}. Cheapest changes: {advice}") from error

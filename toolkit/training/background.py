@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from toolkit.training.faults import watchdog
+
 _current: tuple[str, Future[object]] | None = None
 
 
@@ -35,7 +37,8 @@ def wait(seconds: float | None = None) -> None:
     name, future = _current
     if seconds is not None and not future.done():
         print(f"waiting at most {seconds:.0f} s for {name}", file=sys.stderr, flush=True)
-    concurrent.futures.wait([future], seconds)
+    with watchdog.patient(f"waiting for {name}"):
+        concurrent.futures.wait([future], seconds)
     if future.done():
         _current = None
         future.result()

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
-from toolkit.errors import ConfigError, LaunchError, ToolkitError
+from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
 from toolkit.training import background, device
-from toolkit.training.faults import preemption
+from toolkit.training.faults import preemption, watchdog
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
@@ -121,6 +121,7 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
     _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
     rank, world, local = _asked()
     device.prepare(deterministic=deterministic)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, for a report
     cpu = _uses_cpu(rank, world)
     backend = "gloo"
     if not cpu:
@@ -149,7 +150,8 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
         try:
             background.wait(_LET_FINISH.total_seconds())
         except Exception as error:
-            _print_error(error)
+            if not ranks.lost_another(error):
+                _print_error(error)
         # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
         # a rank that fails just leaves, so that the launcher ends the others.
         if world == 1 and not background.busy():
@@ -179,6 +181,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             preemption.listening(signals, grace),
             start(deterministic=cfg.train.deterministic) as run,
         ):
+            watchdog.begin(cfg.train.hang_seconds, Path(cfg.output_dir), background.busy)
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
                 if not Path(cfg.model.name_or_path).is_dir():
@@ -205,41 +208,53 @@ def guarded(main: Callable[[], None]) -> None:
     """Run `main` as a program: a `ToolkitError` ends it with one line on stderr, exit code 1; 2 for
     a configuration that cannot be read. Where all ranks fail alike, one of them says so.
     """
+    code = 0
     try:
         main()
-        _leave(0)
-        return
-    except ToolkitError as error:
-        _tell_launcher(error)
-        before_ranks_met = isinstance(error, ConfigError | LaunchError)
-        rank = os.environ.get("RANK", "0")
-        # Before the ranks know each other each machine speaks for itself.
-        alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
-        if not getattr(error, "already_reported", False) and (alone or not before_ranks_met):
-            _print_error(error)
-            if os.environ.get("TOOLKIT_TRACEBACK"):
-                traceback.print_exc()
-        elif before_ranks_met and not alone:
-            # The launcher ends all processes at the first exit, also one that has not spoken yet.
-            # At the speaker's own exit it ends this one, asleep or not.
-            time.sleep(_LET_SPEAK.total_seconds())
-        code = 2 if isinstance(error, ConfigError) else 1
-    except preemption.Preempted:
-        code = preemption.EXIT_CODE
-    except KeyboardInterrupt:
-        code = 130
-    except torch.OutOfMemoryError as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
+        code, why = _explain(error)
+        watchdog.end(code, why)  # before what the frames hold is closed, which may take long
+    _leave(code)
+    if code:
+        sys.exit(code)
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Say why a run ends; return its exit code, and what the watchdog is to say of it."""
+    if isinstance(error, preemption.Preempted):
+        return preemption.EXIT_CODE, ""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ""
+    if isinstance(error, torch.OutOfMemoryError):
         _print_error(
             f"{str(error).strip().splitlines()[0]} Lower train.per_device_train_batch_size (with "
             "more gradient_accumulation_steps the global batch stays), or set "
             "sharding.activation_checkpointing: full"
         )
-        code = 1
-    except Exception:
+        return 1, ""
+    if ranks.lost_another(error):
+        watchdog.wait_for_verdict()
+        _print_error(f"lost another rank: {one_line(error)}")
+        return 1, ""
+    if not isinstance(error, ToolkitError):
         traceback.print_exc()
-        code = 1
-    _leave(code)
-    sys.exit(code)
+        return 1, one_line(error)
+    _tell_launcher(error)
+    before_ranks_met = isinstance(error, ConfigError | LaunchError)
+    rank = os.environ.get("RANK", "0")
+    # Before the ranks know each other each machine speaks for itself.
+    alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
+    if not getattr(error, "already_reported", False) and (alone or not before_ranks_met):
+        _print_error(error)
+        if os.environ.get("TOOLKIT_TRACEBACK"):
+            traceback.print_exc()
+    elif before_ranks_met and not alone:
+        # The launcher ends all processes at the first exit, also one that has not spoken yet. At
+        # the speaker's own exit it ends this one, asleep or not.
+        time.sleep(_LET_SPEAK.total_seconds())
+    return 2 if isinstance(error, ConfigError) else 1, ""
 
 
 def _tell_launcher(error: ToolkitError) -> None:
@@ -259,7 +274,9 @@ def _leave(code: int) -> None:
             atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        watchdog.end(code)
         os._exit(code)
+    watchdog.end(code)
 
 
 def seed_everything(seed: int, rank: int, *more: int) -> None:

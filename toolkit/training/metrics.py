@@ -28,7 +28,7 @@ from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
-from toolkit.training.faults import preemption
+from toolkit.training.faults import preemption, watchdog
 from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
@@ -123,6 +123,7 @@ class Metrics:
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
         self._bad_steps.take(step, stats)
+        watchdog.in_step(step + 1)
         slowed = self._profiler is not None and self._profiler.slows(step)
         if more or step % self._every == 0 or step in (self._first + 1, self._last):
             skipped = self._bad_steps.count()  # waits for the device
@@ -185,7 +186,7 @@ class Metrics:
             torch.accelerator.synchronize(self._device)  # steps under way are not part of the pause
         begun = time.perf_counter()
         try:
-            with record_function(PAUSE):
+            with record_function(PAUSE), watchdog.patient("evaluation, save or export"):
                 yield
         finally:
             self._paused += time.perf_counter() - begun
@@ -308,6 +309,7 @@ def begin(
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)
+    watchdog.name_samples(data.samples_of)
     preemption.enter_loop()
     return metrics
 

@@ -20,6 +20,7 @@ from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.sharding.accumulation import accumulation_of
+from toolkit.training.faults import watchdog
 from toolkit.training.loss import loss_sum, supervised_tokens
 from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 
@@ -72,6 +73,7 @@ def train_step(
     scale = world / tokens.clamp(min=1).float()
     total = torch.zeros((), device=tokens.device)
     for i, batch in enumerate(micro_batches):
+        watchdog.progress()
         if accumulation is not None:
             accumulation.begin(batch["labels"], i, count, sync_each)
         with record_function(FORWARD):

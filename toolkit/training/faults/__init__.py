@@ -1,3 +1,3 @@
-"""What may befall a run while it trains, and what it does then: signals, numbers that are not
-finite.
+"""What may befall a run while it trains, and what it does then: signals, ranks that die or hang,
+numbers that are not finite.
 """

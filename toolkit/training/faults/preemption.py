@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import ranks
+from toolkit.training.faults import watchdog
 
 T = TypeVar("T")
 
@@ -86,6 +87,7 @@ def stop_requested() -> bool:
     """Return whether the run is to end now, the same on every rank. Collective; every rank calls it
     as often as the others. Once true it stays so.
     """
+    watchdog.progress()
     if dist.is_initialized() and dist.get_world_size() > 1:
         _settle()
         flag = torch.tensor([_state.signal is not None], dtype=torch.int32)

@@ -1,0 +1,137 @@
+"""A rank that dies, stops or hangs: all end in time and the cause is told; the judge's words."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import rank_faults
+from conftest import BIN
+from distributed import run_ranks
+
+from toolkit.training.faults import watchdog, watcher
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("scene")
+    rank_faults.prepare(folder)
+    return folder
+
+
+CASES = [("stop", "step", False), ("loop", "step", False), ("kill", "save", True),
+         ("exception", "evaluate", False), ("memory", "load", False),
+         ("kill", "start", False), ("stop", "exit", False)]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "phase", "behind"), CASES)
+def test_all_ranks_end_and_the_cause_is_told(scene, fault, phase, behind) -> None:
+    more = ["--checkpoint.async_save", "true"] if behind else []
+    seen = rank_faults.run(scene, fault, phase, CASES.index((fault, phase, behind)), *more)
+    assert not seen["wrong"], seen["stderr"]
+    assert seen["code"] == {"kill": 9, "stop": 70, "loop": 70}.get(fault, 1) or phase == "exit"
+
+
+@pytest.mark.slow
+def test_without_it_the_others_wait(scene, tmp_path) -> None:
+    """The control: nobody watches."""
+    script, _ = rank_faults.planted(tmp_path, "stop", "step")
+    settings = [*rank_faults.flags(scene, tmp_path / "run"), "--train.hang_seconds", "0"]
+    begun = time.monotonic()
+    ended = rank_faults.run_recipe_ranks(script, 2, *settings, cwd=tmp_path, kill_after=40.0)
+    assert time.monotonic() - begun > 39.0
+    assert ended.returncode == signal.SIGKILL
+    assert "watchdog" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_launched_run_with_a_stopped_rank_ends_with_one_line(scene, tmp_path) -> None:
+    script, _ = rank_faults.planted(tmp_path, "stop", "step")
+    ended = subprocess.run(
+        [BIN / "torchrun", "--nproc_per_node", "2", script,
+         *rank_faults.flags(scene, tmp_path / "run")],
+        capture_output=True, text=True, timeout=240, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 1
+    told = [line for line in ended.stderr.splitlines() if line.startswith("watchdog: ")]
+    assert len(told) == 1
+    assert "missing: rank 1 (stopped)" in told[0]
+    assert not rank_faults.orphans(str(tmp_path))
+    report = next((tmp_path / "run").glob("hang-*.txt")).read_text()
+    assert "step.py" in report  # where rank 0 waits
+    assert "no stacks; state of the process: T" in report
+
+
+def _stuck(rank: int, world: int, folder: str) -> None:
+    """Wait in a unit's all-gather for a rank that never comes."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    watchdog.begin(1.5, Path(folder), lambda: False)
+    watchdog.name_samples(lambda step: [f"row {step} of rank {rank}"])
+    watchdog.in_step(7)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[1])
+    fully_shard(model)
+    if rank == 1:
+        time.sleep(60)
+    model(torch.ones(1, 8))
+
+
+def test_the_report_names_the_unit_the_missing_rank_and_its_samples(tmp_path, capfd) -> None:
+    with pytest.raises(Exception, match="exited with 70"):
+        run_ranks(_stuck, 2, str(tmp_path))
+    line = next(x for x in capfd.readouterr().err.splitlines() if x.startswith("watchdog: "))
+    assert re.search(r"no rank got on for \d s, at: step 7", line)
+    assert re.search(r"waiting in \w+ of unit \S+: rank 0", line)
+    assert re.search(r"missing: rank 1 \(test_watchdog.py:\d+ in _stuck\)", line)
+    assert "samples of rank 1: row 7 of rank 1" in line
+    (report,) = tmp_path.glob("hang-*.txt")
+    assert "foreach_all_gather" in report.read_text() or "all_gather" in report.read_text()
+
+
+def _patient(rank: int, world: int, folder: str) -> float:
+    watchdog.begin(1.0, Path(folder), lambda: False)
+    watchdog.in_step(1)
+    with watchdog.patient("a save"):
+        time.sleep(4.0)
+    watchdog.end(0)
+    return 4.0
+
+
+def test_what_may_take_long_may(tmp_path) -> None:
+    assert run_ranks(_patient, 2, str(tmp_path)) == [4.0, 4.0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stranger_is_not_heard(tmp_path) -> None:
+    """Neither one that says nothing nor one without the secret."""
+    listener = watcher._listen(one_host=True)
+    given = {"secret": "right", "world": 1, "patience": 1.0, "folder": str(tmp_path)}
+    judge = watcher.Judge(listener, given)
+    for said in (b"GET / HTTP/1.0\r\n\r\n", b'{"hello": 0, "secret": "wrong"}\n', b""):
+        with socket.create_connection(listener.getsockname()) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            judge._accept()
+    assert not judge._seen
+
+
+def test_spans() -> None:
+    assert watcher._spans([5, 0, 1, 2]) == "0-2, 5"
+
+
+def test_it_is_of_the_standard_library_alone() -> None:
+    """It must start in no time, and not import what a rank does."""
+    probe = "import sys, runpy; runpy.run_path(sys.argv[1]); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-I", "-S", "-c", probe, watcher.__file__],
+                           capture_output=True, text=True, check=True)  # fmt: skip
+    assert found.stdout == "False\n"
