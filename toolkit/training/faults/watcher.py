@@ -40,7 +40,7 @@ DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) and signal.SIGRTMIN + 9
 """Makes a rank write its stacks without taking Python's lock; 0 where there is none (macOS)."""
 
 _TICK = 0.5
-_SILENT = 30.0  # seconds without a word until a host counts as lost
+_SILENT = 20.0  # seconds without a word until a host counts as lost
 _ANSWER = 5.0  # seconds that a rank has to tell its stacks, and then to leave
 _SUSPENDED = 10.0  # a tick that took so long: this machine slept, and others are not to blame
 _IO = 1 << 20  # bytes that count as work
