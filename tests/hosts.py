@@ -214,7 +214,7 @@ def settings(folder: Path, output: Path, ranks: int) -> list[str]:
 
 
 def by_torchrun(all_hosts: list[Host], folder: Path, output: Path, at_least: int) -> list[Any]:
-    """Start a run on all hosts by torchrun's rendezvous; whoever meets again goes on."""
+    """Start a run on all hosts by torchrun's rendezvous; those who meet again go on."""
     # torch does not know a host by its address whose name is a loopback address.
     hosting = {host: f"last_call_timeout=5,is_host={host is all_hosts[0]}" for host in all_hosts}
     command = [
@@ -289,7 +289,7 @@ def elastic(folder: Path, expected: dict[int, float], count: int = 4) -> dict[st
         for process in started[:-1]:
             try:
                 if process.wait(300):
-                    wrong.append(f"exit code {process.returncode}")
+                    wrong.append(f"exit code {process.returncode}: {said_by(folder)[-2000:]}")
             except subprocess.TimeoutExpired:
                 wrong.append("did not go on to the end within 300 s")
     wrong += same_losses(output, expected)
