@@ -127,10 +127,10 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
     streams = [
-        StreamSource(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats)
+        StreamSource(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats, s.sizes)
         for s in sources
     ]
-    return StreamFeed(streams, shape, **settings)
+    return StreamFeed(streams, shape, lanes=data.stream_lanes, **settings)
 
 
 @dataclass(frozen=True)
