@@ -15,6 +15,7 @@ W divides L, rank r reads the lanes r, r + W, ... and encodes nothing else. Lane
 by themselves: where they differ in samples, one begins the next pass a little before another.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from toolkit.data.tokens.encode import EncodedExample, EncodedRow
 from toolkit.errors import DataError
 
 WINDOW = 64  # samples' worth of a lane's tokens that are shuffled and packed together
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 FIRST_WINDOW = 4  # of a pass; the next ones are twice the one before
 
 
@@ -254,14 +256,19 @@ class SourceStream:
         return self._alike(samples) if self.shape.packing == "none" else samples
 
     def _alike(self, samples: list[StreamSample]) -> list[StreamSample]:
-        """Return samples in an order in which those that fall into one global batch are of like
-        lengths: the n-th of each lane is of one quantile, drawn for n, of those left in its window.
-        Lanes whose samples fall into other global batches draw their own.
+        """Return samples in an order in which those of a global batch are of like lengths, in all
+        lanes: the n-th that a lane gives is of a quantile, of those left in its window, that n
+        decides, the same where a batch takes several of a lane. Lanes that the batch does not reach
+        have another.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
-        batch = self.lane.number // self.lane.batch
+        number, lanes, batch = self.lane
+        offset, each = (
+            derived_seed(self._lengths, number // batch) / (1 << 56),
+            max(1, batch // lanes),
+        )
         for n in range(self._place.all_samples, self._place.all_samples + len(samples)):
-            quantile = derived_seed(self._lengths, batch, n) / (1 << 56)
+            quantile = (offset + n // each * _GOLDEN_RATIO) % 1  # fills (0, 1) evenly
             order.append(by_length.pop(int(quantile * len(by_length))))
         return order
 
