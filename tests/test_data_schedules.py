@@ -16,7 +16,7 @@ import pytest
 from feeds import APART, lockstep, source, stream
 
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.feed.stream_feed import ROWS_OF_A_LANE, StreamFeed
+from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.samples.sequences import SampleShape
 from toolkit.errors import DataError
 
@@ -30,6 +30,8 @@ SCHEDULES = {
     "weighted streams": 25,
     "weighted streams in lanes": 15,
 }
+
+LANE_ROWS = 32
 
 Load = Callable[[dict], dict | None]
 
@@ -54,7 +56,7 @@ def case(kind: str, number: int) -> Case:
     streamed = "stream" in kind
     n = 1 if kind in ("one source", "stream") else rng.choice([2, 3])
     lanes = rng.choice([2, 4]) if kind.endswith("lanes") else 1
-    rows = (12, 40) if lanes == 1 else (ROWS_OF_A_LANE * lanes, ROWS_OF_A_LANE * lanes + 40)
+    rows = (12, 40) if lanes == 1 else (LANE_ROWS * lanes, LANE_ROWS * lanes + 40)
     lengths = [
         [rng.choice([0, 1, 2, 5, 9, 12, 20]) for _ in range(rng.randint(*rows))] for _ in range(n)
     ]
@@ -84,7 +86,8 @@ def case(kind: str, number: int) -> Case:
     def make() -> Any:
         common = {"seed": number, "global_batch": rng.choice([global_batch, 24])}
         if streamed:
-            return StreamFeed(sources, shape, window=window, lanes=lanes, **common)
+            common |= {"window": window, "lanes": lanes, "lane_rows": LANE_ROWS}
+            return StreamFeed(sources, shape, **common)
         return PreparedFeed(sources, shape, **common)
 
     passes_of = {}

@@ -33,7 +33,7 @@ from toolkit.errors import DataError
 
 WINDOW = 64  # samples' worth of a lane's tokens that are shuffled and packed together
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-FIRST_WINDOW = 4  # of a pass; the next ones are twice the one before
+FIRST_WINDOW = 8  # of a pass; the next ones are twice the one before
 
 
 @dataclass

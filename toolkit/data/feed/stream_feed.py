@@ -22,7 +22,7 @@ from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
-ROWS_OF_A_LANE = 32  # of each source, at least: with fewer there are fewer lanes
+LANE_ROWS = 128  # of each source, at least: with fewer there are fewer lanes
 _PLACES = "places"
 _ERROR = "error"
 
@@ -32,7 +32,7 @@ class StreamFeed(Feed):
 
     A rank reads and encodes the rows of its lanes; see [Note: streams] in `stream.py`. What to
     evaluate on is not streamed, and nothing is split off a stream. There are `lanes` at most: a
-    divisor of it where a source has less than `ROWS_OF_A_LANE` rows for each. `window` samples'
+    divisor of it where a source has less than `lane_rows` rows for each. `window` samples'
     worth of a lane's rows are shuffled and packed together. DataError: several sources without
     weights, or max_repeats is not a whole number of passes.
     """
@@ -48,12 +48,13 @@ class StreamFeed(Feed):
         max_eval_samples: int | None = None,
         lanes: int = 1,
         window: int = WINDOW,
+        lane_rows: int = LANE_ROWS,
     ) -> None:
         self.sources, self.window = list(sources), window
         if len(sources) > 1 and (lacking := [s.name for s in sources if s.weight is None]):
             what = f"whose size is not known before its end: {', '.join(lacking)} has none"
             raise DataError(f"expected a weight (data.sources[...].weight) of each stream, {what}")
-        self.lanes = fewer_lanes([source.rows for source in sources], lanes, ROWS_OF_A_LANE)
+        self.lanes = fewer_lanes([source.rows for source in sources], lanes, lane_rows)
         reading: dict[str, Any] = {
             "data.packing": shape.packing,
             "data.sequence_length": shape.sequence_length,
