@@ -1,5 +1,6 @@
 """Streams in lanes: a rank reads its share, and the samples do not depend on how many there are."""
 
+import gzip
 import json
 from collections import Counter
 from functools import partial
@@ -7,13 +8,26 @@ from functools import partial
 import datasets
 import numpy as np
 import pytest
+from chat_templates import TEMPLATES
+from conftest import save_byte_tokenizer
+from distributed import run_ranks
 from feeds import APART, FEATURES, Rank, encode_row, lockstep, rows, tokens_of
+from transformers import AutoTokenizer
 
+from toolkit import ranks
+from toolkit.config.settings import (
+    FinetuneConfig,
+    FinetuneDataConfig,
+    FinetuneModelConfig,
+    FinetuneTrainConfig,
+)
 from toolkit.data.feed import shares as dealing
 from toolkit.data.feed.shares import GroupReader, RowPlace, Shares, fewer_lanes
 from toolkit.data.feed.stream import Lane, SourceStream, StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
+from toolkit.data.prepare import Choice, read_sources
 from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError
 
 LANES, LANE_ROWS = 8, 32
@@ -220,6 +234,8 @@ def test_small_streams_have_fewer_lanes():
     of = feed(stream_of(130))
     assert of.lanes == 4
     assert "read while training in 4 lanes" in of.lines()[0]
+    assert [of.uneven_lines(world) for world in (1, 2, 4)] == [[], [], []]
+    assert "4 lanes do not divide by 6 processes: each reads 2, " in of.uneven_lines(6)[0]
     state = of.position.state_dict()
     with pytest.raises(DataError, match=r"counts on data.stream_lanes 4, this run has 2"):
         feed(stream_of(130), lanes=2).position.load_state_dict(state)
@@ -266,3 +282,52 @@ def test_counts_of_rows_are_those_of_all_lanes():
     again = [s for _, s in lockstep(lambda: feed(stream_of(300)), json.loads(state), 4, 3, 2)]
     straight = [s for _, s in lockstep(lambda: feed(stream_of(300)), None, 1, 12, 11)]
     assert again == straight[9:]
+
+
+def test_conversations_of_unlike_files_on_any_number_of_ranks(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "bytes"))
+    template = TEMPLATES["chatml"]
+    tokenizer.add_special_tokens({"additional_special_tokens": template.specials})
+    tokenizer.chat_template = template.stock
+    for name, count in (("a.jsonl", 500), ("b.jsonl.gz", 60)):
+        said = [[f"q {i}", f"{name} says {i}" * (1 + i % 5)] for i in range(count)]
+        turns = [
+            [{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in said
+        ]
+        text = "".join(json.dumps({"messages": m}) + "\n" for m in turns).encode()
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    data = FinetuneDataConfig(
+        train_files=str(tmp_path / "*.jsonl*"), streaming=True, sequence_length=256, stream_lanes=4
+    )
+    train = FinetuneTrainConfig(max_steps=9, global_batch_size=8)
+    cfg = FinetuneConfig(FinetuneModelConfig("unused"), data=data, train=train)
+
+    def make() -> StreamFeed:
+        made = read_sources(cfg, Encoder(tokenizer, data, 300), Choice("bfd", "asked"), 1)
+        assert made.lanes == 4
+        assert made.sources[0].sizes == [
+            (tmp_path / name).stat().st_size for name in ("a.jsonl", "b.jsonl.gz")
+        ]
+        return made
+
+    expected = list(lockstep(make, None, 1, 8, 6))
+    assert list(lockstep(make, None, 2, 4, 3)) == expected[:3]
+    assert list(lockstep(make, json.loads(expected[2][1]), 4, 1, 3)) == expected[3:]
+    text = "".join(tokenizer.decode(s) for batch, _ in expected for s in batch)
+    assert "b.jsonl.gz says" in text
+    assert "a.jsonl says" in text
+
+
+def _read_and_save(rank: int, world: int) -> None:
+    of, states = feed(stream_of(260)), []
+    for _ in of.steps(Rank(rank, world), 6, per_device_batch_size=2):
+        of.position.advance()
+        states.append(json.dumps(of.position.state_dict()))
+    alone = [state for _, state in lockstep(lambda: feed(stream_of(260)), None, 1, 12, 6)]
+    assert states == alone
+    assert ranks.gather(of.reading_lines()) == [of.reading_lines()] * world
+
+
+@pytest.mark.slow
+def test_a_save_holds_the_places_of_all_ranks():
+    run_ranks(_read_and_save, 2)

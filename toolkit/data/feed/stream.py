@@ -206,8 +206,8 @@ class SourceStream:
         )
         if ended:
             after = after.next_pass()
-            # Each pass deals the rows of a group to other lanes: this one had all of them.
-            if after.empty_passes == self._reader.turns:
+            # Each pass deals the rows anew: by now this lane had about as many as there are.
+            if after.empty_passes == self.lane.of:
                 what = f"{after.rows_read} rows read gave none: {after.left_out} were left out"
                 advice = "see data.on_bad_row, data.too_long and the format of the rows"
                 raise DataError(f"expected samples in {self.source.name}, {what}; {advice}")

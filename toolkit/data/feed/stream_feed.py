@@ -77,6 +77,14 @@ class StreamFeed(Feed):
         how = f"read while training in {self.lanes} lanes"
         return [f"{self.names}: {self.shape}, {how}; {evals:,} to evaluate"]
 
+    def uneven_lines(self, world_size: int) -> list[str]:
+        """Return what is said where ranks and lanes do not divide each other."""
+        each = self.lanes // math.gcd(world_size, self.lanes)
+        if each * world_size == self.lanes or self.lanes == 1:
+            return []
+        how = f"{self.lanes} lanes do not divide by {world_size} processes: each reads {each}"
+        return [f"NOTE: the stream's {how}, and uses its own samples of them (data.stream_lanes)"]
+
     def steps_for(self, epochs: float) -> int:
         what = "the length of a stream is not known before its end; set train.max_steps"
         raise DataError(f"expected a number of steps: {what}")
