@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from dataclasses import asdict
 from functools import partial
 
 import datasets
@@ -27,6 +28,7 @@ from toolkit.data.feed.stream import Lane, SourceStream, StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.prepare import Choice, read_sources
 from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError
 
@@ -331,3 +333,34 @@ def _read_and_save(rank: int, world: int) -> None:
 @pytest.mark.slow
 def test_a_save_holds_the_places_of_all_ranks():
     run_ranks(_read_and_save, 2)
+
+
+def test_rows_are_those_that_the_stream_itself_gives(tmp_path):
+    call = {"name": "f", "arguments": {"where": {"city": "Łódź"}}}
+    other = {"name": "g", "arguments": {"a": [1, 2.5, None]}}
+    turns = [
+        [{"role": "user", "content": f"{i}"}, {"role": "assistant", "tool_calls": [made]}]
+        for i, made in enumerate([call, other] * 40)
+    ]
+    lines = "".join(
+        json.dumps({"messages": m, "n": i % 3 or None}) + "\n" for i, m in enumerate(turns)
+    )
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named/train.jsonl").write_text(lines)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    datasets.Dataset.from_list([{"text": f"é {i}"} for i in range(250)]).to_parquet(
+        str(tmp_path / "rows.parquet")
+    )
+    for settings in (
+        {"dataset_name": str(tmp_path / "named")},
+        {"train_files": str(tmp_path / "rows.jsonl")},
+        {"train_files": str(tmp_path / "rows.parquet")},
+    ):
+        (source,) = load_sources(FinetuneDataConfig(streaming=True, **settings))
+        reader = GroupReader(Shares(source.rows, source.sizes, 1, 0), 0)
+        reader.begin_at(0, RowPlace())
+        found = [row for _, row in iter(partial(reader.next, 0), None)]
+        assert found == list(source.rows)
+        assert len(found) in (80, 250)
+        examples = [source.example(row) for row in found]
+        assert len({json.dumps(asdict(e), default=str) for e in examples}) == len(examples)
