@@ -362,7 +362,7 @@ def test_a_stream_says_what_it_left_out_and_cut_off():
         one = StreamSource("one", stream(LENGTHS).rows, encode, weight=1)
         shape = SampleShape("none", 16)
         other = stream(LENGTHS, 1, weight=1)
-        return StreamFeed([one, other], shape, seed=0, global_batch=4, window=5)
+        return StreamFeed([one, other], shape, seed=0, global_batch=4, window=2)
 
     of = make()
     of.check_enough(1)  # looks at a window of each, which is not counted

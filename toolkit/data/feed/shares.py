@@ -39,6 +39,10 @@ class RowPlace(NamedTuple):
     row: int = 0  # rows of the next file that were read, also those of other groups
     number: int = 0  # rows of the group in this pass before
 
+    def after(self) -> "RowPlace":
+        """Return the place behind the row that is here."""
+        return self._replace(row=self.row + 1, number=self.number + 1)
+
 
 BEGINNING = RowPlace()
 

@@ -55,6 +55,7 @@ class StreamPlace:
     """Where a window of a lane begins, and what was read before; a checkpoint keeps it."""
 
     at: RowPlace = BEGINNING
+    cut: int = 0  # tokens of the row there that are in the window before
     # Of the lane in this pass, as far as it is read:
     rows: int = 0
     window: int = 0
@@ -73,7 +74,7 @@ class StreamPlace:
         """Count the row that was read at a place; return whether it is used."""
         if not isinstance(row, BadRow) and not len(row.input_ids):
             row = BadRow(f"row {at.row} of a shard (counted from 0)", "no token")
-        self.at = at._replace(row=at.row + 1, number=at.number + 1)
+        self.at = at.after()
         self.rows, self.rows_read = self.rows + 1, self.rows_read + 1
         if isinstance(row, BadRow):
             self.left_out += 1
@@ -142,7 +143,7 @@ class SourceStream:
         shared = derived_seed(seed, "stream", number)  # by all lanes
         self.seed, self._lengths = derived_seed(shared, lane.number), derived_seed(shared, "length")
         shares = Shares(source.rows, source.sizes, lane.of, derived_seed(shared, "shards"))
-        group = lane.number % shares.groups
+        self._turn, group = divmod(lane.number, shares.groups)
         readers = {} if readers is None else readers
         self._reader = readers.setdefault(group, GroupReader(shares, group))
         self._start_at(StreamPlace(), 0, {})
@@ -153,7 +154,8 @@ class SourceStream:
         self._place = self._next = place
         self.items: list[StreamSample] = []
         self._given, self._read_before = given, read
-        self._reader.begin_at(self.lane.number // self._reader.shares.groups, place.at)
+        self._rest: Piece | None = None  # of the row at the end of the window in hand
+        self._reader.begin_at(self._turn, place.at)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place as JSON values, and what was read (`read`) with the window in hand."""
@@ -189,12 +191,8 @@ class SourceStream:
         """Make the window again of which samples were given before."""
         self._fill()
         if len(self.items) < self._given:
-            raise DataError(
-                f"the checkpoint's position counts on {self._given} samples or more from row "
-                f"{self._place.at.row} of a shard of {self.source.name} on, there are "
-                f"{len(self.items)}: the stream gives other rows than before; give the same, or "
-                "start anew in another output_dir"
-            )
+            what = f"{self._given} samples or more, not {len(self.items)}, in a window from"
+            raise self._other_rows(what)
 
     def _fill(self) -> None:
         """Make the samples of the next window."""
@@ -218,27 +216,55 @@ class SourceStream:
         return [items[i] for i in permute(np.arange(n), max(1, n), seed, self._place.at.epoch)]
 
     def _read(self, start: StreamPlace) -> tuple[list[Piece], StreamPlace, bool]:
-        """Return the pieces of a window of rows, the place after it, and whether the pass ended."""
+        """Return the pieces of a window of rows, the place after it, and whether the pass ended.
+
+        What is joined fills whole samples: the row that does not fit is cut, and goes on in the
+        next window.
+        """
         at = StreamPlace(**asdict(start))
-        turn = self.lane.number // self._reader.shares.groups
         pieces: list[Piece] = []
+        wrapped = self.shape.packing == "wrapped"  # joined with others, and cut then
         samples = min(self.window, self.first << min(start.window, 30))
         room = samples * self.shape.sequence_length  # tokens
         while room > 0:
-            found = self._reader.next(turn)
-            if found is None:
-                return pieces, at, True
-            place, row = found
-            example = self.source.encode(row, place.row)
-            if at.count(place, example) and isinstance(example, EncodedExample):
-                ids = example.input_ids.astype(np.int32, copy=False)
-                room -= len(ids)
-                labels = labels_of(ids, [edge for span in example.spans for edge in span])
-                whole = self.shape.packing == "wrapped"  # joined with others, and cut then
-                limit = len(ids) if whole else self.shape.sequence_length
-                pieces += _cut(ids, labels.astype(np.int32), limit)
+            place, used = at.at, at.cut
+            if used:
+                piece = self._rest or self._rest_again(at)
+                at.at, at.cut = place.after(), 0
+            else:
+                found = self._reader.next(self._turn)
+                if found is None:
+                    return pieces, at, True
+                place, row = found
+                example = self.source.encode(row, place.row)
+                if not at.count(place, example) or not isinstance(example, EncodedExample):
+                    continue
+                piece = _piece_of(example)
+            taken = len(piece[0])
+            if wrapped and taken > room:
+                taken, (ids, labels) = room, piece
+                at.at, at.cut = place, used + taken
+                piece, self._rest = (ids[:taken], labels[:taken]), (ids[taken:], labels[taken:])
+            pieces += [piece] if wrapped else _cut(*piece, self.shape.sequence_length)
+            room -= taken
         at.window += 1
         return pieces, at, False
+
+    def _rest_again(self, at: StreamPlace) -> Piece:
+        """Return what is left of the row at a place from which a run goes on."""
+        found = self._reader.next(self._turn)
+        example = found and self.source.encode(found[1], found[0].row)
+        if not isinstance(example, EncodedExample) or len(example.input_ids) <= at.cut:
+            raise self._other_rows(f"a row of more than {at.cut} tokens at")
+        ids, labels = _piece_of(example)
+        return ids[at.cut :], labels[at.cut :]
+
+    def _other_rows(self, what: str) -> DataError:
+        return DataError(
+            f"the checkpoint's position counts on {what} row {self._place.at.row} of a shard of "
+            f"{self.source.name}: the stream gives other rows than before; give the same, or start "
+            "anew in another output_dir"
+        )
 
     def _samples(self, pieces: list[Piece]) -> list[StreamSample]:
         groups = [[piece] for piece in pieces]
@@ -271,6 +297,12 @@ class SourceStream:
             quantile = (offset + n // each * _GOLDEN_RATIO) % 1  # fills (0, 1) evenly
             order.append(by_length.pop(int(quantile * len(by_length))))
         return order
+
+
+def _piece_of(example: EncodedExample) -> Piece:
+    ids = example.input_ids.astype(np.int32, copy=False)
+    labels = labels_of(ids, [edge for span in example.spans for edge in span])
+    return ids, labels.astype(np.int32)
 
 
 def _cut(ids: np.ndarray, labels: np.ndarray, limit: int) -> list[Piece]:
