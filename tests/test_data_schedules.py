@@ -1,6 +1,6 @@
 """Whenever a run is killed, on however many ranks it goes on: the same samples, each once a pass.
 
-200 random schedules over small data sets. A schedule is a row of starts, each on its own number of
+215 random schedules over small data sets. A schedule is a row of starts, each on its own number of
 ranks and micro-batch size, that is killed at a random step and goes on from the last save.
 """
 

@@ -2,13 +2,13 @@
 
 [Note: streams]
 A stream has a fixed number of lanes. Each row belongs to one of them in each pass (`shares.py`),
-and a lane makes its samples of its own rows alone: N samples' worth of tokens is a window, whose
-rows are permuted, encoded, and packed (or cut, or left alone), and whose samples are permuted
-again. A window ends with its pass, so each row is in one window of each pass. Windows grow from few
-samples, so that the first batch waits for little. A shuffle buffer cannot be saved: its rows are
-lost or read twice. A lane's place can: where its window in hand begins, and how many of its samples
-were given. To continue, the lane skips to that row, makes the same window again, and leaves those
-samples out.
+and a lane makes its samples of its own rows alone. Rows with the tokens of N samples are a window:
+they are encoded, permuted, and packed (or cut, or left alone), and the samples permuted again. A
+window ends with its pass, so each row is in one window of each pass; of rows that are joined and
+cut the last goes on in the next window. Windows grow from few samples, so that the first batch
+waits for little. A shuffle buffer cannot be saved: its rows are lost or read twice. A lane's place
+can: where its window in hand begins, and how many of its samples were given. To continue, the lane
+skips to that row, makes the same window again, and leaves those samples out.
 
 The sample at position p of the run is the next of lane p % L, whatever the number W of ranks; where
 W divides L, rank r reads the lanes r, r + W, ... and encodes nothing else. Lanes end their passes
