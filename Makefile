@@ -51,6 +51,7 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python benchmarks/tokenise.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/streams.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/trainer.py

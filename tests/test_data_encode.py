@@ -199,7 +199,7 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
                 source.rows.to_iterable_dataset(),
                 partial(Encoder(tokenizer, cfg, 300).row, source),
             )
-            streamed = SourceStream(stream, 0, shape, seed=0)
+            streamed = SourceStream(stream, 0, shape, seed=0, window=1000, first=1000)
             read = [streamed.next()]
             read += [streamed.next() for _ in streamed.items[1:]]
             prepared = samples_of(made, shape)

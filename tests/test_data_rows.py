@@ -261,7 +261,7 @@ def test_a_data_set_by_name_of_rows_that_differ(tmp_path):
         assert [[m["role"] for m in f.messages] for f in found] == expected
         arguments = [f.messages[1]["tool_calls"][0]["function"]["arguments"] for f in found[:2]]
         assert arguments == [{"a": 2, "b": 2}, {"where": {"city": "Łódź"}}]
-        row = f"row 1{' of a pass' if streaming else ''} (counted from 0)"
+        row = f"row 1{' of a shard' if streaming else ''} (counted from 0)"
         assert source.place(list(source.rows)[1], 1) == f"data.dataset_name {tmp_path} {row}"
     with pytest.raises(DataError, match=r"data\.dataset_name .* cannot be read"):
         load_sources(DataConfig(dataset_name=str(tmp_path), dataset_split="dev", streaming=True))
@@ -457,4 +457,4 @@ def test_text_files_name_the_file_and_others_the_row(tmp_path):
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
     (source,) = load_sources(DataConfig(dataset_name=str(tmp_path / "saved"), streaming=True))
     where = f"data.dataset_name {tmp_path / 'saved'}"
-    assert places(source)[1] == f"{where} row 1 of a pass (counted from 0)"
+    assert places(source)[1] == f"{where} row 1 of a shard (counted from 0)"

@@ -79,8 +79,10 @@ class _Snapshot:
         self.assets = getattr(state.model, "hf_assets", None)
         self.content, self.adapter = "", None  # of state.json; on rank 0
 
+        position = None if state.data is None else state.data.state_dict()
+
         def begin() -> str:
-            self.content = state_text(state)
+            self.content = state_text(state, position)
             self.adapter = json.loads(self.content).get("adapter")
             return str(commit.begin(run, state.step))
 

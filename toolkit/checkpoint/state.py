@@ -36,7 +36,8 @@ class TrainState:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
     data: Any = None
-    """Position in the data: anything with `state_dict()` and `load_state_dict()` of JSON values."""
+    """Position in the data: anything with `state_dict()`, which every rank calls, and
+    `load_state_dict()` of JSON values."""
     step: int = 0  # optimizer steps done
     tokens: int = 0  # supervised tokens seen
     metrics: dict[str, float] = field(default_factory=dict)
@@ -63,8 +64,8 @@ def optimizer_tensors(state: TrainState) -> Tensors:
     }
 
 
-def state_text(state: TrainState) -> str:
-    """Return the text of state.json."""
+def state_text(state: TrainState, position: dict[str, Any] | None) -> str:
+    """Return the text of state.json; `position` is that of `state.data`."""
     content = {
         "step": state.step,
         "tokens": state.tokens,
@@ -76,7 +77,7 @@ def state_text(state: TrainState) -> str:
         "scheduler": None
         if state.scheduler is None
         else {k: v for k, v in state.scheduler.state_dict().items() if k != "lr_lambdas"},
-        "data": None if state.data is None else state.data.state_dict(),
+        "data": position,
         "extra": state.extra,
         **({"adapter": adapter_entry(state.model)} if has_adapters(state.model) else {}),
         "versions": {"torch": torch.__version__},

@@ -260,6 +260,9 @@ class DataConfig:
     """Several sources, mixed by weight, instead of train_files and dataset_name."""
     streaming: bool = False
     """Read the data while training instead of preparing all of it before; needs train.max_steps."""
+    stream_lanes: AtLeast1 = 64
+    """Lanes of a stream, at most: each rank reads and tokenises its share of them, more where the
+    ranks do not divide them. The samples depend on it, and not on the number of ranks."""
     text_column: str = "text"
     """Column that holds the text; a column `input_ids` is taken as already tokenised instead."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -127,10 +127,10 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
     streams = [
-        StreamSource(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats)
+        StreamSource(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats, s.sizes)
         for s in sources
     ]
-    return StreamFeed(streams, shape, **settings)
+    return StreamFeed(streams, shape, lanes=data.stream_lanes, **settings)
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,8 @@ class TrainingData:
             f"{self.accumulation} accumulated x {self.run.world_size} process(es) on "
             f"{self.run.device.type}"
         )
+        if isinstance(self.feed, StreamFeed):
+            lines += self.feed.uneven_lines(self.run.world_size)
         if isinstance(self.feed, PreparedFeed) and size > len(self.feed):
             lines.append(
                 f"WARNING: the global batch of {size:,} samples is larger than the training data "

@@ -1,6 +1,8 @@
 """Streamed sources as this rank's micro-batches."""
 
+import copy
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,28 +13,28 @@ from torch.utils.data import IterableDataset
 
 from toolkit import ranks
 from toolkit.data.feed.feed import Batches, Feed, Processes
-from toolkit.data.feed.stream import WINDOW, SourceStream, StreamSample, StreamSource
-from toolkit.data.order.grouping import regroup
-from toolkit.data.order.mixture import DrawnSamples, locate, shares
-from toolkit.data.order.permutation import derived_seed
-from toolkit.data.order.position import Position
+from toolkit.data.feed.shares import GroupReader, fewer_lanes
+from toolkit.data.feed.stream import WINDOW, Lane, SourceStream, StreamSample, StreamSource
+from toolkit.data.order.mixture import locate, shares
+from toolkit.data.order.position import LANES, Position
 from toolkit.data.samples.sequences import IGNORED, SampleShape
 from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
-GROUP = 16  # global batches whose samples are sorted by length together, where they are padded
-_PLACE = "place"
+LANE_ROWS = 128  # of each source, at least: with fewer there are fewer lanes
+_PLACES = "places"
 _ERROR = "error"
 
 
 class StreamFeed(Feed):
     """Streamed sources, at least one, as this rank's micro-batches; see `Feed`.
 
-    Every rank reads and encodes every row; see [Note: streams] in `stream.py`. What to evaluate on
-    is not streamed, and nothing is split off a stream. `window` rows of a source are shuffled and
-    packed together, `group` global batches sorted by length together where samples are padded.
-    DataError: several sources without weights, or max_repeats is not a whole number of passes.
+    A rank reads and encodes the rows of its lanes; see [Note: streams] in `stream.py`. What to
+    evaluate on is not streamed, and nothing is split off a stream. There are `lanes` at most: a
+    divisor of it where a source has less than `lane_rows` rows for each. `window` samples'
+    worth of a lane's rows are shuffled and packed together. DataError: several sources without
+    weights, or max_repeats is not a whole number of passes.
     """
 
     def __init__(
@@ -44,34 +46,44 @@ class StreamFeed(Feed):
         global_batch: int,
         eval_sources: Sequence[EncodedSource] = (),
         max_eval_samples: int | None = None,
+        lanes: int = 1,
         window: int = WINDOW,
-        group: int = GROUP,
+        lane_rows: int = LANE_ROWS,
     ) -> None:
-        self.sources, self.window, self.group = list(sources), window, group
+        self.sources, self.window = list(sources), window
         if len(sources) > 1 and (lacking := [s.name for s in sources if s.weight is None]):
             what = f"whose size is not known before its end: {', '.join(lacking)} has none"
             raise DataError(f"expected a weight (data.sources[...].weight) of each stream, {what}")
+        self.lanes = fewer_lanes([source.rows for source in sources], lanes, lane_rows)
         reading: dict[str, Any] = {
             "data.packing": shape.packing,
             "data.sequence_length": shape.sequence_length,
-            "the rows shuffled together": window,
-            "the batches grouped by length": group,
+            LANES: self.lanes,
+            "the samples of a window": window,
             "the sources": [source.name for source in sources],
         }
         for source in sources:
             reading[f"the shards of {source.name}"] = source.rows.num_shards
+            reading[f"the bytes of {source.name}"] = source.sizes and sum(source.sizes)
             reading[f"the weight of {source.name}"] = source.weight
             reading[f"max_repeats of {source.name}"] = source.max_repeats
         position = Position(None, seed, global_batch, reading)
         super().__init__(shape, position, eval_sources, max_eval_samples)
-        self._mixed()  # refuses what cannot be streamed before anything long begins
-
-    def _mixed(self) -> "MixedStream":
-        return MixedStream(self.sources, self.shape, self.position, self.window, self.group)
+        for i, source in enumerate(sources):
+            SourceStream(source, i, shape, seed)  # refuses what cannot be streamed
 
     def lines(self) -> list[str]:
         evals = sum(len(samples) for samples in self.eval_sets.values())
-        return [f"{self.names}: {self.shape}, read while training; {evals:,} to evaluate"]
+        how = f"read while training in {self.lanes} lanes"
+        return [f"{self.names}: {self.shape}, {how}; {evals:,} to evaluate"]
+
+    def uneven_lines(self, world_size: int) -> list[str]:
+        """Return what is said where ranks and lanes do not divide each other."""
+        each = self.lanes // math.gcd(world_size, self.lanes)
+        if each * world_size == self.lanes or self.lanes == 1:
+            return []
+        how = f"{self.lanes} lanes do not divide by {world_size} processes: each reads {each}"
+        return [f"NOTE: the stream's {how}, and uses its own samples of them (data.stream_lanes)"]
 
     def steps_for(self, epochs: float) -> int:
         what = "the length of a stream is not known before its end; set train.max_steps"
@@ -92,8 +104,12 @@ class StreamFeed(Feed):
 
     @cached_property
     def first_windows(self) -> list[SourceStream]:
-        """Each source at its first window that has a sample."""
-        streams = list(self._mixed().streams.values())
+        """Each source at its first window that has a sample, as if it had one lane."""
+        seed, window = self.position.seed, self.window
+        streams = [
+            SourceStream(source, i, self.shape, seed, window, first=window)
+            for i, source in enumerate(self.sources)
+        ]
         for stream in streams:
             stream.next()
         return streams
@@ -105,111 +121,79 @@ class StreamFeed(Feed):
         ]
 
     def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
-        place, rank, world = self.position.stream, run.rank, run.world_size
-        mine = RankBatches(self._mixed(), place, self.shape, count, size, rank, world)
+        at, rank, world = copy.copy(self.position), run.rank, run.world_size
+        lanes, window = self.lanes, self.window
+        mine = RankBatches(self.sources, self.shape, at, lanes, window, count, size, rank, world)
         for batch in run.loader(mine, workers=workers):
             if _ERROR in batch:
-                # As a rule all ranks meet it, and the first prints it. A file or a machine may fail
-                # one alone: it must not wait for the others, which may be in a collective.
+                # A rank may be alone with what is wrong in its lanes: it must not wait for the
+                # others, which may be in a collective. Where several meet it the first prints it.
                 error = DataError(batch[_ERROR])
                 error.already_reported = not ranks.first_to_report(str(error))  # type: ignore[attr-defined]
                 raise error
-            if _PLACE in batch:
-                self.position.after_step = json.loads(batch.pop(_PLACE))
+            if _PLACES in batch:
+                self.position.after_step = json.loads(batch.pop(_PLACES))
             yield batch
 
     def reading_lines(self) -> list[str]:
+        lanes = self.position.stream or {}
         lines = []
-        for name, read in (self.position.stream or {}).get("read", {}).items():
-            passes = f"{read['passes']:,} {'pass' if read['passes'] == 1 else 'passes'} done"
+        for source in self.sources if lanes else ():
+            places = [lane["sources"][source.name] for lane in lanes.values()]
+            passes = min(place["place"]["at"][0] for place in places)
+            passes = 0 if len(places) < self.lanes else passes
+            total = _total([place["read"] for place in places])
             lines.append(
-                f"{name}: {read['rows_read']:,} rows read ({passes}), {read['left_out']:,} left "
-                f"out, {read['truncated']:,} truncated ({read['cut_off']:,} tokens cut off)"
+                f"{source.name}: {total['rows_read']:,} rows read ({passes:,} "
+                f"{'pass' if passes == 1 else 'passes'} done), {total['left_out']:,} left "
+                f"out, {total['truncated']:,} truncated ({total['cut_off']:,} tokens cut off)"
             )
-            for reason, rows in read["reasons"].items():
-                first = escaped(" ".join(read["first"].get(reason, "").split()), keep="")
+            for reason, rows in total["reasons"].items():
+                first = escaped(" ".join(total["first"].get(reason, "").split()), keep="")
                 lines.append(f"  left out {rows:,}: {reason} (the first: {first})")
         return lines
 
 
-class MixedStream:
-    """The samples of several streams as global batches, mixed as in [Note: mixing]
-    (`order/mixture.py`), but that the end of a source is seen when it comes: at the same sample on
-    all ranks, since all read the same.
+def _total(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counts of lanes as one."""
+    names = ("rows_read", "left_out", "truncated", "cut_off")
+    total: dict[str, Any] = {name: sum(c.get(name, 0) for c in counts) for name in names}
+    total |= {"reasons": {}, "first": {}}
+    for count in counts:
+        for reason, rows in count.get("reasons", {}).items():
+            total["reasons"][reason] = total["reasons"].get(reason, 0) + rows
+            total["first"].setdefault(reason, count["first"][reason])
+    return total
+
+
+class MixedLane:
+    """The samples of a lane of several sources, mixed as in [Note: mixing] (`order/mixture.py`),
+    but that the end of a source is seen when it comes.
+
+    Lane l begins at turn l of the mixture, so that lanes next to each other draw of unlike sources,
+    and each of all: after any number of samples of the run a source is within as many samples of
+    its share as there are lanes.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[StreamSource],
-        shape: SampleShape,
-        position: Position,
-        window: int,
-        group: int,
-    ) -> None:
-        seed, self.global_batch = position.seed, position.global_batch
-        self.streams = {
-            source.name: SourceStream(source, i, shape, seed, window)
-            for i, source in enumerate(sources)
-        }
-        self.shares = shares([source.weight or 1 for source in sources])
-        self.seed = derived_seed(seed, "lengths")
-        self.group = group if shape.packing == "none" else 1
-        self._turn, self._used_up = 0, list[str]()
-        self._begin(0)
-
-    def _begin(self, batches: int) -> None:
-        """Let the next group begin here, after so many batches."""
-        self._start: dict[str, Any] = {
-            "turn": self._turn,
-            "used_up": list(self._used_up),
-            "sources": {name: stream.state_dict() for name, stream in self.streams.items()},
-            "batches": batches,
-        }
-        self._batches: list[list[StreamSample]] = []
-        self._given = 0
+    def __init__(self, streams: Sequence[SourceStream], lane: Lane) -> None:
+        self.streams = {stream.source.name: stream for stream in streams}
+        self.shares = shares([stream.source.weight or 1 for stream in streams])
+        self.lane, self._turn, self._used_up = lane, lane.number, list[str]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, the same on every rank; `read` may be ahead of it."""
-        read = {name: stream.read() for name, stream in self.streams.items()}
-        return self._start | {"given": self._given, "read": read}
+        """Return the place as JSON values; `read` of its sources may be ahead of it."""
+        sources = {name: stream.state_dict() for name, stream in self.streams.items()}
+        used_up = {"used_up": list(self._used_up)} if self._used_up else {}
+        return {"turn": self._turn, "sources": sources} | used_up
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a place that `state_dict` gave."""
-        self._turn, self._used_up = state["turn"], list(state["used_up"])
+        self._turn, self._used_up = state["turn"], list(state.get("used_up", ()))
         for name, stream in self.streams.items():
             stream.load_state_dict(state["sources"][name])
-        self._begin(state["batches"])
-        if state["given"]:
-            self._fill()
-            self._given = state["given"]
 
-    def next_batch(self) -> list[StreamSample]:
-        """Return the samples of the next global batch; the end of the data is a DataError."""
-        if self._given == len(self._batches):
-            self._begin(self._start["batches"] + self._given)
-            self._fill()
-        self._given += 1
-        return self._batches[self._given - 1]
-
-    def _fill(self) -> None:
-        size, done = self.global_batch, self._start["batches"]
-        items = [item for _ in range(self.group * size) if (item := self._next()) is not None]
-        if len(items) < size:
-            raise DataError(
-                f"the data ended after {done} steps of {size} samples: max_repeats allows no more "
-                f"passes over {', '.join(self.streams)}; set train.max_steps to {done}, raise "
-                "max_repeats, or give more data"
-            )
-        order = np.arange(len(items))
-        if self.group > 1:
-            names = ("source", "epoch", "length")
-            sources, passes, lengths = (np.array([getattr(i, n) for i in items]) for n in names)
-            draws = DrawnSamples(order, sources, passes)
-            order = regroup(draws, lengths, size, self.seed, done)
-        whole = order[: len(items) // size * size]
-        self._batches = [[items[i] for i in batch] for batch in whole.reshape(-1, size)]
-
-    def _next(self) -> StreamSample | None:
+    def next(self) -> StreamSample | None:
+        """Return the next sample; None when all sources are used up."""
         names = list(self.streams)
         while active := [i for i, name in enumerate(names) if name not in self._used_up]:
             which, _ = locate(active, self.shares, np.array([self._turn]))
@@ -220,7 +204,7 @@ class MixedStream:
                 return item
             # Those that remain share out what follows, from the beginning of a cycle.
             self._used_up.append(name)
-            self._turn = 0
+            self._turn = self.lane.number
         return None
 
 
@@ -228,31 +212,73 @@ class MixedStream:
 class RankBatches(IterableDataset):
     """The micro-batches of one rank: of each global batch every W-th sample, from its own on.
 
-    The last one of a step carries the place after it, as JSON under `place`. A DataError comes as a
-    batch `{"error": text}`: a worker process would add its own traceback.
+    The last one of a step carries the places after it of the lanes that gave its samples, as JSON
+    under `places`. A DataError comes as a batch `{"error": text}`: a worker process would add its
+    own traceback.
     """
 
-    mixed: MixedStream
-    place: dict[str, Any] | None  # where it begins, but for the beginning
+    sources: Sequence[StreamSource]
     shape: SampleShape
+    position: Position  # where it begins: a copy, since the run's moves on
+    lanes: int
+    window: int
     steps: int
     per_device_batch: int
     rank: int
     world_size: int
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        size = self.per_device_batch
+        batch, size = self.position.global_batch, self.per_device_batch
+        mine = self._mine()
         for step in range(self.steps):
+            first = self.position.samples_seen + step * batch
             try:
-                if step == 0 and self.place is not None:
-                    self.mixed.load_state_dict(self.place)  # here: it opens the files
-                items = self.mixed.next_batch()[self.rank :: self.world_size]
+                items = self._items(mine, range(first, first + batch))
             except DataError as error:
                 yield {_ERROR: str(error)}
                 return
-            for first in range(0, len(items), size):
-                of = items[first : first + size]
-                batch = self.shape.batch([self.shape.sample(item.pieces) for item in of])
-                if first + size >= len(items):
-                    batch[_PLACE] = json.dumps(self.mixed.state_dict())
-                yield batch
+            for begin in range(0, len(items), size):
+                of = items[begin : begin + size]
+                made = self.shape.batch([self.shape.sample(item.pieces) for item in of])
+                if begin + size >= len(items):
+                    gave = {p % self.lanes for p in range(first, first + min(batch, self.lanes))}
+                    places = {str(n): mine[n].state_dict() for n in sorted(gave & mine.keys())}
+                    made[_PLACES] = json.dumps(places)
+                yield made
+
+    def _mine(self) -> dict[int, MixedLane]:
+        """Return the lanes that this rank's samples come from, at their places. Where the ranks do
+        not divide the lanes, several ranks read the same ones, each whole.
+        """
+        step, seed = math.gcd(self.world_size, self.lanes), self.position.seed
+        readers: list[dict[int, GroupReader]] = [{} for _ in self.sources]
+        found: dict[int, MixedLane] = {}
+        places = (self.position.stream or {}) | self.position.own
+        for number in range(self.rank % step, self.lanes, step):
+            lane = Lane(number, self.lanes, self.position.global_batch)
+            streams = [
+                SourceStream(source, i, self.shape, seed, self.window, lane, readers[i])
+                for i, source in enumerate(self.sources)
+            ]
+            found[number] = MixedLane(streams, lane)
+            if str(number) in places:
+                found[number].load_state_dict(places[str(number)])
+        return found
+
+    def _items(self, mine: dict[int, MixedLane], positions: range) -> list[StreamSample]:
+        """Return this rank's samples at the positions of a step; the end is a DataError."""
+        items = []
+        for position in positions:
+            lane = mine.get(position % self.lanes)
+            item = None if lane is None else lane.next()
+            if item is not None and position % self.world_size == self.rank:
+                items.append(item)
+            elif item is None and lane is not None:
+                done, size = position // len(positions), len(positions)
+                names = ", ".join(source.name for source in self.sources)
+                raise DataError(
+                    f"the data ended after {done} steps of {size} samples: max_repeats allows no "
+                    f"more passes over {names}; set train.max_steps to {done}, raise max_repeats, "
+                    "or give more data"
+                )
+        return items

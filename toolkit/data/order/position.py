@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from toolkit import ranks
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture
 from toolkit.data.samples.sequences import FILLER
 from toolkit.errors import DataError
+
+LANES = "data.stream_lanes"  # what `Position.reading` calls the number of lanes of streams
 
 
 def train_batches(
@@ -64,9 +67,11 @@ class Position:
     ) -> None:
         self.n_samples, self.seed, self.global_batch = n_samples, seed, global_batch
         self.reading, self.samples_seen = reading or {}, 0
-        # Of streams: the place (`MixedStream.state_dict`) after the last step that is done, and
-        # after the one that was read last.
+        # Of streams, by lane (its number as text): the places (`MixedLane.state_dict`) that all
+        # ranks know; those of this rank's lanes after the last step that is done, where they are
+        # newer; and those after the step that was read last, of the lanes that it moved.
         self.stream: dict[str, Any] | None = None
+        self.own: dict[str, Any] = {}
         self.after_step: dict[str, Any] | None = None
 
     def advance(self) -> None:
@@ -74,19 +79,31 @@ class Position:
         if self.n_samples is None:
             if self.after_step is None:
                 raise DataError("expected a step that was read from the stream, to count as done")
-            self.stream, self.after_step = self.after_step, None
+            self.own, self.after_step = self.own | self.after_step, None
         self.samples_seen += self.global_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, the same on every rank."""
+        """Return the position as JSON values, the same on every rank. Collective for streams, of
+        which each rank knows the places of its own lanes.
+        """
         state: dict[str, Any] = {
             "samples_seen": self.samples_seen,
             "global_batch": self.global_batch,
             "seed": self.seed,
         }
         if self.n_samples is None:
+            if self.samples_seen:
+                self.merge(ranks.gather(self.own))
             return state | {"reading": self.reading, "stream": self.stream}
         return state | {"n_samples": self.n_samples, "reading": self.reading}
+
+    def merge(self, own: Sequence[dict[str, Any]]) -> None:
+        """Take in the places of the lanes of all ranks, `own` of each."""
+        known = self.stream or {}
+        for places in own:
+            known = known | places
+        self.stream = dict(sorted(known.items(), key=lambda place: int(place[0]))) or None
+        self.own = {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`: its position and its global batch; one of other data or another
@@ -99,6 +116,12 @@ class Position:
                 f"the checkpoint's position is one in {kinds['stream' in state]}, this run reads "
                 f"{kinds['stream' in here]}; give the same, or start anew in another output_dir"
             )
+        if "stream" in state and LANES not in state["reading"]:
+            raise DataError(
+                "the checkpoint's position is one in a stream without lanes, whose samples came in "
+                "another order; finish the run with the release that began it, or export it and "
+                "start anew from its weights in another output_dir"
+            )
         saved, now = _depends_on(state), _depends_on(here)
         for name in saved | now:
             if saved.get(name) != now.get(name):
@@ -107,7 +130,7 @@ class Position:
                 advice = "give the same data and settings, or start anew in another output_dir"
                 raise DataError(f"the checkpoint's position in the data {what}; {advice}")
         self.samples_seen, self.global_batch = state["samples_seen"], state["global_batch"]
-        self.stream, self.after_step = state.get("stream"), None
+        self.stream, self.own, self.after_step = state.get("stream"), {}, None
 
 
 def _depends_on(state: dict[str, Any]) -> dict[str, Any]:

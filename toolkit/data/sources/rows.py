@@ -33,6 +33,11 @@ class DataSource:
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
 
+    @property
+    def sizes(self) -> list[int] | None:
+        """Bytes of each file, which are the shards of a stream; None of a data set."""
+        return [Path(file).stat().st_size for file in self.files] or None
+
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a stored row; raise BadRow where it cannot be read."""
         if lines.RAW in stored:
@@ -44,11 +49,11 @@ class DataSource:
         return recognise.example_of(self.row(stored), self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
-        """Return where the `number`-th row of the source, or of a pass over a stream, stands."""
+        """Return where the `number`-th row of the source, or of a shard of a stream, stands."""
         if tables.FILE in stored:
             return f"{self.files[stored[tables.FILE]]} {stored[tables.PLACE]}"
-        of_pass = "" if isinstance(self.rows, datasets.Dataset) else " of a pass"
-        return f"{self.where} row {number}{of_pass} (counted from 0)"
+        of_shard = "" if isinstance(self.rows, datasets.Dataset) else " of a shard"
+        return f"{self.where} row {number}{of_shard} (counted from 0)"
 
     def refusal(self, stored: dict[str, Any], number: int, bad: BadRow) -> DataError:
         """Return the error that ends the run for a bad row."""
