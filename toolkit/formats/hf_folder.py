@@ -26,7 +26,7 @@ _CONFIG_BYTES = 4 * 2**20
 _INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 92,000 in 9 MB
 _VOCABULARY_BYTES = 256 * 2**20
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
-_COUNTS = ((re.compile(_DEPTHS), 2_000), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
+_COUNTS = ((re.compile(_DEPTHS), 500), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
 # What an export carries beside the weights, where the source has it.
 _ASSET_FILES = (
@@ -139,6 +139,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = parse_json(read_bounded(file, _CONFIG_BYTES, ModelError), file, ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{file} must hold a JSON object, got {type(config).__name__}; {_AGAIN}")
+    names = config.get("architectures")
+    if not isinstance(names, list | None) or not all(isinstance(n, str) for n in names or ()):
+        raise ModelError(f"{file} has architectures that are no list of names; {_AGAIN}")
+    for key, kind in (("model_type", str), ("auto_map", dict)):
+        if not isinstance(config.get(key), kind | None):
+            found = type(config[key]).__name__
+            raise ModelError(f"{file} has a {key} of type {found}, {kind.__name__} is expected")
     for key, value in nested_items(config):
         count = len(value) if isinstance(value, list | str) else value
         for pattern, most in _COUNTS:
