@@ -119,10 +119,8 @@ def _launch(arguments: list[str], signals: Sequence[str]) -> int:
     except subprocess.CalledProcessError as error:  # of one
         rank, code = 0, error.returncode
     except Exception as error:  # of a YAML that it cannot use Accelerate may raise anything
-        what = f"accelerate launch cannot start by {chosen}: {one_line(error)}"
-        raise LaunchError(
-            f"{what}; correct the file, or give another --accelerate_config"
-        ) from error
+        what = f"accelerate launch cannot start by {chosen} ({one_line(error)})"
+        raise LaunchError(f"{what}; correct the file, or give another") from error
     if code < 0:
         print(f"toolkit: error: rank {rank} was ended by {signal.Signals(-code).name}", flush=True)
     return code if code >= 0 else 128 - code
