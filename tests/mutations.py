@@ -367,7 +367,8 @@ def prepare(folder: Path, seed: int) -> Scene:
     warm.give_forks_a_thread_pool()
     datasets.config.HF_DATASETS_CACHE = folder / "datasets"
     datasets.disable_progress_bars()
-    os.environ["XDG_CACHE_HOME"] = "cache"
+    os.environ["XDG_CACHE_HOME"] = "cache"  # of the scene; plots have theirs elsewhere
+    os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
     logging.set_verbosity_error()
     (folder / "scene").mkdir()
     mutation_readers.make(folder / "scene")
