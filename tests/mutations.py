@@ -48,8 +48,9 @@ import mutate  # noqa: E402
 import warm  # noqa: E402
 from mutation_kinds import Kind  # noqa: E402
 
-SECONDS, PATIENCE = 5.0, 60.0  # of the processor, and of the clock, which others may slow down
+SECONDS, PATIENCE = 5.0, 120.0  # of the processor, and of the clock, which others may slow down
 MEGABYTES = 200  # beside what the process has when the case begins
+_TO_BEGIN = 300.0  # seconds of the clock
 _END_AT = 1000  # megabytes at which a process is ended, for the sake of the machine
 _BATCH = 50  # cases of a process
 _READERS = 2  # of a case, drawn from those of its kind
@@ -256,7 +257,7 @@ class Worker:
 
     def over(self) -> str | None:
         """Return what it has too much of, None where it may go on."""
-        if self.case is None and time.monotonic() - self._clock > 2 * PATIENCE:
+        if self.case is None and time.monotonic() - self._clock > _TO_BEGIN:
             return "does not begin"
         if self.case is None:
             return None

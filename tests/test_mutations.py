@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ def insatiable() -> None:
 
 def crashing() -> None:
     if FILE.read_bytes() != CONTENT:
-        os.abort()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def mistaken() -> str:
@@ -73,10 +74,10 @@ def cases_of(reader, folder: Path, count: int, guarded: bool = False) -> list[Ca
     ("reader", "count", "said"),
     [
         (unguarded, 30, "Error"),
-        (endless, 1, "hangs: 5"),
+        (endless, 1, "hangs"),
         (greedy, 2, "MB of memory"),
         (insatiable, 2, "takes memory"),
-        (crashing, 3, "ended with -6"),
+        (crashing, 3, "ended with -9"),
     ],
 )
 def test_a_reader_without_guard_is_noticed(tmp_path, reader, count, said) -> None:
