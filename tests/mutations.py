@@ -282,7 +282,7 @@ class Worker:
                 log = self.where.with_suffix(".log").read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"{self.name}: {what or f'ended with {status}'}\n{log}")
             return None
-        stack = self._stack.read_text()[-3000:] if self._stack.is_file() else ""
+        stack = self._stack.read_text()[:2000] if self._stack.is_file() else ""
         self.case.outcome, self.case.said = "FAULT", f"{what or f'ended with {status}'}\n{stack}"
         self.left.popleft()
         return self.case
