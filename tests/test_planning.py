@@ -454,7 +454,7 @@ def test_wrong_use_is_refused_before_any_work(file: Path, tmp_path: Path, capsys
         ([file, "--world_size", 0], "at least 1"),
         ([file, "--world_size", 2, "--device_memory", "much"], "write 80GB"),
         ([file, "--world_size", 2, "--device", "h300"], "rtx4090"),
-        ([file, "--world_size", 2, "--device", own], "link must be above 0"),
+        ([file, "--world_size", 2, "--device", own], "link must be from 1 to 1e+24"),
     ):
         code, out, err = _plan(capsys, *argv)
         assert (code, out) == (2, ""), argv

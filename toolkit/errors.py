@@ -26,6 +26,8 @@ _IN_PLACE = re.compile(
     r"[^&\s'\"#]+",
     re.IGNORECASE,
 )
+# What would break a line, move the cursor, or is no character: half of a surrogate pair.
+_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")
 _SECRET_WORDS = {
     *("token", "password", "passwd", "passphrase", "secret", "credential", "credentials"),
     *("apikey", "authorization", "bearer", "auth"),
@@ -77,11 +79,11 @@ class ToolkitError(Exception):
     """A failure with a cause the user can act on; printed as one line, without a traceback.
 
     A value that a message repeats may be a token that was put into the wrong place: it is not
-    repeated.
+    repeated. It may hold line breaks and control characters: they are escaped.
     """
 
     def __str__(self) -> str:
-        return scrub(super().__str__())
+        return scrub(_UNSHOWN.sub(lambda m: repr(m[0])[1:-1], super().__str__()))
 
 
 class ConfigError(ToolkitError):

@@ -18,6 +18,8 @@ MAX_JSON_VALUES = 1_000_000  # a manifest of 1,000 ranks and 100,000 tensors has
 MAX_YAML_BYTES = 2**20
 MAX_YAML_EVENTS = 50_000
 MAX_DEPTH = 100
+# May be half of a surrogate pair, which is no character: \ud800 as an escape, or in bytes.
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 MAX_DIGITS = 100  # of a number in YAML: integers to the base 60 take quadratic time
 
 
@@ -42,6 +44,8 @@ def parse_json(
     hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse}
     try:
         value = json.loads(given, **hooks if strict else {})
+        if _HALF_PAIR.search(given):
+            json.dumps(value, ensure_ascii=False).encode()  # what no file could be written with
         too_deep = _is_deep(value)
     except RecursionError:
         too_deep = True

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from toolkit.config import FinetuneConfig, PretrainConfig, parse
-from toolkit.errors import ConfigError, LaunchError, ToolkitError
+from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
 from toolkit.parsing import read_yaml
 
 SETTINGS: dict[str, type] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
@@ -118,6 +118,9 @@ def _launch(arguments: list[str], signals: Sequence[str]) -> int:
         code = failure.exitcode
     except subprocess.CalledProcessError as error:  # of one
         rank, code = 0, error.returncode
+    except Exception as error:  # of a YAML that it cannot use Accelerate may raise anything
+        what = f"accelerate launch cannot start by {chosen} ({one_line(error)})"
+        raise LaunchError(f"{what}; correct the file, or give another") from error
     if code < 0:
         print(f"toolkit: error: rank {rank} was ended by {signal.Signals(-code).name}", flush=True)
     return code if code >= 0 else 128 - code

@@ -168,6 +168,9 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
         texts = all(isinstance(text, str) for text in hashes)
         if not is_inner_path(name) or type(size) is not int or not texts:
             raise CheckpointError(f"{source} names {name!r}, which is no file of the checkpoint")
+    step = manifest.get("step")
+    if not isinstance(step, int | None):
+        raise CheckpointError(f"{source} is not a manifest of this toolkit: step {step!r:.80}")
     if not all(isinstance(s, list) and isinstance(d, str) for s, d, _ in tensors):
         raise CheckpointError(f"{source} is not a manifest of this toolkit: shapes and dtypes")
     return manifest

@@ -41,8 +41,8 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     # The last evaluation may be of an earlier line than the last loss.
     final = {key: value for line in lines for key, value in line.items()}
     facts = {
-        "base_model": base_model(config.get("model") or {}, run),
-        "data": _data(config.get("data") or {}, finetuned="lora" in config),
+        "base_model": base_model(_mapping(config, "model"), run),
+        "data": _data(_mapping(config, "data"), finetuned="lora" in config),
         "hyperparameters": _settings(config),
         "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
         "versions": versions(),
@@ -88,7 +88,7 @@ def _batch(run: Path, step: int | None) -> dict[str, Any]:
     files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
     before = [f for f in files if step is None or f.parent.name <= step_name(step)]
     state = (read_object(before[-1]) if before else None) or {}
-    position = state.get("data") or {}
+    position = _mapping(state, "data")
     return {"global_batch": position.get("global_batch"), "devices": state.get("world_size")}
 
 
@@ -122,8 +122,14 @@ def _data(data: dict[str, Any], *, finetuned: bool) -> dict[str, Any]:
     return found
 
 
+def _mapping(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a part of a file that anybody may have written; {} where it is no mapping."""
+    found = content.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _names(files: Any) -> list[str]:
-    listed = [files] if isinstance(files, str) else list(files or [])
+    listed = files if isinstance(files, list) else [files] if files else []
     return [_last_part(str(file)) for file in listed]
 
 

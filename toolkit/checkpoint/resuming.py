@@ -27,7 +27,7 @@ from toolkit.checkpoint.state import (
 )
 from toolkit.checkpoint.store import Folder, read_object, where
 from toolkit.config.settings import CheckpointConfig
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import METADATA_FILE, local_tensor, read_metadata
 from toolkit.models.peft_model import model_tensors
 from toolkit.tables import size_text
@@ -156,7 +156,8 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])
         advice = f"Give the model it was trained with ({file}), or another output_dir"
-        raise CheckpointError(f"{checkpoint} is of another architecture: {listed}. {advice}")
+        what = one_line(listed, 600)
+        raise CheckpointError(f"{checkpoint} is of another architecture: {what}. {advice}")
 
 
 def restore(state: TrainState, saved: Folder | None) -> int | None:

@@ -73,7 +73,7 @@ def restore(folder: Folder, rank: int) -> None:
     file = folder / _file_name(rank)
     try:
         saved = load(read_plain(file))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
         missing = isinstance(error, FileNotFoundError)
         fault = "is missing" if missing else f"cannot be read ({error})"
         raise CheckpointError(f"{file} {fault}: the random state of rank {rank}") from error

@@ -17,7 +17,7 @@ from toolkit.adapters.base import adapter_entry
 from toolkit.checkpoint import rng_state
 from toolkit.checkpoint.commit import STATE
 from toolkit.checkpoint.store import Folder, read_object
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import Tensors
 from toolkit.models.peft_model import has_adapters
 
@@ -126,8 +126,9 @@ def state_faults(checkpoint: Folder) -> Iterator[None]:
     """Raise what a state.json of another form leads to as one error that names the file."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{checkpoint / STATE} is no state of a run: {error!r}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = f"is no state of a run: {one_line(error)}"
+        raise CheckpointError(f"{checkpoint / STATE} {what}") from error
 
 
 def piece(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:

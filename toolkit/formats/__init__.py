@@ -21,6 +21,7 @@ from toolkit.formats.digests import (
 )
 from toolkit.formats.hf_folder import (
     INDEX_FILE,
+    MAX_TEMPLATE_BYTES,
     SINGLE_FILE,
     HFAssets,
     asset_files,

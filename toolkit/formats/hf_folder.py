@@ -25,8 +25,10 @@ _AGAIN = "copy or download the file again"
 _CONFIG_BYTES = 4 * 2**20
 _INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 92,000 in 9 MB
 _VOCABULARY_BYTES = 256 * 2**20
+MAX_TEMPLATE_BYTES = 2**18  # of a chat template
+_TEMPLATE = "chat_template.jinja"
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
-_COUNTS = ((re.compile(_DEPTHS), 2_000), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
+_COUNTS = ((re.compile(_DEPTHS), 500), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
 # What an export carries beside the weights, where the source has it.
 _ASSET_FILES = (
@@ -34,7 +36,7 @@ _ASSET_FILES = (
     *("tiktoken.model", "spm.model", "sentencepiece.model", "emoji.json", "dict.txt"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json"),
+    *(_TEMPLATE, "chat_template.json"),
 )
 _BY_RUST = ("tokenizer.json", "vocab.json", "tekken.json", "emoji.json")  # large, and flat
 
@@ -139,6 +141,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = parse_json(read_bounded(file, _CONFIG_BYTES, ModelError), file, ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{file} must hold a JSON object, got {type(config).__name__}; {_AGAIN}")
+    names = config.get("architectures")
+    if not isinstance(names, list | None) or not all(isinstance(n, str) for n in names or ()):
+        raise ModelError(f"{file} has architectures that are no list of names; {_AGAIN}")
+    for key, kind in (("model_type", str), ("auto_map", dict)):
+        if not isinstance(config.get(key), kind | None):
+            found = type(config[key]).__name__
+            raise ModelError(f"{file} has a {key} of type {found}, {kind.__name__} is expected")
     for key, value in nested_items(config):
         count = len(value) if isinstance(value, list | str) else value
         for pattern, most in _COUNTS:
@@ -157,11 +166,13 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a folder whose JSON files transformers could not parse in bounds, before it reads any.
+    """Refuse a folder whose files transformers could not parse in bounds, before it reads any.
     A tokenizer's folder may have no config.json.
     """
     if (folder / "config.json").is_file():
         read_config(folder)
+    if (template := folder / _TEMPLATE).is_file():
+        read_bounded(template, MAX_TEMPLATE_BYTES, ModelError)
     for file in [folder / name for name in _ASSET_FILES if name.endswith(".json")]:
         if file.is_file() and file.name not in _BY_RUST:
             read_json(file, ModelError)

@@ -1,6 +1,7 @@
 """The files of JSON lines of a run (metrics, generations, starts): read, and cut at a step."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,15 @@ from toolkit.errors import CheckpointError
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"  # answers to `train.eval_prompts`, a line each
 STARTS = "starts.jsonl"  # machines, versions and layout of each start
+_MOST = 1e300  # of a number, beyond which no arithmetic with it is
+
+
+def number(line: dict[str, Any], key: str) -> float | int | None:
+    """Return a finite number of a line, else None."""
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < _MOST and math.isfinite(value) else None
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -32,12 +42,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines, none where there is no file; a last line cut off
     by a kill is left out. CheckpointError: another line is no object with a step.
     """
-    texts = file.read_text("utf-8").splitlines() if file.is_file() else []
+    texts = file.read_bytes().splitlines() if file.is_file() else []
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
             line = parsing.parse_json(text, f"{file} line {number}", CheckpointError)
-            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            step = line.get("step") if isinstance(line, dict) else None
+            if type(step) is not int or not 0 <= step < 2**63:
                 raise CheckpointError(f"{file} line {number} is no JSON object with a step")
             lines.append(line)
         except CheckpointError:

@@ -17,6 +17,7 @@ from toolkit.planning.devices import Device
 from toolkit.planning.simulation import PlanningError, Simulation
 
 _WITHIN = 5.0  # of the plan, up or down; beyond, something else was measured
+_MOST = 1e6  # of a factor in the file, up or down
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ def remembered(device: Device, model: str, dtype: str) -> Calibration | None:
     if entry is None:
         return None
     try:
-        return Calibration(float(entry["memory"]), float(entry["time"]), str(entry["source"]))
+        found = Calibration(float(entry["memory"]), float(entry["time"]), str(entry["source"]))
+        if not all(1 / _MOST <= factor <= _MOST for factor in (found.memory, found.time)):
+            raise ValueError(f"factors of {found.memory} and {found.time}")
+        return found
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{cache_file()} is damaged ({error!r}); delete it") from error
 

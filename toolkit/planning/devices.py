@@ -43,6 +43,7 @@ class Device:
 # What matrix products and memory reach of their peaks, as on an H100 (docs/benchmarks/gpu.md: 0.75
 # to 0.80 and 0.90); assumed: the same of links, and the least time of an operation.
 PRODUCTS, MEMORY, LINKS, KERNEL = 0.78, 0.90, 0.75, 5e-6
+_MOST = 1e24  # of any figure in a file
 
 
 def _device(
@@ -134,10 +135,10 @@ def device_of(name: str) -> Device:
     texts = ("name", "source", "kind")
     try:
         numbers = {n: float(v) for n, v in given.items() if n not in texts}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name}: expected numbers: {error}") from error
-    if bad := [n for n, v in numbers.items() if not v > 0]:
-        raise ConfigError(f"{name}: {bad[0]} must be above 0")
+    if bad := [n for n, v in numbers.items() if not 1 <= v <= _MOST]:
+        raise ConfigError(f"{name}: {bad[0]} must be from 1 to {_MOST:g}")
     per_node = int(numbers.pop("per_node", Device.per_node))
     source = str(given.get("source", name))
     kind = str(given.get("kind", Device.kind))

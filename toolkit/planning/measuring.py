@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from toolkit.errors import ConfigError
-from toolkit.formats.metrics_file import STARTS, read_lines, read_metrics
+from toolkit.formats.metrics_file import STARTS, number, read_lines, read_metrics
 from toolkit.planning.calibration import calibration_of, remember
 from toolkit.planning.changes import with_settings
 from toolkit.planning.devices import Device, device_here, device_of, named_as
@@ -113,10 +113,13 @@ def calibrate_by_run(run: Path, cfg: Config, device_name: str | None = None) -> 
     figures of its device. ConfigError: it has logged too little, or was on CPUs.
     """
     starts = read_lines(run / STARTS)
-    lines = [m for m in read_metrics(run) if "memory_peak_bytes" in m and "step_time" in m]
-    if not starts or len(lines) < 3:
+    measured = [(number(m, "memory_peak_bytes"), number(m, "step_time")) for m in read_metrics(run)]
+    found = [(peak, seconds) for peak, seconds in measured if peak and seconds]
+    if not starts or len(found) < 3:
         raise ConfigError(f"--calibrate {run}: expected a run with metrics of at least 3 steps")
-    said, world = starts[-1]["device"], starts[-1]["world_size"]
+    said, world = starts[-1].get("device"), starts[-1].get("world_size")
+    if not isinstance(said, str) or type(world) is not int or world < 1:
+        raise ConfigError(f"{run / STARTS} says of its last start no device and number of ranks")
     if said == "cpu":
         what = "was on CPUs, where metrics hold the memory of the whole process"
         raise ConfigError(f"--calibrate {run} {what}; measure a step here: --calibrate alone")
@@ -126,8 +129,8 @@ def calibrate_by_run(run: Path, cfg: Config, device_name: str | None = None) -> 
     device = device_of(known)
     sim = simulate(cfg, world, device_type=device.kind, device_memory=int(device.memory))
     planned = estimate(sim, cfg, world, device)
-    peak = max(line["memory_peak_bytes"] for line in lines)
-    seconds = statistics.median(line["step_time"] for line in lines[1:])  # the first warms up
+    peak = round(max(peak for peak, _ in found))
+    seconds = statistics.median(seconds for _, seconds in found[1:])  # the first warms up
     factors = calibration_of(sim, peak, seconds, planned.step, str(run))
     remember(device, sim.model, cfg.sharding.param_dtype, factors)
     return device

@@ -1,6 +1,5 @@
 """What a run's folder says of the run; what is missing or odd there becomes a note."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,17 @@ from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.run_folder import CONFIG, plain_config
 from toolkit.checkpoint.store import where
 from toolkit.errors import ReportError
-from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, read_lines, read_metrics
+from toolkit.formats.metrics_file import (
+    METRICS,
+    SAMPLES,
+    STARTS,
+    number,
+    read_lines,
+    read_metrics,
+)
 
 Line = dict[str, Any]
+_STARTED_WITH = {"versions": dict, "hosts": list, "opening": list, "supervision": str}
 
 
 @dataclass(frozen=True)
@@ -78,14 +85,6 @@ def evaluation_key(source: str, measure: str) -> str:
     return "_".join(filter(None, ("eval", source, measure)))
 
 
-def number(line: Line, key: str) -> float | int | None:
-    """Return a finite number of a line, else None."""
-    value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if math.isfinite(value) else None
-
-
 def _read(path: Path, name: str) -> RunRecord:
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
         expected = f"a run's folder, with {CONFIG} or {METRICS}"
@@ -102,18 +101,23 @@ def _read(path: Path, name: str) -> RunRecord:
         path=path,
         config=config,
         lines=lines,
-        starts=starts,
+        starts=[_of_known_types(line) for line in starts],
         samples=read_lines(path / SAMPLES),
         checkpoints=_checkpoints(path, config),
         notes=notes,
     )
 
 
+def _of_known_types(start: Line) -> Line:
+    """Return a line of `starts.jsonl` without what is of another type than it is written with."""
+    return {k: v for k, v in start.items() if isinstance(v, _STARTED_WITH.get(k, object))}
+
+
 def _odd_lines(path: Path, lines: list[Line]) -> list[str]:
     if not lines:
         return [f"no step is logged yet in {METRICS}"]
     notes = []
-    written = len((path / METRICS).read_text("utf-8").splitlines())
+    written = len((path / METRICS).read_bytes().splitlines())
     if written > len(lines):
         notes.append(f"the last line of {METRICS} is cut off and left out")
     keys = dict.fromkeys(key for line in lines for key in line)

@@ -183,6 +183,6 @@ def _value(value: Any, form: str) -> str:
 
 
 def _time(seconds: Any) -> str:
-    if not isinstance(seconds, int | float):
+    if not isinstance(seconds, int | float) or not 0 <= seconds < 2**34:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -121,6 +121,7 @@ def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     turns = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        text.encode()  # what is no Unicode has no tokens
     except Exception as error:  # a template raises whatever it likes
         raise TrainingError(
             f"the chat template refuses the prompt {prompt[:60]!r} as the only turn "

@@ -28,6 +28,7 @@ from toolkit.data.chat.rendering import REFUSED, Habits, Marks, Message, Span, h
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
+from toolkit.formats import MAX_TEMPLATE_BYTES
 
 Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
 TODAY = datetime.datetime(2024, 7, 26, 12)  # that Llama's templates print where they have no date
@@ -291,7 +292,7 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
     named = own if isinstance(own, dict) else {}
     if given is not None:
         text = named.get(given) or (given if "{" in given else _read(given, sorted(named)))
-        return {"default": text}
+        return _bounded({"default": text})
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         what = f"renders conversations by code of its own ({type(tokenizer).__name__})"
         advice = "what is the assistant's cannot be told; give a template with data.chat_template"
@@ -302,7 +303,16 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
             "conversations; set data.chat_template to a Jinja template or a file that holds one, "
             "or give prompts and completions as text"
         )
-    return named or {"default": own}
+    return _bounded(named or {"default": own})
+
+
+def _bounded(templates: dict[str, str]) -> dict[str, str]:
+    """Refuse texts that take Jinja hundreds of megabytes to read; the largest known have 30 KB."""
+    for name, text in templates.items():
+        if len(text) > MAX_TEMPLATE_BYTES:
+            what = f"has {len(text):,} characters, more than the {MAX_TEMPLATE_BYTES:,} expected"
+            raise DataError(f"the chat template {name!r} {what}; give another (data.chat_template)")
+    return templates
 
 
 def _read(name: str, names: list[str]) -> str:

@@ -27,7 +27,7 @@ from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
-from toolkit.data.sources.row_values import BadRow, Row, or_bad
+from toolkit.data.sources.row_values import BadRow, Row, clean, or_bad
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, TokenSpans, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
@@ -160,7 +160,13 @@ class Encoder:
             text = example.prompt + example.completion
             begin = 0 if self.supervise == "all" else len(example.prompt)
             return Rendered(text, [(begin, len(text))])
-        return self._chat.render(example)
+        return or_bad(self._of_chat, example)
+
+    def _of_chat(self, example: Conversation) -> Rendered | BadRow:
+        found = self._chat.render(example)
+        if isinstance(found, Rendered):  # a template may print what no row may hold
+            clean(found.text, "the rendered conversation", nul=True)
+        return found
 
     @cached_property
     def _chat(self) -> Chat:
