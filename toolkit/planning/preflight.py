@@ -84,7 +84,7 @@ def settle(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> Any:
     run keeps what its first start chose. MemoryShortageError: parameters, gradients and optimizer
     state take more than there is, or no candidate fits.
     """
-    memory = min(ranks.gather(memory_for(cfg.sharding, run.device)))
+    memory = ranks.least(memory_for(cfg.sharding, run.device))
     device, parts = figures_of(run.device), least_bytes(cfg, model, run.world_size, run.device.type)
     least = sum(parts.values())
     if least > memory:

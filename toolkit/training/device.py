@@ -8,6 +8,7 @@ import gc
 import os
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -50,11 +51,16 @@ def refuse_shared(device: torch.device) -> None:
     """Refuse two processes on one device; LaunchError. Collective."""
     properties = torch.get_device_module(device).get_device_properties(device)
     mine = socket.gethostname(), str(getattr(properties, "uuid", ranks.rank()))
-    every = ranks.gather(mine)
-    if every.count(mine) > 1:
-        others = " and ".join(str(rank) for rank, one in enumerate(every) if one == mine)
-        what = f"processes {others} were given the same device of {mine[0]}"
-        raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
+    every = ranks.gather_to_main(mine)
+
+    def check() -> None:
+        for one, count in Counter(every).items():
+            if count > 1:
+                others = " and ".join(str(rank) for rank, two in enumerate(every) if two == one)
+                what = f"processes {others} were given the same device of {one[0]}"
+                raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
+
+    ranks.on_main(check)
 
 
 @contextlib.contextmanager
