@@ -243,8 +243,28 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
         _groups.clear()  # of a process group that is gone
         _groups[world] = {}
     if channel not in _groups[world]:
-        _groups[world][channel] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        _groups[world][channel] = group
+        if not _is_fake():
+            _least([0], group)  # connects those who exchange, as long as the launcher lives
     return _groups[world][channel]
+
+
+def shorten_timeouts(timeout: datetime.timedelta) -> str | None:
+    """Let the collectives of all groups but those of this file fail after `timeout`, the groups of
+    a mesh too; return why that is not possible, None where it is done.
+    """
+    own = {id(group) for channels in _groups.values() for group in channels.values()}
+    try:
+        # Private in torch 2.11 to 2.15, and the only way to change it.
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+        groups = [group for group in _world.pg_map if id(group) not in own]
+    except (ImportError, AttributeError) as error:
+        return f"torch {torch.__version__}: {error}"
+    for group in groups:
+        _set_pg_timeout(timeout, group)
+    return None
 
 
 @contextmanager
@@ -287,10 +307,9 @@ def _agree(failure: BaseException | None, number: float = 0) -> int:
     world = world_size()
     first, lowest = _least([world if failure is None else rank(), number])
     if first < world:
-        box = [_told(failure)]
-        if world > 1 and not _is_fake():
-            dist.broadcast_object_list(box, src=int(first), group=_current_group())
-        _raise_on_all(int(first), box[0], failure)  # type: ignore[arg-type]
+        every = gather_to_main(_told(failure))
+        told = broadcast(every[int(first)] if every else None)
+        _raise_on_all(int(first), told, failure)  # type: ignore[arg-type]
     return int(lowest)
 
 
@@ -307,11 +326,11 @@ def _raise_on_all(first: int, told: tuple[type[Exception], str], failure: Any) -
     raise error
 
 
-def _least(numbers: Sequence[float]) -> list[float]:
+def _least(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
     """Return the least of the ranks' numbers, each by itself. See [Note: exchanges]."""
     if world_size() == 1 or _is_fake():
         return list(numbers)
-    group, own = _current_group(), torch.tensor(numbers, dtype=torch.float64)
+    group, own = group or _current_group(), torch.tensor(numbers, dtype=torch.float64)
     every = [torch.empty_like(own) for _ in range(world_size())] if rank() == 0 else None
     dist.gather(own, every, dst=0, group=group)
     if every is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
@@ -28,7 +28,7 @@ from toolkit.checkpoint.state import (
 from toolkit.checkpoint.store import Folder, read_object, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import METADATA_FILE, local_tensor, read_metadata
+from toolkit.formats import METADATA_FILE, chunk_table, local_tensor, read_metadata
 from toolkit.models.peft_model import model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
@@ -170,23 +170,24 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     checkpoint, begun = saved, time.perf_counter()
     tensors = model_tensors(state.model)
 
-    def check() -> tuple[dict[str, Any], Metadata, dict[str, dict[str, Any]]]:
+    # Reading takes the longest of all here: one rank does, and the arrays go to the others.
+    ranks.on_all(lambda: check_same_model(state.model, checkpoint))
+    table = ranks.on_main(lambda: chunk_table(_metadata(checkpoint)))
+
+    def check() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Check that the checkpoint has all that `state` asks for; make room for the moments."""
-        check_same_model(state.model, checkpoint)
-        content, metadata = read_state(checkpoint), _metadata(checkpoint)
-        entries = metadata.state_dict_metadata.items()
-        known = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata)}
-        check_model(tensors, known, checkpoint)
+        content = read_state(checkpoint)
+        check_model(tensors, table.tensors, checkpoint)
         with state_faults(checkpoint):
-            moments = empty_moments(state, known, content, checkpoint)
+            moments = empty_moments(state, table.tensors, content, checkpoint)
         for name in ("scheduler", "data"):
             if getattr(state, name) is not None:
                 piece(content, name, checkpoint)
-        return content, metadata, moments
+        return content, moments
 
-    content, metadata, moments = ranks.on_all(check)
+    content, moments = ranks.on_all(check)
     tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
-    requested = read_tensors(checkpoint / DCP, metadata, tensors)
+    requested = read_tensors(checkpoint / DCP, table, tensors)
 
     def settle() -> None:
         with state_faults(checkpoint):
@@ -206,13 +207,13 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
         "bytes_requested": requested,
         "seconds": time.perf_counter() - begun,
     }
-    every = ranks.gather(state.restored)
-    own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
-    ranks.say(
-        f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(int(read))} to fill "
-        f"{size_text(int(own))} ({read / max(own, 1):.2f} x) in "
-        f"{max(r['seconds'] for r in every):.1f} s"
-    )
+    if every := ranks.gather_to_main(state.restored):
+        own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
+        ranks.say(
+            f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(int(read))} to "
+            f"fill {size_text(int(own))} ({read / max(own, 1):.2f} x) in "
+            f"{max(r['seconds'] for r in every):.1f} s"
+        )
     return state.step
 
 

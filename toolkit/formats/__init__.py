@@ -2,6 +2,7 @@
 
 from toolkit.formats import export_manifest
 from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
+from toolkit.formats.dcp_table import ChunkTable, Known, chunk_table
 from toolkit.formats.dcp_tensors import (
     Chunk,
     blob_hash,

@@ -4,6 +4,7 @@ torch reads these variables when the device is first used, so they are set befor
 """
 
 import contextlib
+import datetime
 import gc
 import os
 import socket
@@ -12,12 +13,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import LaunchError
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50
+# A collective of a step; evaluations and saves are made of them, or wait in `ranks`.
+_STEADY_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 def prepare(*, deterministic: bool) -> None:
@@ -82,9 +86,13 @@ def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[No
 
 def collect_garbage(step: int) -> None:
     """Collect reference cycles after every 50th step only, on all ranks at once: a collection at
-    random holds up the others, and a full one takes a tenth of a second and more.
+    random holds up the others, and a full one takes a tenth of a second and more. After the first
+    step of a run on accelerators the timeout of collectives is shortened, too.
     """
     if gc.isenabled():
+        if torch.accelerator.is_available() and dist.is_initialized():
+            why = ranks.shorten_timeouts(_STEADY_TIMEOUT)
+            ranks.say(f"NOTE: collectives keep their timeout: {why}" if why else None)
         gc.collect()
         gc.freeze()  # modules, model and data: they stay
         gc.disable()
