@@ -8,9 +8,11 @@ only where that is other than in the last save; the metadata that rank 0 made of
 folder is the one that DCP writes, and DCP reads it.
 """
 
+import contextlib
 import math
 import pickle
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,16 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.checkpoint.shards import HashingWriter
-from toolkit.checkpoint.store import disk_error, disk_errors
+from toolkit.checkpoint.store import disk_error
 from toolkit.errors import CheckpointError
-from toolkit.formats import METADATA_FILE, ChunkTable, Known, Tensors, local_tensor
+from toolkit.formats import (
+    METADATA_FILE,
+    ChunkTable,
+    Known,
+    Tensors,
+    collector_paused,
+    local_tensor,
+)
 
 
 @dataclass
@@ -58,12 +67,8 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str) -> None:
     saved = _Saved(world)
 
     def write() -> bytes:
-        try:
+        with _named(failed):
             saved.known, saved.own = _write_own(tensors, writer)
-        except CheckpointError as error:
-            raise CheckpointError(f"{failed}: {error}") from error
-        except Exception as error:
-            raise disk_error(failed, error) from error
         return b"" if saved.own == last.own else saved.own
 
     told = ranks.gather_results_to_main(write)
@@ -71,13 +76,9 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str) -> None:
     def finish() -> None:
         saved.every = [new or old for new, old in zip(told, last.every or told, strict=True)]
         saved.metadata = last.metadata
-        if saved.known != last.known or any(told):
-            table = table_of(saved.known, saved.every)
-            for name in table.tensors:
-                if fault := table.fault(name):
-                    raise CheckpointError(f"{failed}: {name} is not whole: {fault}")
-            saved.metadata = pickle.dumps(table.metadata())
-        with disk_errors(failed):
+        with _named(failed):
+            if saved.known != last.known or any(told):
+                saved.metadata = metadata_of(saved.known, saved.every)
             Path(writer.path, METADATA_FILE).write_bytes(saved.metadata)
 
     ranks.on_main(finish)
@@ -114,6 +115,18 @@ def written_here(tensors: Tensors) -> set[str]:
     return found
 
 
+def metadata_of(known: Known, every: list[bytes]) -> bytes:
+    """Return the content of `.metadata` of the tensors `known`, where each rank says what it wrote:
+    30 microseconds a blob. CheckpointError: a tensor is not there, or is twice.
+    """
+    table = table_of(known, every)
+    for name in table.tensors:
+        if fault := table.fault(name):
+            raise CheckpointError(f"{name} is not whole: {fault}")
+    with collector_paused():
+        return pickle.dumps(table.metadata())
+
+
 def table_of(known: Known, every: list[bytes]) -> ChunkTable:
     """Return what all ranks wrote, of what `_summary` says of each."""
     dims = max((len(entry.size) for entry in known.values()), default=0)
@@ -136,6 +149,17 @@ def table_of(known: Known, every: list[bytes]) -> ChunkTable:
         {name: part[:, 1:4] for name, part in of.items()},
         files,
     )
+
+
+@contextlib.contextmanager
+def _named(failed: str) -> Iterator[None]:
+    """Raise what happens as a CheckpointError that begins with `failed`."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{failed}: {error}") from error
+    except Exception as error:  # torch gives the disk's errors other classes
+        raise disk_error(failed, error) from error
 
 
 def _write_own(tensors: Tensors, writer: HashingWriter) -> tuple[Known, bytes]:
