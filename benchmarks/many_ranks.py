@@ -133,7 +133,8 @@ def record(file: Path, flags: list[str]) -> None:
     def note(received: list[Any]) -> None:
         if os.environ["RANK"] == "0":
             size = sum(map(_size, received))
-            objects = sum(not isinstance(one, torch.Tensor) for one in received)
+            # A tensor of bytes is a pickle.
+            objects = sum(getattr(one, "dtype", torch.uint8) == torch.uint8 for one in received)
             with lock, open(file, "a") as f:
                 f.write(json.dumps([_phase(), size, objects]) + "\n")
 
