@@ -157,7 +157,7 @@ def _named(failed: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{failed}: {error}") from error
+        raise type(error)(f"{failed}: {error}") from error
     except Exception as error:  # torch gives the disk's errors other classes
         raise disk_error(failed, error) from error
 
