@@ -152,7 +152,10 @@ def record(file: Path, flags: list[str]) -> None:
 
     file.unlink(missing_ok=True)
     # What rank 0 gets of the others; of broadcasts nothing, and they are exchanges all the same.
-    wrapped("all_gather_object", lambda every, *_, **__: every[1:])
+    wrapped(
+        "all_gather_object",
+        lambda every=None, *_, object_list=None, **__: (every or object_list)[1:],
+    )
     wrapped("gather_object", lambda **given: (given["object_gather_list"] or [0])[1:])
     wrapped("gather", lambda one, every=None, *_, **__: (every or [0])[1:])
     wrapped("broadcast_object_list", lambda *_, **__: [])

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toolkit import ranks
 from toolkit.checkpoint import shard_plan
 from toolkit.checkpoint.shards import HashingWriter, read_tensors
+from toolkit.checkpoint.store import files_below
 from toolkit.errors import CheckpointError
 from toolkit.formats import chunk_table, coverage_fault, read_metadata
 
@@ -255,3 +256,15 @@ def resumed(rank: int, world: int, root: str) -> int:
     assert resuming.restore(run, Path(saved)) == 1
     assert torch.equal(model.weight, weight)
     return calls[0]
+
+
+def test_some_files_are_looked_at_as_all_of_them_are(tmp_path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a", "in/b"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "folder").symlink_to(tmp_path / "in")
+    names = ["a", "in/b", "link", "folder/b", "gone", "in/gone"]
+    every = files_below(tmp_path)
+    assert every == {"a": 1, "in/b": 4, "link": -1, "folder": -1}
+    assert files_below(tmp_path, names) == {n: every[n] for n in names if n in every}

@@ -123,14 +123,16 @@ def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
     """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
     begun = time.perf_counter()
 
-    def look() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    def look() -> tuple[commit.Files, list[tuple[str, str]]]:
         files = commit.read_manifest(checkpoint)["files"]
-        sizes = {name: entry["size"] for name, entry in files.items()}
-        return sizes, commit.damaged_files(checkpoint, hashed=(), files=files)
+        told = {n: {key: entry[key] for key in ("size", "sha256")} for n, entry in files.items()}
+        return told, commit.damaged_files(checkpoint, hashed=(), files=files)
 
-    sizes, damage = ranks.on_main(look)
+    # The others neither read the manifest nor list the folder.
+    files, damage = ranks.on_main(look)
+    sizes = {name: entry["size"] for name, entry in files.items()}
     mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
-    found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine))
+    found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine, files=files))
     damage = list(dict.fromkeys(itertools.chain(damage, *found)))
     ranks.say(
         f"{'read' if damage else 'verified'} {checkpoint.name}: {size_text(sum(sizes.values()))} "
