@@ -354,8 +354,8 @@ def report(counted: dict[str, dict[str, list[float]]], rows: list[Any]) -> str:
         blob = before["seconds"] / world / len(shapes())
         text += (
             f"\ntorch's planning takes {blob * 1e6:.0f} microseconds a blob on {world} ranks; on "
-            "more it was not run. `to others`: torch's way in all at each save, the toolkit's to each "
-            "at a resume.\n"
+            "more it was not run. `to others`: torch's way in all at each save, the toolkit's to "
+            "each at a resume.\n"
         )
     return text + f"\n{describe('many_ranks.py', 'torch')}\n"
 
