@@ -26,7 +26,6 @@ DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
 def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
     folder = RunFolder(cfg)
-    mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.lora.r else None)
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
@@ -35,6 +34,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     base = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(base, cfg.model)
     cfg = planning.settle(cfg, base, run, folder)  # `auto` is decided
+    mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)

@@ -25,7 +25,6 @@ DEMO = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
     folder = RunFolder(cfg)
-    mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     hub.check(cfg.hub, run.say)
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
     models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
@@ -33,6 +32,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(model, cfg.model)
     cfg = planning.settle(cfg, model, run, folder)  # `auto` is decided
+    mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
     folder.hold(model, data.max_steps)

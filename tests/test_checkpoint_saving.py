@@ -30,7 +30,7 @@ from toolkit.checkpoint import commit, disk, resuming, rng_state, shards
 from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-from toolkit.formats import digests, read_metadata
+from toolkit.formats import chunk_table, digests, read_metadata
 from toolkit.tables import size_text
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
@@ -187,7 +187,7 @@ def write_columns(rank: int, world: int, folder: str) -> dict[str, int]:
     wanted = {
         n: distribute_tensor(torch.zeros_like(v), mesh, [Shard(0)]) for n, v in values.items()
     }
-    found = shards.read_tensors(Path(folder), metadata, wanted)
+    found = shards.read_tensors(Path(folder), chunk_table(metadata), wanted)
     for name, value in values.items():
         assert torch.equal(wanted[name].full_tensor(), value), name
     digest = digests.part_digests(saved, digests.whole_rows(saved))

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from toolkit.checkpoint.shards import read_tensors
 from toolkit.errors import CheckpointError
-from toolkit.formats import coverage_fault, read_metadata, tensor_chunks
+from toolkit.formats import chunk_table, coverage_fault, read_metadata, tensor_chunks
 from toolkit.formats.dcp_tensors import read_chunk
 
 TENSORS = {
@@ -86,7 +86,7 @@ def test_unusual_blobs_are_left_to_torch(folder: Path) -> None:
 
 def test_a_resume_reads_the_tensors(folder: Path) -> None:
     found = {f"model.{k}": torch.zeros_like(v) for k, v in TENSORS.items()}
-    assert read_tensors(folder, read_metadata(folder), found) > 0
+    assert read_tensors(folder, chunk_table(read_metadata(folder)), found) > 0
     assert all(torch.equal(found[f"model.{k}"], v) for k, v in TENSORS.items())
 
 
@@ -119,7 +119,7 @@ def test_code_in_a_byte_entry_never_runs(tmp_path: Path) -> None:
     dcp.save({"extra": Canary(canary)}, checkpoint_id=tmp_path / "dcp")
     metadata = read_metadata(tmp_path / "dcp")
     with pytest.raises(CheckpointError, match="extra is no tensor"):
-        read_tensors(tmp_path / "dcp", metadata, {"extra": torch.zeros(1)})
+        read_tensors(tmp_path / "dcp", chunk_table(metadata), {"extra": torch.zeros(1)})
     assert not canary.exists()
 
 

@@ -4,21 +4,29 @@ A rank that raises alone leaves the others waiting in a collective until a timeo
 can fail on one rank only (reading files, checking data) goes through the functions here.
 
 Without an initialised process group every function is the plain call.
+
+[Note: exchanges] Ranks agree through rank 0: it gathers numbers and broadcasts the verdict (W small
+messages to one rank, then log2 W hops), where a ring would take 2 W hops, and an all-gather of
+objects moves W * W of them. Where nothing is wrong an exchange takes some bytes a rank and no
+object; what failed is told only when something did.
 """
 
 import datetime
 import functools
 import hashlib
+import json
+import pickle
 import re
 import shutil
 import socket
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TextIO, TypeVar
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -26,12 +34,14 @@ from toolkit.errors import ToolkitError
 
 T = TypeVar("T")
 P = ParamSpec("P")
+N = TypeVar("N", int, float)
 
 _Told = tuple[type[Exception], str] | None  # what other ranks learn of one's failure
 _PATIENCE = datetime.timedelta(days=1)
 # What gloo says where the other side of a connection ended; its errors have no class of their own.
 _LOST = re.compile(r"gloo.*([Cc]onnection|closed by peer|Broken pipe|reset by peer)", re.DOTALL)
 _groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
+_nodes: dict[Any, list[int]] = {}
 _channel = threading.local()
 
 
@@ -45,10 +55,26 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def nodes() -> list[int]:
+    """Return the number of each rank's machine, from 0, in rank order. Collective at its first use,
+    which therefore no thread beside the main one may be: `launch.start` makes it.
+    """
+    if world_size() == 1 or _is_fake():
+        return [0] * world_size()
+    world = dist.group.WORLD
+    if world not in _nodes:
+        names = gather_to_main(socket.gethostname())
+        numbers: dict[str, int] = {}
+        found = broadcast([numbers.setdefault(name, len(numbers)) for name in names])
+        _nodes.clear()  # of a process group that is gone
+        _nodes[world] = found
+    return _nodes[world]
+
+
 def ranks_here() -> int:
-    """Return how many processes of the run are on this machine. Collective."""
-    names = gather(socket.gethostname())
-    return names.count(names[rank()])
+    """Return how many processes of the run are on this machine. Collective as `nodes` is."""
+    machines = nodes()
+    return machines.count(machines[rank()])
 
 
 def say(*lines: str | None) -> None:
@@ -101,23 +127,53 @@ def broadcast(value: T) -> T:
     return box[0]
 
 
+def least(number: N) -> N:
+    """Return the smallest of the ranks' numbers (exact up to 2**53). Collective, 8 bytes a rank."""
+    return type(number)(_least([number])[0])
+
+
+def any_of(flags: Sequence[bool]) -> list[bool]:
+    """Return for each of the flags whether it is set on any rank; all have as many. Collective, 8
+    bytes a rank and flag.
+    """
+    return [not number for number in _least([not flag for flag in flags])]
+
+
+def same(value: object) -> bool:
+    """Return whether all ranks have the same `value`, by its JSON. Collective, 16 bytes a rank."""
+    text = json.dumps(value, sort_keys=True, default=repr)
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+    lowest, highest = _least([number, -number])
+    return lowest == -highest
+
+
 def gather(value: T) -> list[T]:
-    """Return the `value` of every rank, in rank order, on every rank. Collective."""
+    """Return the `value` of every rank, in rank order, on every rank. Collective; rank 0 sends W
+    pickled objects to each of W ranks: take `gather_to_main`, `least` or `any_of` where they do.
+    """
     if world_size() == 1 or _is_fake():
         return [value] * world_size()
-    values: list = [None] * world_size()
-    dist.all_gather_object(values, value, group=_current_group())
-    return values
+    return broadcast(gather_to_main(value))
+
+
+def gather_to_main(value: T) -> list[T]:
+    """Return the `value` of every rank, in rank order, on rank 0; nothing elsewhere. Collective;
+    pickles, and rank 0 has room for W times the largest.
+    """
+    if world_size() == 1 or _is_fake():
+        return [value] * world_size()
+    content = pickle.dumps(value)
+    return _to_main(content, -int(_least([-len(content)])[0]))
 
 
 def on_all(fn: Callable[[], T]) -> T:
     """Run `fn` on every rank; when it fails on any of them, raise on all of them.
 
     The rank that failed raises its own exception. The others raise a `ToolkitError` of the same
-    class where it was one, with the first failing rank's message. Collective, one small exchange.
+    class where it was one, with the first failing rank's message. Collective, 8 bytes a rank.
     """
     result, failure = _outcome(fn)
-    _raise_on_all(gather(_told(failure)), failure)
+    _agree(failure)
     return result  # type: ignore[return-value]
 
 
@@ -133,12 +189,24 @@ def collective(fn: Callable[P, T]) -> Callable[P, T]:
 
 def gather_results(fn: Callable[[], T]) -> list[T]:
     """Run `fn` on every rank; return all results, in rank order, or raise as `on_all` does.
-    Collective, one exchange, which pickles the results.
+    Collective; see `gather`.
+    """
+    results = gather_results_to_main(fn)
+    return results if world_size() == 1 or _is_fake() else broadcast(results)
+
+
+def gather_results_to_main(fn: Callable[[], T]) -> list[T]:
+    """Run `fn` on every rank; return all results, in rank order, on rank 0 and nothing elsewhere,
+    or raise as `on_all` does. Collective; see `gather_to_main`.
     """
     result, failure = _outcome(fn)
-    outcomes = gather((_told(failure), result))
-    _raise_on_all([told for told, _ in outcomes], failure)
-    return [one for _, one in outcomes]  # type: ignore[misc]
+    if world_size() == 1 or _is_fake():
+        _agree(failure)
+        return [result] * world_size()  # type: ignore[list-item]
+    content, unfit = _outcome(lambda: pickle.dumps(result))
+    failure = failure or unfit
+    most = _agree(failure, -len(content or b""))
+    return _to_main(content, -most)  # type: ignore[arg-type]
 
 
 def on_main(fn: Callable[[], T]) -> T:
@@ -147,16 +215,23 @@ def on_main(fn: Callable[[], T]) -> T:
     """
     result, failure = _outcome(fn) if rank() == 0 else (None, None)
     told, result = broadcast((_told(failure), result))
-    _raise_on_all([told], failure)
+    if told is not None:
+        _raise_on_all(0, told, failure)
     return result  # type: ignore[return-value]
 
 
 def main_first(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0, then on the others: rank 0 fills a cache that the others read."""
-    result = on_all(fn if rank() == 0 else lambda: None)
-    if world_size() == 1:
-        return result  # type: ignore[return-value]
-    return on_all((lambda: result) if rank() == 0 else fn)  # type: ignore[return-value]
+    """Run `fn` on rank 0, then on the first rank of every other machine, then on the others: each
+    fills a cache that those after it read, on storage that all share or on the machine's own.
+    """
+    machines, result = nodes(), None
+    turns = [
+        0 if r == 0 else 1 if machines.index(machines[r]) == r else 2 for r in range(world_size())
+    ]
+    for turn in sorted(set(turns)):
+        mine = turns[rank()] == turn
+        result = on_all(fn if mine else lambda result=result: result)  # type: ignore[misc]
+    return result  # type: ignore[return-value]
 
 
 def lost_another(error: BaseException) -> bool:
@@ -177,8 +252,28 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
         _groups.clear()  # of a process group that is gone
         _groups[world] = {}
     if channel not in _groups[world]:
-        _groups[world][channel] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        _groups[world][channel] = group
+        if not _is_fake():
+            _least([0], group)  # connects those who exchange, as long as the launcher lives
     return _groups[world][channel]
+
+
+def shorten_timeouts(timeout: datetime.timedelta) -> str | None:
+    """Let the collectives of all groups but those of this file fail after `timeout`, the groups of
+    a mesh too; return why that is not possible, None where it is done.
+    """
+    own = {id(group) for channels in _groups.values() for group in channels.values()}
+    try:
+        # Private in torch 2.11 to 2.15, and the only way to change it.
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+        groups = [group for group in _world.pg_map if id(group) not in own]
+    except (ImportError, AttributeError) as error:
+        return f"torch {torch.__version__}: {error}"
+    for group in groups:
+        _set_pg_timeout(timeout, group)
+    return None
 
 
 @contextmanager
@@ -216,17 +311,47 @@ def _told(failure: BaseException | None) -> _Told:
     return None if failure is None else (ToolkitError, f"{type(failure).__name__}: {failure}")
 
 
-def _raise_on_all(told: list[_Told], failure: BaseException | None) -> None:
-    """Raise where any of the ranks that `told` is of failed; `failure` is this rank's own."""
-    failed = [i for i, what in enumerate(told) if what is not None]
-    if not failed:
-        return
+def _agree(failure: BaseException | None, number: float = 0) -> int:
+    """Raise on all ranks where any failed, `failure` on this one; return the least `number`."""
+    world = world_size()
+    first, lowest = _least([world if failure is None else rank(), number])
+    if first < world:
+        every = gather_to_main(_told(failure))
+        told = broadcast(every[int(first)] if every else None)
+        _raise_on_all(int(first), told, failure)  # type: ignore[arg-type]
+    return int(lowest)
+
+
+def _raise_on_all(first: int, told: tuple[type[Exception], str], failure: Any) -> None:
+    """Raise what befell the rank `first`; `failure` is this rank's own, None where it has none."""
     error = failure
     if error is None:
-        kind, text = told[failed[0]]  # type: ignore[misc]
-        error = kind(f"{text} (on rank {failed[0]})")
+        kind, text = told
+        error = kind(f"{text} (on rank {first})")
     # The first that failed prints it, whichever exchange outside of this one sees it fail again.
-    if rank() != failed[0] and not getattr(error, "agreed", False):
-        error.already_reported = True  # type: ignore[union-attr]
-    error.agreed = True  # type: ignore[union-attr]
+    if rank() != first and not getattr(error, "agreed", False):
+        error.already_reported = True
+    error.agreed = True
     raise error
+
+
+def _least(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the least of the ranks' numbers, each by itself. See [Note: exchanges]."""
+    if world_size() == 1 or _is_fake():
+        return list(numbers)
+    group, own = group or _current_group(), torch.tensor(numbers, dtype=torch.float64)
+    every = [torch.empty_like(own) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(own, every, dst=0, group=group)
+    if every is not None:
+        own = torch.stack(every).amin(0)
+    dist.broadcast(own, src=0, group=group)
+    return own.tolist()
+
+
+def _to_main(content: bytes, most: int) -> list[Any]:
+    """Return on rank 0 what every rank's pickled `content` of at most `most` bytes is of."""
+    own = torch.zeros(most, dtype=torch.uint8)
+    own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    every = [torch.empty_like(own) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(own, every, dst=0, group=_current_group())
+    return [pickle.loads(one.numpy().data) for one in every or ()]

@@ -105,8 +105,8 @@ def idle_adapters(model: nn.Module) -> list[str]:
     own = [peft_model.layer_parameters(layer) for layer in layers.values()]
     # Of each pair of factors the one that begins at zero.
     zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in own]
-    moved = ranks.gather([p is not None and bool(local_tensor(p).any()) for p in zero])
-    idle = [n for n, *on_ranks in zip(layers, *moved, strict=True) if not any(on_ranks)]
+    moved = ranks.any_of([p is not None and bool(local_tensor(p).any()) for p in zero])
+    idle = [n for n, adds in zip(layers, moved, strict=True) if not adds]
     if len(idle) == len(layers):
         return []
     return [n.removesuffix(".weight") for n in idle if n not in experts]

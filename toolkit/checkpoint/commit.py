@@ -189,8 +189,9 @@ def damaged_files(
     reads those in `hashed`, else all. `files` are the manifest's where they are known already.
     """
     files = read_manifest(folder)["files"] if files is None else files
-    sizes = store.files_below(folder)
-    names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else list(only)
+    only = None if only is None else list(only)
+    sizes = store.files_below(folder, only)
+    names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else only
 
     def fault(name: str) -> str | None:
         if name not in files:

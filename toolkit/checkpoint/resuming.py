@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
@@ -28,7 +28,7 @@ from toolkit.checkpoint.state import (
 from toolkit.checkpoint.store import Folder, read_object, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats import METADATA_FILE, local_tensor, read_metadata
+from toolkit.formats import METADATA_FILE, chunk_table, local_tensor, read_metadata
 from toolkit.models.peft_model import model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
@@ -123,14 +123,16 @@ def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
     """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
     begun = time.perf_counter()
 
-    def look() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    def look() -> tuple[commit.Files, list[tuple[str, str]]]:
         files = commit.read_manifest(checkpoint)["files"]
-        sizes = {name: entry["size"] for name, entry in files.items()}
-        return sizes, commit.damaged_files(checkpoint, hashed=(), files=files)
+        told = {n: {key: entry[key] for key in ("size", "sha256")} for n, entry in files.items()}
+        return told, commit.damaged_files(checkpoint, hashed=(), files=files)
 
-    sizes, damage = ranks.on_main(look)
+    # The others neither read the manifest nor list the folder.
+    files, damage = ranks.on_main(look)
+    sizes = {name: entry["size"] for name, entry in files.items()}
     mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
-    found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine))
+    found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine, files=files))
     damage = list(dict.fromkeys(itertools.chain(damage, *found)))
     ranks.say(
         f"{'read' if damage else 'verified'} {checkpoint.name}: {size_text(sum(sizes.values()))} "
@@ -171,23 +173,24 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     checkpoint, begun = saved, time.perf_counter()
     tensors = model_tensors(state.model)
 
-    def check() -> tuple[dict[str, Any], Metadata, dict[str, dict[str, Any]]]:
+    # Reading takes the longest of all here: one rank does, and the arrays go to the others.
+    ranks.on_all(lambda: check_same_model(state.model, checkpoint))
+    table = ranks.on_main(lambda: chunk_table(_metadata(checkpoint)))
+
+    def check() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Check that the checkpoint has all that `state` asks for; make room for the moments."""
-        check_same_model(state.model, checkpoint)
-        content, metadata = read_state(checkpoint), _metadata(checkpoint)
-        entries = metadata.state_dict_metadata.items()
-        known = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata)}
-        check_model(tensors, known, checkpoint)
+        content = read_state(checkpoint)
+        check_model(tensors, table.tensors, checkpoint)
         with state_faults(checkpoint):
-            moments = empty_moments(state, known, content, checkpoint)
+            moments = empty_moments(state, table.tensors, content, checkpoint)
         for name in ("scheduler", "data"):
             if getattr(state, name) is not None:
                 piece(content, name, checkpoint)
-        return content, metadata, moments
+        return content, moments
 
-    content, metadata, moments = ranks.on_all(check)
+    content, moments = ranks.on_all(check)
     tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
-    requested = read_tensors(checkpoint / DCP, metadata, tensors)
+    requested = read_tensors(checkpoint / DCP, table, tensors)
 
     def settle() -> None:
         with state_faults(checkpoint):
@@ -207,13 +210,13 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
         "bytes_requested": requested,
         "seconds": time.perf_counter() - begun,
     }
-    every = ranks.gather(state.restored)
-    own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
-    ranks.say(
-        f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(int(read))} to fill "
-        f"{size_text(int(own))} ({read / max(own, 1):.2f} x) in "
-        f"{max(r['seconds'] for r in every):.1f} s"
-    )
+    if every := ranks.gather_to_main(state.restored):
+        own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
+        ranks.say(
+            f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(int(read))} to "
+            f"fill {size_text(int(own))} ({read / max(own, 1):.2f} x) in "
+            f"{max(r['seconds'] for r in every):.1f} s"
+        )
     return state.step
 
 

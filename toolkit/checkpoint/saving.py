@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
 from toolkit.checkpoint import commit, retention, rng_state
 from toolkit.checkpoint.commit import Files
-from toolkit.checkpoint.shards import HashingWriter, first_failure
+from toolkit.checkpoint.shard_plan import write_shards
+from toolkit.checkpoint.shards import HashingWriter
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
-from toolkit.checkpoint.store import Folder, Place, disk_error, disk_errors, files_below, where
+from toolkit.checkpoint.store import Folder, Place, disk_errors, files_below, where
 from toolkit.config.settings import CheckpointConfig
-from toolkit.errors import CheckpointError
 from toolkit.models.peft_model import model_tensors
 from toolkit.training import background
 
@@ -51,6 +49,7 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
     background.wait()
     begun = time.perf_counter()
     ranks.object_group(CHANNEL)  # every rank is here now, and not when it is needed
+    ranks.nodes()
     run = ranks.on_all(lambda: where(run_dir))
     snapshot = _Snapshot(state, run, cfg)
     if not cfg.async_save:
@@ -114,31 +113,16 @@ class _Snapshot:
 
     def write(self) -> str:
         """Write everything, while the digests are made; commit; prune. Collective."""
-        group, shards = ranks.object_group(CHANNEL), self.store / DCP if self.store else None
+        shards = self.store / DCP if self.store else None
         writer = HashingWriter(self.folder / DCP, shards, ranks_here=ranks.ranks_here())
         try:
             with ThreadPoolExecutor(1, "digests") as pool:
                 digests = pool.submit(formats.part_digests, self.model, self.gathered)
-                with disk_errors(self.failed):
-                    dcp.save(
-                        self.tensors,
-                        storage_writer=writer,
-                        process_group=group,
-                        no_dist=group is None,
-                    )
-                parts = ranks.gather_results(
+                write_shards(self.tensors, writer, self.failed)
+                parts = ranks.gather_results_to_main(
                     lambda: (self._write_rest(writer.files), digests.result())
                 )
             path = ranks.on_main(lambda: str(self._commit(parts)))
-        except CheckpointException as error:
-            rank, cause = first_failure(error)
-            if isinstance(cause, CheckpointError):
-                named = CheckpointError(f"{self.failed}: {cause}")
-            else:
-                named = disk_error(self.failed, cause)
-            # Every rank has it; the first that failed prints it.
-            named.already_reported = ranks.rank() != rank  # type: ignore[attr-defined]
-            raise named from error
         finally:
             self.remove()  # still under its temporary name: it failed
         ranks.on_main(lambda: retention.prune(self.run, self.cfg))

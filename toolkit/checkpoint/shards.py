@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +23,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place, write_behind
 from toolkit.errors import CheckpointError
-from toolkit.formats import blob_hash, check_blob, coverage_fault
+from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
 
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
@@ -54,7 +56,7 @@ class HashingWriter(FileSystemWriter):
         return self.path if self._files.shards is None else str(self._files.shards)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write this rank's items; called by `dcp.save`."""
+        """Write this rank's items; what `dcp.save` calls."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         most = min(_FILES, (cores or 1) // self.ranks_here)
         count = max(1, min(most, sum(map(_size, plan.items)) // _WORTH_A_FILE))
@@ -163,33 +165,46 @@ class HashingStream:
         return self.size
 
 
-def read_tensors(folder: Folder, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> int:
+def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Tensor]) -> int:
     """Fill this rank's parts of `tensors` in place from a DCP folder; return the bytes asked for.
 
-    Collective. Each name must be in `metadata` with the tensor's shape and dtype. torch reads the
+    Collective. Each name must be in `table` with the tensor's shape and dtype. torch reads the
     whole blob of every chunk that a rank shares: up to twice its own bytes on twice the ranks.
     CheckpointError: on every rank: chunks do not cover a tensor once, or a blob is damaged.
     """
 
     def check_whole() -> None:
         for name in tensors:
-            if fault := coverage_fault(metadata, name):
+            if name not in table.tensors:
+                raise CheckpointError(f"{name} is no tensor of {folder}")
+            if fault := table.fault(name):
                 raise CheckpointError(f"{folder}: {name} is not whole: {fault}")
 
-    ranks.on_all(check_whole)
-    reader, group = ShardReader(folder, metadata), ranks.object_group()
-    try:
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        text = " ".join(str(first_failure(error)[1]).split())
-        raise CheckpointError(f"{folder} cannot be read: {text}") from error
+    ranks.on_main(check_whole)
+    own = {n: t for n, t in tensors.items() if local_tensor(t).numel()}
+    reader = ShardReader(folder, table.part({n: _box(t) for n, t in own.items()}))
+
+    def read() -> None:
+        # Nothing is planned together: each rank knows its own part.
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(own, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            ((failure, _),) = error.failures.values()
+            text = " ".join(str(failure).split())
+            raise CheckpointError(f"{folder} cannot be read: {text}") from error
+
+    ranks.on_all(read)
     return reader.requested
 
 
-def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the first rank that failed in a call of DCP, and what it failed with."""
-    rank, failure = next(iter(error.failures.items()), (0, error))
-    return rank, failure[0] if isinstance(failure, tuple) else failure
+def _box(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return offsets and sizes of the part of `tensor` that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.ndim, list(tensor.shape)
+    slices = local_slices(tensor)
+    return [s.start for s in slices], [s.stop - s.start for s in slices]
 
 
 def _done(value: Any) -> "Future[Any]":

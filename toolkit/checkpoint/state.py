@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from toolkit import ranks
@@ -18,10 +17,9 @@ from toolkit.checkpoint import rng_state
 from toolkit.checkpoint.commit import STATE
 from toolkit.checkpoint.store import Folder, read_object
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats import Tensors
+from toolkit.formats import Known, Tensors
 from toolkit.models.peft_model import has_adapters
 
-Known = dict[str, TensorStorageMetadata]  # name -> what a checkpoint says of its tensor
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("step", "tokens", "world_size"), int),
     **dict.fromkeys(("optimizer", "scheduler", "data", "extra"), dict),

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -124,11 +124,19 @@ def where(path: str | Folder) -> Folder:
     return Place(url, str(stripped).rstrip("/"), fs)
 
 
-def files_below(folder: Folder) -> dict[str, int]:
-    """Return relative name -> size of all files below `folder`; -1 of what is none, or a link."""
+def files_below(folder: Folder, only: Collection[str] | None = None) -> dict[str, int]:
+    """Return relative name -> size of all files below `folder`, or of those in `only` that are
+    there; -1 of what is none, or a link.
+    """
     if isinstance(folder, Place):
         return folder.files()
-    entries = {str(p.relative_to(folder)): p.lstat() for p in folder.rglob("*")}
+    if only is None:
+        entries = {str(p.relative_to(folder)): p.lstat() for p in folder.rglob("*")}
+    else:
+        above = {parent for name in only for parent in Path(name).parents}
+        links = {parent for parent in above - {Path()} if (folder / parent).is_symlink()}
+        inside = (n for n in only if links.isdisjoint(Path(n).parents))
+        entries = {n: (folder / n).lstat() for n in inside if os.path.lexists(folder / n)}
     return {
         name: entry.st_size if stat.S_ISREG(entry.st_mode) else -1
         for name, entry in entries.items()

@@ -102,7 +102,9 @@ class ShardingConfig:
     -1: as many as dp_shard leaves."""
     dp_shard: AllOrCount = -1
     """Number of ranks that share one copy of the model; -1: all that dp_replicate leaves. 1 is
-    plain data parallelism, for models that fit on one device."""
+    plain data parallelism, for models that fit on one device. Where both are -1 and the run is on
+    GPUs of several machines, each machine has a copy if what a rank then holds (parameters,
+    gradients, optimizer state) takes at most 40 % of its memory."""
 
     # ---- Units: what is gathered, and freed, together
     layer_classes: list[str] = field(default_factory=list)

@@ -177,7 +177,8 @@ def choose_packing(
 def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(ranks.world_size()))
-    states = ranks.gather(data.position.state_dict())
+    state = data.position.state_dict()
+    states = [state] if ranks.same(state) else ranks.gather(state)
     ours = states[0]
     for rank, theirs in enumerate(states):
         if theirs != ours:

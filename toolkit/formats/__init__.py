@@ -1,7 +1,8 @@
 """Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests."""
 
 from toolkit.formats import export_manifest
-from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
+from toolkit.formats.dcp_metadata import METADATA_FILE, collector_paused, read_metadata
+from toolkit.formats.dcp_table import ChunkTable, Known, chunk_table
 from toolkit.formats.dcp_tensors import (
     Chunk,
     blob_hash,

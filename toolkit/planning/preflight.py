@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,6 +43,8 @@ P = ParamSpec("P")
 
 _LISTED = 3  # changes
 _PATIENCE = 60.0  # seconds that changes are planned for
+# Of a device's memory, for parameters, gradients and optimizer state: activations take the rest.
+_HELD_SHARE = 0.4
 # Bytes of state for each of a trained parameter, at least.
 _STATE = {"adamw_torch_fused": 2.0, "adamw_8bit": 0.5, "muon": 1.0, "adafactor": 0.0}
 # Function that a failure came through, the outermost first -> what the run was doing.
@@ -85,12 +87,14 @@ def settle(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> Any:
     run keeps what its first start chose. MemoryShortageError: parameters, gradients and optimizer
     state take more than there is, or no candidate fits.
     """
-    memory = min(ranks.gather(memory_for(cfg.sharding, run.device)))
+    ranks.on_all(lambda: mesh_shape(run.world_size, cfg.sharding))
+    memory = ranks.least(memory_for(cfg.sharding, run.device))
     device, parts = figures_of(run.device), least_bytes(cfg, model, run.world_size, run.device.type)
     least = sum(parts.values())
     if least > memory:
         ranks.on_main(lambda: _refuse(cfg, run.world_size, device, memory, parts))
     asked, cfg = cfg, automatic.as_before(cfg, folder.before, run.world_size)
+    cfg = shard_within_machines(cfg, model, run, memory)
     if automatic.chosen_names(cfg):
         cfg = choose_candidate(cfg, run, device, memory)
     elif run.device.type != "cpu" or least > memory / 2:
@@ -98,9 +102,38 @@ def settle(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> Any:
     cfg = ranks.on_all(lambda: automatic.accumulated(cfg, run.world_size))
     if asked != cfg and automatic.chosen_names(asked):
         run.say(f"auto       {automatic.in_words(asked, cfg)}")
-    folder.use(cfg)
+    # The mesh belongs to the machines of this start, not to the run.
+    mesh = {name: getattr(asked.sharding, name) for name in ("dp_replicate", "dp_shard")}
+    folder.use(replace(cfg, sharding=replace(cfg.sharding, **mesh)))
     run.at_end.enter_context(_told_if_out_of_memory(cfg, run, device, memory))
     return cfg
+
+
+def shard_within_machines(cfg: Config, model: nn.Module, run: Run, memory: int) -> Config:
+    """Return the settings with a copy of the model on each machine, so that only gradients go from
+    one to the other, where the mesh is left open, accelerators of several machines take part, and
+    what a rank then holds leaves room for a step; see `sharding.dp_shard`. Says what it chose.
+    """
+    sharding, machines = cfg.sharding, ranks.nodes()
+    count, world = max(machines) + 1, run.world_size
+    here = world // count
+    open_ = sharding.dp_replicate == sharding.dp_shard == -1 and not sharding.cpu_offload
+    resharded = {sharding.reshard_after_forward, *sharding.reshard_after_forward_overrides.values()}
+    by_machine = machines == [rank // here for rank in range(world)]
+    if count == 1 or here == 1 or run.device.type == "cpu" or not (open_ and by_machine):
+        return cfg
+    if any(type(value) is int for value in resharded):  # meant for one mesh
+        return cfg
+    own = replace(cfg, sharding=replace(sharding, dp_replicate=count, dp_shard=here))
+    needs = sum(least_bytes(own, model, world, run.device.type).values())
+    sizes = f"{size_text(needs)} of {size_text(memory)}"
+    if needs > _HELD_SHARE * memory:
+        what = f"one copy over all {world} ranks: over the {here} of a machine each would hold"
+        run.say(f"mesh       {what} {sizes} (sharding.dp_shard: {here} asks for that)")
+        return cfg
+    what = f"{count} copies, each over the {here} ranks of a machine, which hold {sizes} each"
+    run.say(f"mesh       {what} (sharding.dp_shard: {world} makes one over all)")
+    return own
 
 
 def choose_candidate(cfg: Config, run: Run, device: Device, memory: int) -> Config:

@@ -49,7 +49,7 @@ class Accumulation:
     def begin(self, ids: torch.Tensor, index: int, count: int, sync_each: bool) -> None:
         """Prepare for micro-batch `index` of `count`. Collective at the first."""
         if self.reduce_each is None and count > 1:
-            total = min(ranks.gather(_memory(ids.device)[1]))
+            total = ranks.least(_memory(ids.device)[1])
             self.reduce_each = gradient_is_large(self._model, self._reduce_size, total)
         last, keep = index == count - 1, self.keep and count > 1
         reduced = last or sync_each or bool(self.reduce_each)
@@ -68,7 +68,7 @@ class Accumulation:
             return
         self._to_measure -= 1
         if not self._to_measure:
-            room = min(ranks.gather(self._room(device)))
+            room = ranks.least(self._room(device))
             self.keep = room > 0
             way = "reduce_each" if self.reduce_each else "reduce_once"
             ranks.say(
@@ -103,7 +103,7 @@ def frozen_fits(
     more = sum(p.numel() * p.element_size() for p in parameters) * (1 - 1 / shards)
     if free is None:
         index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-        free = min(ranks.gather(_memory(torch.device(device_type, index))[0]))
+        free = ranks.least(_memory(torch.device(device_type, index))[0])
     return more <= _FROZEN_SHARE * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
 
 

@@ -4,19 +4,25 @@ torch reads these variables when the device is first used, so they are set befor
 """
 
 import contextlib
+import datetime
 import gc
 import os
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import LaunchError
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50
+# A collective of a step; evaluations and saves are made of them, or wait in `ranks`. Longer than
+# train.hang_seconds is by default: the watchdog tells more than NCCL, which aborts.
+_STEADY_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def prepare(*, deterministic: bool) -> None:
@@ -50,11 +56,16 @@ def refuse_shared(device: torch.device) -> None:
     """Refuse two processes on one device; LaunchError. Collective."""
     properties = torch.get_device_module(device).get_device_properties(device)
     mine = socket.gethostname(), str(getattr(properties, "uuid", ranks.rank()))
-    every = ranks.gather(mine)
-    if every.count(mine) > 1:
-        others = " and ".join(str(rank) for rank, one in enumerate(every) if one == mine)
-        what = f"processes {others} were given the same device of {mine[0]}"
-        raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
+    every = ranks.gather_to_main(mine)
+
+    def check() -> None:
+        for one, count in Counter(every).items():
+            if count > 1:
+                others = " and ".join(str(rank) for rank, two in enumerate(every) if two == one)
+                what = f"processes {others} were given the same device of {one[0]}"
+                raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
+
+    ranks.on_main(check)
 
 
 @contextlib.contextmanager
@@ -76,9 +87,13 @@ def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[No
 
 def collect_garbage(step: int) -> None:
     """Collect reference cycles after every 50th step only, on all ranks at once: a collection at
-    random holds up the others, and a full one takes a tenth of a second and more.
+    random holds up the others, and a full one takes a tenth of a second and more. After the first
+    step of a run on accelerators the timeout of collectives is shortened, too.
     """
     if gc.isenabled():
+        if torch.accelerator.is_available() and dist.is_initialized():
+            why = ranks.shorten_timeouts(_STEADY_TIMEOUT)
+            ranks.say(f"NOTE: collectives keep their timeout: {why}" if why else None)
         gc.collect()
         gc.freeze()  # modules, model and data: they stay
         gc.disable()

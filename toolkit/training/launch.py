@@ -33,13 +33,14 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
-from toolkit.training import background, device
+from toolkit.training import background, device, network
 from toolkit.training.faults import preemption, watchdog
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 # Of training's own collectives; what waits for one rank's work has a day (`ranks`).
-_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
+# The first step compiles, each rank at its own pace; `collect_garbage` then shortens it.
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
 # A process that has nothing to add waits so long for the one that speaks for its machine.
 _LET_SPEAK = datetime.timedelta(seconds=10)
 # A run that failed waits so long for the checkpoint that was being written behind it.
@@ -356,6 +357,8 @@ def _connect(backend: str, rank: int, world: int) -> None:
     if dist.is_initialized():
         return
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    network.prepare(world, here, os.environ.get("MASTER_ADDR"))
     try:
         if world == 1 and "MASTER_ADDR" not in os.environ:
             store: dist.Store = dist.HashStore()
@@ -364,11 +367,17 @@ def _connect(backend: str, rank: int, world: int) -> None:
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
         place: Any = {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **place)
+        if here < world:  # gloo connects at its first use, and the groups of `ranks` wait a day
+            dist.all_reduce(torch.zeros(1))
+        ranks.nodes()
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"process {rank} of {world} did not meet the others at {where}: "
             f"{str(error).strip().splitlines()[0]}; every node must reach main_process_ip and "
             "main_process_port, and start with its own machine_rank"
+            + f"; between machines gloo uses the interface {network.INTERFACE} "
+            f"({os.environ.get(network.INTERFACE, 'not set: that of the hostname')})"
+            * (here < world)
         ) from error
 
 

@@ -37,7 +37,7 @@ def record_start(
     `opening` are the lines that the run printed of its model, dtypes and data, `supervision` the
     report on what is learned, empty where there is none.
     """
-    hosts = sorted(set(ranks.gather_results(platform.node)))
+    hosts = sorted(set(ranks.gather_to_main(platform.node())))
     on_gpu = run.device.type == "cuda"
     line: dict[str, Any] = {
         "step": step,

@@ -137,8 +137,8 @@ def _average_replicated(model: nn.Module, world: int) -> None:
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
     if not parameters:
         return
-    flags = ranks.gather([p.grad is not None for p in parameters])
-    used = [p for p, *said in zip(parameters, *flags, strict=True) if any(said)]
+    flags = ranks.any_of([p.grad is not None for p in parameters])
+    used = [p for p, has_gradient in zip(parameters, flags, strict=True) if has_gradient]
     if not used:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]

@@ -68,9 +68,9 @@ class BadSteps:
         after `step`, so that it is not saved. Collective; reads this rank's bytes of them once.
         """
         bad = [] if self._state is None else _not_finite(self._state)
-        said = ranks.gather(bad[:3])
-        if not any(said):
+        if not any(ranks.any_of([bool(bad)])):
             return
+        said = ranks.gather(bad[:3])
         named = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(said) if b)
         raise TrainingError(
             f"after step {step} values are NaN or infinite ({named}); they are not saved. The "

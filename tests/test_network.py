@@ -1,0 +1,168 @@
+"""Between machines: gloo's interface, limits of open files, connections made late, timeouts."""
+
+import datetime
+import gc
+import os
+import resource
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+
+from toolkit import ranks
+from toolkit.errors import LaunchError
+from toolkit.training import device, launch, network
+
+CARDS = {"lo": "127.0.0.1", "mgmt0": "10.0.0.7", "ib0": "10.1.0.7", "eth6": "fd00::7"}
+
+
+@pytest.mark.parametrize(
+    ("routes", "expected"),
+    [
+        ({"node0": "10.1.0.7"}, "ib0"),
+        ({"node0": "fd00::7"}, "eth6"),
+        ({"node0": "127.0.1.1", "192.0.2.1": "10.0.0.7"}, "mgmt0"),  # Debian's own name
+        ({"node0": "127.0.1.1"}, None),  # and nothing leads outside
+        ({"node0": "10.9.9.9"}, None),
+        ({}, None),
+    ],
+)
+def test_gloo_takes_the_interface_that_leads_to_the_master(monkeypatch, routes, expected) -> None:
+    monkeypatch.setattr(network, "_address_towards", routes.get)
+    cards = {name: [SimpleNamespace(address=at + "%1")] for name, at in CARDS.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
+    monkeypatch.setattr(os, "environ", {})
+    assert network.interface_towards("node0") == expected
+    network.prepare(16, 8, "node0")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    asked = {"GLOO_SOCKET_IFNAME": "bond0", "TORCH_GLOO_LAZY_INIT": "0"}
+    monkeypatch.setattr(os, "environ", asked)
+    network.prepare(16, 8, "node0")
+    assert asked == {"GLOO_SOCKET_IFNAME": "bond0", "TORCH_GLOO_LAZY_INIT": "0"}
+    monkeypatch.setattr(os, "environ", {})
+    network.prepare(8, 8, "node0")  # one machine
+    assert not os.environ
+
+
+def test_this_machines_own_addresses() -> None:
+    assert network._address_towards("127.0.0.1") == "127.0.0.1"
+    assert network._address_towards("no-such-host.invalid") is None
+
+
+def test_as_many_files_may_be_open_as_the_system_lets() -> None:
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+        network.prepare(1, 1, None)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def on_two_machines(rank: int, world: int, port: int) -> list[Any]:
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
+    socket.gethostname = lambda: f"node{rank // 2}"
+    launch._connect("gloo", rank, world)
+    store = dist.distributed_c10d._get_default_store()
+    ranks.object_group("checkpoint")
+    ranks.gather(0)
+    before = store.num_keys()
+    ranks.gather(0)
+
+    def exchange() -> list[Any]:
+        try:
+            ranks.on_all(lambda: 1 // (rank != 2))
+        except Exception as error:
+            said = type(error).__name__
+        return [ranks.least(rank), ranks.gather(rank), ranks.on_main(lambda: rank), said]
+
+    found = exchange()
+    with ranks.exchanges_over("checkpoint"):
+        found += exchange()
+    ranks.gather(0)
+    met_again = store.num_keys() - before
+    ranks.gather(0)
+    dist.barrier(dist.new_group(backend="gloo"))  # the control: one that is new
+    ranks.gather(0)
+    lazy, new = os.environ["TORCH_GLOO_LAZY_INIT"], store.num_keys() > before
+    ranks.gather(0)  # rank 0 has the store
+    return [ranks.nodes(), lazy, found, met_again == 0, new]
+
+
+def test_ranks_of_two_machines_connect_to_those_they_speak_to_and_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    for rank, found in enumerate(run_ranks(on_two_machines, 4, port, group=False)):
+        error = "ZeroDivisionError" if rank == 2 else "ToolkitError"
+        exchanged = [0, [0, 1, 2, 3], 0, error]
+        assert found == [[0, 0, 1, 1], "1", exchanged * 2, True, True]
+
+
+def test_the_error_names_gloos_interface(monkeypatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **k: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    environment = {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "mgmt0"}
+    monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "1"})
+    with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):
+        launch._connect("gloo", 0, 2)
+    monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(LaunchError) as one_machine:
+        launch._connect("gloo", 0, 2)
+    assert "GLOO" not in str(one_machine.value)
+
+
+def waits(rank: int, world: int) -> tuple[bool, float]:
+    group = dist.new_group(backend="gloo")  # as one of a mesh
+    ranks.gather(0)
+    assert ranks.shorten_timeouts(datetime.timedelta(seconds=0.5)) is None
+    if rank == 1:
+        time.sleep(2)  # longer than that
+    ranks.on_all(lambda: None)  # those that wait for one rank's work still do
+    if rank == 1:
+        time.sleep(2)
+        dist.barrier = dist.destroy_process_group = lambda: None
+        return True, 0.0
+    dist.barrier = dist.destroy_process_group = lambda: None  # the group is broken now
+    begun = time.perf_counter()
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        return "imed out" in str(error), time.perf_counter() - begun
+    return False, time.perf_counter() - begun
+
+
+def test_after_the_first_step_a_stuck_rank_holds_up_the_others_for_less() -> None:
+    (timed_out, seconds), _ = run_ranks(waits, 2)
+    assert timed_out
+    assert seconds < 1.5
+
+
+def test_the_timeout_is_shortened_once_and_on_accelerators_only(monkeypatch, capsys) -> None:
+    asked: list[datetime.timedelta] = []
+    monkeypatch.setattr(ranks, "shorten_timeouts", lambda to: asked.append(to) or "it is gone")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    for accelerated, calls in ((False, 0), (True, 1)):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda on=accelerated: on)
+        gc.enable()
+        try:
+            for step in (1, 2, 3):
+                device.collect_garbage(step)
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        assert len(asked) == calls
+    assert asked == [datetime.timedelta(minutes=5)] < [launch._COLLECTIVE_TIMEOUT]
+    assert "NOTE: collectives keep their timeout: it is gone" in capsys.readouterr().out

@@ -1,0 +1,118 @@
+"""The chunks of a torch distributed checkpoint (DCP) as arrays: what all ranks hold, made, checked
+and cut for one of them without an object for each chunk.
+
+A model of 900 tensors on 1,024 ranks has 900,000 chunks: 3 objects of Python and two entries of
+dictionaries each in torch's own `Metadata`, 56 bytes here.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from toolkit.formats.dcp_tensors import boxes_fault
+
+Known = dict[str, TensorStorageMetadata]  # name -> what a checkpoint says of its tensor
+Array = Any  # of numpy, int64
+
+
+@dataclass
+class ChunkTable:
+    """Tensors, by name, and arrays with a row for each chunk of one."""
+
+    tensors: Known
+    """Size and dtype; their `chunks` are empty, the arrays have them."""
+    offsets: dict[str, Array]  # [chunks, dims]
+    sizes: dict[str, Array]  # [chunks, dims]
+    places: dict[str, Array]  # [chunks, 3]: number of the file, offset and length of the blob there
+    files: list[str]
+
+    def fault(self, name: str) -> str | None:
+        """Return why the chunks of a tensor do not cover each element once; None if they do."""
+        size, offsets, sizes = tuple(self.tensors[name].size), self.offsets[name], self.sizes[name]
+        if size and _are_rows(size, offsets, sizes):
+            order = offsets[:, 0].argsort(kind="stable")
+            begin, end = offsets[order, 0], offsets[order, 0] + sizes[order, 0]
+            if begin[0] == 0 and end[-1] == size[0] and (begin[1:] == end[:-1]).all():
+                return None
+        boxes = zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
+        return boxes_fault(size, boxes)
+
+    def part(self, boxes: dict[str, tuple[Iterable[int], Iterable[int]]]) -> Metadata:
+        """Return the metadata of the chunks that overlap each tensor's (offsets, sizes)."""
+        rows = {}
+        for name, (offsets, sizes) in boxes.items():
+            low, extent = (numpy.asarray(list(x), numpy.int64) for x in (offsets, sizes))
+            begin, end = self.offsets[name], self.offsets[name] + self.sizes[name]
+            meets = (begin < low + extent) & (end > low)
+            rows[name] = meets.all(1).nonzero()[0] if extent.all() else numpy.arange(0)
+        return self._metadata(rows)
+
+    def metadata(self) -> Metadata:
+        """Return torch's own metadata, an object for each chunk: some 5 microseconds each."""
+        return self._metadata(dict.fromkeys(self.tensors))
+
+    def _metadata(self, rows: dict[str, Array | None]) -> Metadata:
+        found: dict[str, Any] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        kept: dict[tuple[int, ...], torch.Size] = {}  # one object for all equal sizes
+        for name, chosen in rows.items():
+            parts = (self.offsets[name], self.sizes[name], self.places[name])
+            chunks = []
+            for i, (offset, size, (file, begin, length)) in enumerate(
+                zip(*((p if chosen is None else p[chosen]).tolist() for p in parts), strict=True)
+            ):
+                at, extent = torch.Size(offset), kept.setdefault(tuple(size), torch.Size(size))
+                chunks.append(ChunkStorageMetadata(at, extent))
+                index = MetadataIndex(name, at, i)
+                object.__setattr__(index, "offset", at)  # it made another that is equal
+                storage[index] = _StorageInfo(self.files[file], begin, length)
+            found[name] = replace(self.tensors[name], chunks=chunks)
+        return Metadata(
+            state_dict_metadata=found,
+            planner_data={name: (name,) for name in found},
+            storage_data=storage,
+            storage_meta=StorageMeta(),  # no path, no number of its own: the same for each save
+            version=CURRENT_DCP_VERSION,
+        )
+
+
+def chunk_table(metadata: Metadata) -> ChunkTable:
+    """Return the table of the tensors in `metadata`, without chunks that are stored nowhere or that
+    something turned into other bytes.
+    """
+    tensors: Known = {}
+    files: dict[str, int] = {}
+    offsets, sizes, places = {}, {}, {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        tensors[name] = replace(entry, chunks=[])
+        rows = []
+        for chunk in entry.chunks:
+            info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if info is not None and not info.transform_descriptors:
+                file = files.setdefault(info.relative_path, len(files))
+                rows.append([*chunk.offsets, *chunk.sizes, file, info.offset, info.length])
+        dims = len(entry.size)
+        table = numpy.array(rows, numpy.int64).reshape(len(rows), 2 * dims + 3)
+        offsets[name], sizes[name] = table[:, :dims], table[:, dims : 2 * dims]
+        places[name] = table[:, 2 * dims :]
+    return ChunkTable(tensors, offsets, sizes, places, list(files))
+
+
+def _are_rows(size: tuple[int, ...], offsets: Array, sizes: Array) -> bool:
+    """Whether all chunks are whole rows of the tensor, none of them empty."""
+    whole = (offsets[:, 1:] == 0).all() and (sizes[:, 1:] == numpy.array(size[1:])).all()
+    return len(offsets) > 0 and bool(whole and (sizes[:, 0] > 0).all()) and math.prod(size) > 0
