@@ -116,6 +116,7 @@ def leave_loop(step: int) -> None:
     Collective.
     """
     _settle()
+    watchdog.after_loop()
     _state.in_loop = False
     if _state.agreed:
         ranks.say(f"stopped    by a signal after step {step}; the same command goes on from there")

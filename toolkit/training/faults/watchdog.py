@@ -186,6 +186,13 @@ def in_step(step: int) -> None:
         _watch.progress()
 
 
+def after_loop() -> None:
+    """Say that no steps follow: what does, such as an export, may take long."""
+    if _watch is not None:
+        _watch.step, _watch.doing, _watch.patient = 0, "after the last step", True
+        _watch.progress()
+
+
 @contextmanager
 def patient(doing: str) -> Iterator[None]:
     """Let the block take 12 times as long."""
