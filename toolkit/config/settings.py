@@ -375,6 +375,15 @@ class TrainConfig:
     """Steps in a row whose loss or gradient may be NaN or infinite on any rank. Each is skipped on
     all of them (weights and optimizer stay as they are) and told with its samples; one more ends
     the run before anything is saved. 0: the first one ends it."""
+    skip_spikes: Positive | None = None
+    """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
+    above the median of the last spike_window steps; 6 is usual; empty: none."""
+    spike_window: AtLeast2 = 128
+    """Steps that skip_spikes compares with; as many go by before the first one can be skipped."""
+    check_steps: NotNegative | None = None
+    """Compare the bits of trained weights and optimizer state after every so many steps with those
+    before the next step, and end the run where one has changed; 0: never, nor the ranks with each
+    other at each line of metrics and before a save. Empty: 1, and 10 under cpu_offload."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None
