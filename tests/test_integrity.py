@@ -48,7 +48,7 @@ def test_any_bit_changes_the_sum(dtype, size) -> None:
 
 def test_the_sum_of_a_part_that_begins_anywhere() -> None:
     values = torch.arange(40, dtype=torch.int32)
-    assert bit_sum(values[1:]) == bit_sum(values[1:].clone()) or values[1:].numel() % 2
+    assert bit_sum(values[1:]) == bit_sum(values[1:].clone())
     assert bit_sum(values.view(5, 8)[:, ::2]) == bit_sum(values.view(5, 8)[:, ::2].clone())
     assert bit_sum(values[:0]) == 0
 
@@ -163,7 +163,7 @@ FLIPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
     ),
     "of one replica, not looked at when it happened": (
         4, {"sharding": HALF, "every": 100}, UP,
-        rf"rank 1 \(\S+\): bits of .*{UP}.* are not those of its copies on other ranks after step 3",
+        rf"rank 1 \(\S+\): bits of .*{UP}.* are not those of its copies .* after step 3",
     ),
 }  # fmt: skip
 

@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+# As torch 2.13 names them; it warns of the older names.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class CollectiveTimes:
     """Adds up this rank's seconds in collectives, while `on`."""
@@ -110,9 +114,9 @@ class _AllGather(_Timed):
         async_op: bool = False,
     ) -> dist.Work | None:
         if async_op:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
         with self._times.measure(input_tensor.device):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group)
+            return _ALL_GATHER(output_tensor, input_tensor, group=group)
 
 
 class _ReduceScatter(_Timed):
@@ -125,4 +129,6 @@ class _ReduceScatter(_Timed):
         async_op: bool = False,
     ) -> dist.Work | None:
         with self._times.measure(input_tensor.device):
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return _REDUCE_SCATTER(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )

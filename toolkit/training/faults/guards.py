@@ -43,24 +43,25 @@ class Guards:
         Collective, one small exchange; waits for the device. TrainingError: the bits of a rank's
         state, or where it stands, are not as they should be.
         """
-        parts = [one for one in (self.integrity, self.stragglers) if one is not None]
-        rows = ranks.gather_integers([n for part in parts for n in part.numbers()])
-        cut = 0
-        if self.integrity is not None:
-            cut = self.integrity.numbers_of_a_rank
-            self.integrity.judge(step, [row[:cut] for row in rows])
-        if self.stragglers is None or step_time is None:
+        bits = [] if self.integrity is None else self.integrity.numbers()
+        times = [] if self.stragglers is None else self.stragglers.numbers(step_time)
+        if not bits and not times:
             return {}
-        return self.stragglers.judge(step_time, [row[cut:] for row in rows])
+        rows = ranks.gather_integers(bits + times)
+        if self.integrity is not None:
+            self.integrity.judge(step, [row[: len(bits)] for row in rows])
+        if self.stragglers is None:
+            return {}
+        return self.stragglers.judge([row[len(bits) :] for row in rows])
 
     def before_save(self, step: int) -> None:
         """Raise a `TrainingError` where what would be saved after `step` is not to be; put into the
         state what belongs to it. Collective, waits for the device; reads this rank's bytes twice.
         """
         self.bad_steps.read()
-        self.bad_steps.check_values(step)
         if self.integrity is not None:
             self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
+        self.bad_steps.check_values(step)
         if self._state is not None and (watched := spikes.spikes_of(self._state.model)) is not None:
             self._state.extra[spikes.KEY] = watched.state_dict()
 

@@ -51,8 +51,6 @@ class Integrity:
         every: steps from one check at rest to the next; None: 1, and 10 under cpu_offload.
     """
 
-    numbers_of_a_rank = 5
-
     def __init__(self, state: Any, every: int | None = None) -> None:
         reshard(state.model)
         self._state, self._parameters = state, dict(state.model.named_parameters())
@@ -249,8 +247,8 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().view(-1)
     size = flat.element_size()
     rest = flat.numel() * size % 8 // size  # values that do not fill 8 bytes
-    if flat.storage_offset() * size % 8:
-        rest = flat.numel()
+    if flat.storage_offset() * size % 8:  # where no integer of 8 bytes can begin
+        flat = flat.clone()
     whole = flat[: flat.numel() - rest].view(torch.int64).sum()
     if rest:
         whole = whole + flat[flat.numel() - rest :].view(_INTEGERS[size]).sum(dtype=torch.int64)

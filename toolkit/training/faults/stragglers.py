@@ -57,27 +57,31 @@ class Stragglers:
             if on:
                 self._times.on = True
 
-    def numbers(self) -> list[int]:
-        """Return this rank's nanoseconds a step since the last call: in data, and in collectives.
-        Waits for the steps that were timed.
+    def numbers(self, step_time: float | None) -> list[int]:
+        """Return this rank's nanoseconds a step since the last call: of the whole `step_time`
+        (None: 0), in data, and in collectives. Waits for the steps that were timed.
         """
         waited, steps, timed = self._waited(), max(1, self._steps), max(1, self._timed)
         data = (waited - self._before) / steps
         collectives = 0.0 if self._times is None else self._times.take() / timed
         self._before, self._steps, self._timed = waited, 0, 0
-        return [int(data * _NANO), int(collectives * _NANO)]
+        return [int(seconds * _NANO) for seconds in (step_time or 0.0, data, collectives)]
 
-    def judge(self, step_time: float, rows: list[list[int]]) -> dict[str, float]:
-        """Return the times of a step as keys of a metrics line, given the `numbers` of all ranks;
-        say which rank is slow, where one is for some time. Collective then.
+    def judge(self, rows: list[list[int]]) -> dict[str, float]:
+        """Return the times of a step as keys of a metrics line, given the `numbers` of all ranks,
+        nothing where it was not timed; say which rank is slow, where one is for some time.
+        Collective then: all decide by the same numbers.
         """
-        data, waits = ([row[i] / _NANO for row in rows] for i in (0, 1))
-        compute = [max(0.0, step_time - d - w) for d, w in zip(data, waits, strict=True)]
+        whole, data, waits = ([row[i] / _NANO for row in rows] for i in range(3))
+        if not whole[0]:
+            return {}
+        parts = zip(whole, data, waits, strict=True)
+        compute = [max(0.0, seconds - read - waited) for seconds, read, waited in parts]
         found = dict[str, float]()
         for name, values in zip(PARTS, (data, compute, waits), strict=True):
             ends = {"": statistics.median(values), "_min": min(values), "_max": max(values)}
             found |= {f"{name}_time{end}": value for end, value in ends.items()}
-        self._watch(step_time, data, compute, waits)
+        self._watch(whole[0], data, compute, waits)
         return found
 
     def _watch(
