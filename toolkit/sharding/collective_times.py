@@ -22,10 +22,10 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class CollectiveTimes:
-    """Adds up this rank's seconds in collectives, while `on`."""
+    """Adds up this rank's seconds in collectives, while `on`; `take` them then."""
 
     def __init__(self) -> None:
-        self.on = True
+        self.on = False
         self._seconds, self._events = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
         self._reduced: Any = None  # when the last reduce-scatter ended
 

@@ -1,3 +1,3 @@
 """What may befall a run while it trains, and what it does then: signals, numbers that are not
-finite.
+finite or far above others, bits that change, ranks that differ or are slow.
 """

@@ -7,7 +7,7 @@ less than the others is what it costs them, and its time in data or in computing
 
 import socket
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from toolkit import ranks
 
 _LOST = 0.15  # of a step: what others must lose by a rank that is named
 _IN_A_ROW = 3  # lines of metrics for which it is the same one, and of the same kind
+_AGAIN = 100  # lines after which it is named once more
 _NANO = 10**9
 PARTS = ("data", "compute", "wait")
 
@@ -25,7 +26,7 @@ class Stragglers:
     Args:
         times: of this rank's collectives (`sharding.collective_times`); None: one process.
         waited: returns the seconds that steps have waited for data so far, on this rank.
-        sampled: steps from one that is timed to the next; 1: all.
+        sampled: steps from one that is timed to the next, after the first; 1: all.
     """
 
     def __init__(self, times: Any, waited: Callable[[], float], sampled: int = 1) -> None:
@@ -33,20 +34,18 @@ class Stragglers:
         self._before, self._steps, self._timed = waited(), 0, 0
         self._suspect: tuple[int, str] | None = None
         self._lines = 0  # in a row of which it is the suspect
-        self._next(1)
+        if times is not None:
+            times.on = True
 
     def take(self, step: int) -> None:
         """Count a step, and time the next where that is due."""
         self._steps += 1
-        self._timed += self._times is not None and self._times.on
-        self._next(step + 1)
-
-    def _next(self, step: int) -> None:
         if self._times is not None:
-            self._times.on = step % self._sampled == 0
+            self._timed += self._times.on
+            self._times.on = (step + 1) % self._sampled == 0
 
     @contextmanager
-    def pause(self) -> Any:
+    def pause(self) -> Iterator[None]:
         """Leave the collectives inside (of an evaluation) out."""
         on = self._times is not None and self._times.on
         if on:
@@ -59,8 +58,10 @@ class Stragglers:
 
     def numbers(self, step_time: float | None) -> list[int]:
         """Return this rank's nanoseconds a step since the last call: of the whole `step_time`
-        (None: 0), in data, and in collectives. Waits for the steps that were timed.
+        (None, or no step was timed: 0), in data, and in collectives. Waits for those steps.
         """
+        if not self._timed:
+            step_time = None
         waited, steps, timed = self._waited(), max(1, self._steps), max(1, self._timed)
         data = (waited - self._before) / steps
         collectives = 0.0 if self._times is None else self._times.take() / timed
@@ -90,7 +91,7 @@ class Stragglers:
         suspect = _slow(step_time, data, waits)
         self._lines = self._lines + 1 if suspect == self._suspect else 1
         self._suspect = suspect
-        if suspect is None or self._lines % _IN_A_ROW:
+        if suspect is None or self._lines % _AGAIN != _IN_A_ROW:
             return
         rank, kind = suspect
         host = ranks.gather(socket.gethostname())[rank]
