@@ -27,21 +27,30 @@ class CollectiveTimes:
     def __init__(self) -> None:
         self.on = False
         self._seconds, self._events = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
-        self._reduced: Any = None  # when the last reduce-scatter ended
+        self._ended: Any = None  # when the last one did
+        self._reduced: Any = None  # when a reduce-scatter did, whose all-reduce follows
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[None]:
         """Count what is done inside, on the current stream of `device`."""
         begun = self._now(device)
-        try:
+        yield
+        self._ended = self._now(device)
+        self._add(begun, self._ended)
+
+    @contextmanager
+    def measure_reduction(self, device: torch.device) -> Iterator[None]:
+        """Count a reduce-scatter, and have `after_all_reduce` count what follows it."""
+        with self.measure(device):
             yield
-        finally:
-            self._reduced = self._now(device)
-            self._add(begun, self._reduced)
+        self._reduced = self._ended
 
     def after_all_reduce(self, output: torch.Tensor) -> None:
-        """Count the all-reduce over replicas, which follows the reduce-scatter (HSDP)."""
+        """Count the all-reduce over replicas that follows a reduce-scatter (HSDP). Without one, as
+        of units that lie whole on each rank, it is not counted.
+        """
         self._add(self._reduced, self._now(output.device))
+        self._reduced = None
 
     def take(self) -> float:
         """Return the seconds since the last call. Waits for the steps that were measured."""
@@ -128,7 +137,7 @@ class _ReduceScatter(_Timed):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        with self._times.measure(input_tensor.device):
+        with self._times.measure_reduction(input_tensor.device):
             return _REDUCE_SCATTER(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
