@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 # As torch 2.13 names them; it warns of the older names.
-_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_NEW = hasattr(dist, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 
 
 class CollectiveTimes:
@@ -123,9 +124,11 @@ class _AllGather(_Timed):
         async_op: bool = False,
     ) -> dist.Work | None:
         if async_op:
-            return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+            return getattr(dist, _ALL_GATHER)(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
         with self._times.measure(input_tensor.device):
-            return _ALL_GATHER(output_tensor, input_tensor, group=group)
+            return getattr(dist, _ALL_GATHER)(output_tensor, input_tensor, group=group)
 
 
 class _ReduceScatter(_Timed):
@@ -138,6 +141,6 @@ class _ReduceScatter(_Timed):
         async_op: bool = False,
     ) -> dist.Work | None:
         with self._times.measure_reduction(input_tensor.device):
-            return _REDUCE_SCATTER(
+            return getattr(dist, _REDUCE_SCATTER)(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
