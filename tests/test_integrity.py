@@ -198,11 +198,12 @@ def elsewhere(rank: int, world: int, folder: str, what: str) -> str:
     return trained.look(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
         ("position", "rank 1: the position in the data is samples_seen 5"),
-        pytest.param("schedule", "rank 1: the schedule's step is 2", marks=pytest.mark.slow),
+        ("schedule", "rank 1: the schedule's step is 2"),
     ],
 )
 def test_a_rank_that_stands_elsewhere_is_named(folders, what, expected) -> None:
