@@ -16,7 +16,8 @@ from test_run_kills import checkpoints
 from transformers import AutoTokenizer
 
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig, TrainConfig
+from toolkit.errors import ConfigError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
@@ -53,6 +54,7 @@ def test_a_spike_is_found_after_the_window_is_full_and_lifts_no_limit() -> None:
 def test_so_is_one_of_the_gradient_norm_alone() -> None:
     norms = around(0.4, 60)
     norms[50] = 4.0
+    norms[55] = 0.6  # half as much again is none
     assert steps_found(around(2.0, 60), Spikes(6.0, 32, CPU, {}), norms) == [50]
 
 
@@ -122,6 +124,12 @@ def test_a_spike_of_one_rank_changes_nothing_on_any(tmp_path, optim, watched) ->
     assert run_ranks(step_with_spike, 2, folder, optim, watched) == [[watched, watched]] * 2
 
 
+def test_a_window_of_nothing_is_refused() -> None:
+    assert TrainConfig(skip_spikes=6.0, spike_window=64).spike_window == 64
+    with pytest.raises(ConfigError, match=r"train\.spike_window without train\.skip_spikes"):
+        TrainConfig(spike_window=64)
+
+
 # ---- Whole runs ----------------------------------------------------------------------------------
 
 SPIKY = """
@@ -160,7 +168,6 @@ def test_a_resumed_run_skips_the_same_steps(tmp_path) -> None:
             "train.max_steps": steps,
             "train.logging_steps": 4,
             "train.max_bad_steps": 9,
-            "train.spike_window": 6,
             "optim.lr_scheduler_type": "constant",
             "sharding.param_dtype": "float32",
             "checkpoint.save_steps": 4,
@@ -173,7 +180,7 @@ def test_a_resumed_run_skips_the_same_steps(tmp_path) -> None:
         return done.stdout
 
     told = r"WARNING: step (\d+) is skipped, its loss \S+ or gradient norm \S+ is far above those b"
-    on = ("--train.skip_spikes", "6")
+    on = ("--train.skip_spikes", "6", "--train.spike_window", "6")
     whole = re.findall(told, start("whole", 24, *on))
     assert len(whole) >= 3
     assert max(map(int, whole)) > 12

@@ -401,6 +401,8 @@ class TrainConfig:
         if steps and (len(steps) != 2 or steps[0] > steps[1]):
             what = "expected the first and the last step, such as [10, 12]"
             raise ConfigError(f"train.profile_steps: {what}, got {steps}")
+        if self.skip_spikes is None and self.spike_window != type(self).spike_window:
+            raise ConfigError("train.spike_window without train.skip_spikes does nothing; set both")
         if self.per_device_train_batch_size == "auto" and self.global_batch_size is None:
             what = "train.per_device_train_batch_size: auto needs train.global_batch_size"
             raise ConfigError(f"{what}: the samples of a step, which it keeps")

@@ -42,6 +42,10 @@ _ADVICE = (
     "Nothing of it is saved: the newest checkpoint is from before. Memory, a device or a driver of "
     "that machine is at fault; start the same command again, without it where it comes back"
 )
+_APART = (
+    "Nothing of it is saved: the newest checkpoint is from before. Does the recipe move them on "
+    "some ranks only? Else start the same command again"
+)
 
 
 class Integrity:
@@ -121,7 +125,7 @@ class Integrity:
         if len({*whole}) > 1 or any(len({shards[r] for r in g}) > 1 for g in alike.values()):
             _fail(self._name_copies(step, [*alike.values()]))
         if len({*facts}) > 1:
-            _fail(_name_facts(step, ranks.gather(_facts(self._state))))
+            _fail(_name_facts(step, ranks.gather(_facts(self._state))), _APART)
         self._unread.clear()
 
     def _name_changed(self) -> str:
@@ -322,8 +326,8 @@ def _hash(content: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def _fail(what: str) -> None:
-    error = TrainingError(f"{what}. {_ADVICE}")
+def _fail(what: str, advice: str = _ADVICE) -> None:
+    error = TrainingError(f"{what}. {advice}")
     # Every rank has it; one prints it.
     error.already_reported = ranks.rank() != 0  # type: ignore[attr-defined]
     raise error

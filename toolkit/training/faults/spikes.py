@@ -6,8 +6,9 @@ or gradient norm is more than 6 standard deviations above the mean of the last 1
 is measured from the median, in median absolute deviations x 1.4826 (a standard deviation of normal
 values): a spike does not lift the limit for the next one, as it does through mean and deviation
 (one of 50 lifts OLMo's from 6 to 27), and a level that stays up becomes the normal one after
-half a window. A deviation counts as 1 % of the median at least, so that a loss which hardly moves
-does not make a spike of nothing. Before the window is full nothing is skipped.
+half a window. A deviation is taken to be 1 % of the median loss at least, and 10 % of the median
+norm: values that hardly move make no spike of a little more. Before the window is full nothing is
+skipped.
 
 Everything is decided on the device, from a loss and a norm that are the same on all ranks to the
 bit; nobody waits. The window is part of a checkpoint.
@@ -20,7 +21,7 @@ from torch import nn
 
 KEY = "spikes"  # where `TrainState.extra` keeps the window
 _NORMAL = 1.4826  # standard deviations of normal values in a median absolute deviation
-_LEAST = 0.01  # of the median: the least deviation that is believed
+_LEAST = ((0.01,), (0.1,))  # of the median of losses, and of norms: the least deviation taken
 
 
 class Spikes:
@@ -38,6 +39,7 @@ class Spikes:
         rows = [kept.get(name, [])[-window:] for name in ("loss", "grad_norm")]
         values = [[float("nan")] * (window - len(row)) + row for row in rows]
         self._values = torch.tensor(values, dtype=torch.float32).to(device)  # oldest first
+        self._least = torch.tensor(_LEAST, device=device)
 
     @torch.no_grad()
     def found(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,7 @@ class Spikes:
         now = torch.stack([loss, grad_norm]).float()[:, None]
         middle = self._middle(self._values)
         deviation = _NORMAL * self._middle((self._values - middle).abs())
-        limit = middle + self._deviations * deviation.maximum(_LEAST * middle.abs())
+        limit = middle + self._deviations * deviation.maximum(self._least * middle.abs())
         # Above NaN is nothing: the window is not full then.
         above = (now > limit).any() & self._values.isfinite().all()
         finite = now.isfinite().all()
