@@ -5,8 +5,9 @@ any single changed bit changes:
 
 * at rest: trained weights and the optimizer's state right after a step of the optimizer and right
   before the next; in between nothing writes them;
-* what is never trained (a frozen base, buffers that are saved) with the start of the run;
-* copies: what is not sharded on all ranks, and shards on the ranks that hold the same (HSDP);
+* what is never trained, as a frozen base, with the start of the run;
+* copies: what is not sharded (buffers that are saved too) on all ranks, and shards on the ranks
+  that hold the same (HSDP);
 * the step, the position in the data and the schedule on all ranks.
 
 The first is summed around the optimizer's step, in torch's hooks, on the device, and nothing waits
@@ -67,7 +68,7 @@ class Integrity:
         offloaded = vars(state.model).get("parameter_device") is not None
         self._every = every or (_ON_HOST if offloaded and torch.accelerator.is_available() else 1)
         self._done = state.step
-        self._start = BitSums(self._untrained())
+        self._start = BitSums(self._frozen())
         self._open: tuple[int, BitSums] | None = None  # since the optimizer's last step
         self._unread = list[tuple[str, Flags]]()  # when; what differs, not looked at yet
         self._copies, self._sharded = self._start, set[str]()  # of the last look
@@ -99,12 +100,12 @@ class Integrity:
         """Return what `judge` compares, of this rank: integers of 64 bits. Waits for the device,
         and reads everything once.
         """
-        mine = [self._trained(), self._untrained()]
-        trained, untrained = map(BitSums, mine)
+        mine = self._trained(), self._frozen(), self._buffers
+        trained, frozen, buffers = map(BitSums, mine)
         self._compare(trained)
-        self._unread.append(("since the start, though not trained", self._start.differ(untrained)))
+        self._unread.append(("since the start, though not trained", self._start.differ(frozen)))
         sharded = _sharded(mine[0] | mine[1])
-        self._copies, self._sharded = trained | untrained, set(sharded)
+        self._copies, self._sharded = trained | frozen | buffers, set(sharded)
         sums = self._copies.values()
         shards = _hash([(n, value) for n, value in sums.items() if n in self._sharded])
         whole = _hash([(n, value) for n, value in sums.items() if n not in self._sharded])
@@ -169,10 +170,10 @@ class Integrity:
             found[f"{_COUNTS} ({device.type})"] = torch.stack(one)
         return found
 
-    def _untrained(self) -> dict[str, torch.Tensor]:
-        """Return the other parameters, and the buffers that are saved, by name."""
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """Return the other parameters, by name."""
         held = self._held()
-        return {n: p for n, p in self._parameters.items() if id(p) not in held} | self._buffers
+        return {n: p for n, p in self._parameters.items() if id(p) not in held}
 
     def _held(self) -> set[int]:
         return {id(p) for group in self._state.optimizer.param_groups for p in group["params"]}
