@@ -12,7 +12,7 @@ from toolkit import ranks
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.collective_times import times_of
+from toolkit.sharding.collective_times import CollectiveTimes, times_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training.faults.stragglers import Stragglers, _slow
 from toolkit.training.loss import loss_sum
@@ -111,3 +111,34 @@ def test_who_costs_the_others_time() -> None:
     # Slow data that nobody waits for, since the device had work to do.
     assert _slow(1.0, [0.0, 0.4, 0.0], [0.1, 0.1, 0.1]) is None
     assert _slow(1.0, [0.4], [0.0]) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_events_are_read_when_they_are_asked_for() -> None:
+    times, device = CollectiveTimes(), torch.device("cuda")
+    large = torch.ones(4096, 4096, device=device)
+    for on in (False, True):
+        times.on = on
+        with times.measure(device):
+            for _ in range(20):
+                large @ large
+        assert (times.take() > 1e-4) is on
+    assert times.take() == 0.0
+
+
+def test_nothing_is_counted_while_it_is_off() -> None:
+    times, device = CollectiveTimes(), torch.device("cpu")
+    for on in (False, True):
+        times.on = on
+        with times.measure(device):
+            time.sleep(0.01)
+        assert (times.take() >= 0.01) is on
+    # An all-reduce counts from the end of the reduce-scatter before it, where there was one.
+    times.after_all_reduce(torch.ones(1))
+    assert times.take() == 0.0
+    with times.measure_reduction(device):
+        pass
+    time.sleep(0.01)
+    times.after_all_reduce(torch.ones(1))
+    times.after_all_reduce(torch.ones(1))
+    assert times.take() >= 0.01
