@@ -207,7 +207,8 @@ def report(lines: list[str]) -> str:
             "|---|---|---|---|---|---|---|---|",
             *lines,
             "",
-            describe("guards.py", "torch", "transformers"),
+            f"Load average while it ran: {os.getloadavg()[1]:.0f}. "
+            + describe("guards.py", "torch", "transformers"),
             "",
         ]
     )
