@@ -54,6 +54,7 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/streams.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/guards.py
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/loss_head.py
 	$(BIN)/python benchmarks/checkpoint.py

@@ -384,6 +384,16 @@ class TrainConfig:
     """Where no rank gets on for so long in a step, all end with exit code 70 and a report of who
     waits for whom; at the start, in evaluations, saves and exports 12 times as long. All end, too,
     where one is gone. A step must be shorter; 0 (for a debugger): nobody watches."""
+    skip_spikes: Positive | None = None
+    """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
+    above the median of the last spike_window steps; 6 is usual; empty: none."""
+    spike_window: AtLeast2 = 128
+    """Steps that skip_spikes compares with; as many go by before the first one can be skipped."""
+    check_steps: NotNegative | None = None
+    """Compare the bits of trained weights and optimizer state after every so many steps with those
+    before the next step, and end the run where one has changed; 0: never (as for a recipe that
+    writes weights itself), nor the ranks with each other at each line of metrics and before a save.
+    Empty: 1, and 10 under cpu_offload."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None
@@ -401,6 +411,8 @@ class TrainConfig:
         if steps and (len(steps) != 2 or steps[0] > steps[1]):
             what = "expected the first and the last step, such as [10, 12]"
             raise ConfigError(f"train.profile_steps: {what}, got {steps}")
+        if self.skip_spikes is None and self.spike_window != type(self).spike_window:
+            raise ConfigError("train.spike_window without train.skip_spikes does nothing; set both")
         if self.per_device_train_batch_size == "auto" and self.global_batch_size is None:
             what = "train.per_device_train_batch_size: auto needs train.global_batch_size"
             raise ConfigError(f"{what}: the samples of a step, which it keeps")

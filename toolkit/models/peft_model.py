@@ -115,7 +115,7 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return trained parameters and persistent buffers of what is trained in full, as PEFT's."""
     own = f".modules_to_save.{ADAPTER}."
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    return tensors | {n: b for n, b in _persistent_buffers(model).items() if own in n}
+    return tensors | {n: b for n, b in persistent_buffers(model).items() if own in n}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -126,11 +126,11 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     if has_adapters(model):
         tensors = trained_tensors(model)
     else:
-        tensors = {n: p.detach() for n, p in model.named_parameters()} | _persistent_buffers(model)
+        tensors = {n: p.detach() for n, p in model.named_parameters()} | persistent_buffers(model)
     return {f"model.{n}": t for n, t in tensors.items()}
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict().keys()
     return {n: b for n, b in model.named_buffers() if n in persistent}
 

@@ -29,7 +29,7 @@ from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
 from toolkit.training.faults import preemption, watchdog
-from toolkit.training.faults.bad_steps import BadSteps
+from toolkit.training.faults.guards import Guards, guards_of
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
@@ -71,7 +71,7 @@ class Metrics:
         flops_per_token: operations of forward and backward; see `training_flops`.
         profiler: profiles some of the steps, whose times then count for no rate.
         snapshot: file of GPU memory that is written when it has.
-        bad_steps: what becomes of skipped steps; the first one ends the run without.
+        guards: what watches the numbers; without, the first skipped step ends the run.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Metrics:
         trackers: Trackers | None = None,
         profiler: StepProfiler | None = None,
         snapshot: Path | None = None,
-        bad_steps: BadSteps | None = None,
+        guards: Guards | None = None,
     ):
         self._file, self._main, self._device = run_dir / METRICS, ranks.rank() == 0, device
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
@@ -100,7 +100,7 @@ class Metrics:
         # Of steps whose tensors are not read yet; of those that are, since the last line.
         self._pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
         self._tokens, self._loss, self._loss_tokens = tokens, 0.0, 0.0
-        self._bad_steps = bad_steps or BadSteps()
+        self._guards = guards or Guards()
         self._began = self._since = time.perf_counter()
         # Since the last step; seconds and number of steps since the last line.
         self._paused, self._seconds, self._steps = 0.0, 0.0, 0
@@ -122,11 +122,11 @@ class Metrics:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
-        self._bad_steps.take(step, stats)
+        self._guards.take(step, stats)
         watchdog.in_step(step + 1)
         slowed = self._profiler is not None and self._profiler.slows(step)
         if more or step % self._every == 0 or step in (self._first + 1, self._last):
-            skipped = self._bad_steps.count()  # waits for the device
+            skipped = self._guards.bad_steps.count()  # waits for the device
             self._take_time(counts=not slowed)
             self._write(
                 step, stats, learning_rate, more | ({"skipped": skipped} if skipped else {})
@@ -160,11 +160,10 @@ class Metrics:
                 self._trackers.log(line)
 
     def check_finite(self, step: int) -> None:
-        """Raise a `TrainingError` where too many steps up to here were skipped, or a value that
-        would be saved is NaN or infinite. Collective; see `BadSteps.check_values`.
+        """Raise a `TrainingError` where too many steps up to here were skipped, or what would be
+        saved is not finite or not what it was left as. Collective; see `Guards.before_save`.
         """
-        self._bad_steps.read()
-        self._bad_steps.check_values(step)
+        self._guards.before_save(step)
 
     @property
     def tokens(self) -> int:
@@ -186,7 +185,11 @@ class Metrics:
             torch.accelerator.synchronize(self._device)  # steps under way are not part of the pause
         begun = time.perf_counter()
         try:
-            with record_function(PAUSE), watchdog.patient("evaluation, save or export"):
+            with (
+                record_function(PAUSE),
+                self._guards.pause(),
+                watchdog.patient("evaluation, save or export"),
+            ):
                 yield
         finally:
             self._paused += time.perf_counter() - begun
@@ -233,6 +236,7 @@ class Metrics:
             line |= {"tokens_per_second": rate, "step_time": step_time}
             if (peak := device_peak_flops(self._device)) is not None:
                 line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
+        line |= self._guards.line(step, line.get("step_time"))
         self._seconds, self._steps = 0.0, 0
         return line | {"memory_peak_bytes": most}
 
@@ -305,7 +309,7 @@ def begin(
         disable_tqdm=cfg.metrics.disable_tqdm,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=trackers,
-        bad_steps=BadSteps(cfg.train.max_bad_steps, data.samples_of, state),
+        guards=guards_of(cfg, model, data, state),
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)

@@ -20,7 +20,9 @@ from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.sharding.accumulation import accumulation_of
+from toolkit.sharding.collective_times import timed
 from toolkit.training.faults import watchdog
+from toolkit.training.faults.spikes import spikes_of
 from toolkit.training.loss import loss_sum, supervised_tokens
 from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 
@@ -35,8 +37,9 @@ class StepStats:
     loss: torch.Tensor  # mean over the supervised tokens of the global batch, before the step
     grad_norm: torch.Tensor  # global gradient norm before clipping
     tokens: torch.Tensor  # supervised tokens of the global batch
-    skipped: torch.Tensor  # bool: loss or gradient is NaN or infinite, and nothing was changed
+    skipped: torch.Tensor  # bool: loss or gradient is not finite, or a spike: nothing was changed
     bad_here: torch.Tensor  # bool: this rank's part of the loss is NaN or infinite
+    spike: torch.Tensor | None = None  # bool: skipped for being far above the last; None: not asked
 
 
 def train_step(
@@ -53,7 +56,8 @@ def train_step(
     See [Note: token weighting], which costs one small all-reduce. What is gathered and reduced
     between micro-batches is `sharding.accumulation`'s. A step whose loss or gradient is NaN or
     infinite on any rank changes neither weights nor the optimizer's state, on all ranks; a fused
-    AdamW is told so on the device, before any other optimizer the host waits for it.
+    AdamW is told so on the device, before any other optimizer the host waits for it. So does a
+    spike, where `faults.spikes` watches the model.
 
     Args:
         model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
@@ -69,7 +73,8 @@ def train_step(
     world = dist.get_world_size() if accumulation is not None and dist.is_initialized() else 1
     tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
     if world > 1:
-        dist.all_reduce(tokens)
+        with timed(model, tokens.device):  # of the step's first collective: slow data show here
+            dist.all_reduce(tokens)
     scale = world / tokens.clamp(min=1).float()
     total = torch.zeros((), device=tokens.device)
     for i, batch in enumerate(micro_batches):
@@ -84,15 +89,20 @@ def train_step(
     bad_here = ~torch.isfinite(total)
     if world > 1:
         _average_replicated(model, world)
-        dist.all_reduce(total)
+        with timed(model, total.device):
+            dist.all_reduce(total)
     with record_function(OPTIMIZER):
         grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
         fine = torch.isfinite(total) & torch.isfinite(grad_norm)
+        spikes, spike = spikes_of(model), None
+        if spikes is not None:
+            spike = spikes.found(total / world, grad_norm)
+            fine &= ~spike
         _step_if(fine, optimizer)
         optimizer.zero_grad()
     if accumulation is not None:
         accumulation.end(total.device, count)
-    return StepStats(total / world, grad_norm, tokens, ~fine, bad_here)
+    return StepStats(total / world, grad_norm, tokens, ~fine, bad_here, spike)
 
 
 def _step_if(fine: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -124,6 +134,9 @@ def clip_gradients(model: nn.Module, max_norm: float, device: torch.device) -> t
     if not norms:
         return torch.zeros((), device=device)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if any(isinstance(p.grad, DTensor) and p.grad.device_mesh.ndim > 1 for p in sharded[:1]):
+        # Each replica adds its shards up by itself; their sums may differ in the last bit.
+        dist.broadcast(total, 0)
     if max_norm > 0:
         for part in (sharded, replicated):
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)

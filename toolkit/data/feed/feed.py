@@ -9,6 +9,7 @@
 `prepared.PreparedFeed` has all rows at hand, `stream_feed.StreamFeed` reads them while training.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -76,6 +77,7 @@ class Feed(ABC):
 
     sources: Sequence[Any]
     total: int | None = None  # samples that max_repeats is known to allow
+    waited = 0.0  # seconds that steps have waited for their micro-batches here
 
     def __init__(
         self,
@@ -112,8 +114,10 @@ class Feed(ABC):
         batches = iter(self._read(run, count, per_device_batch_size, each, workers))
         try:
             for _ in range(count):
+                begun = time.perf_counter()
                 with record_function(READING):
                     step = list(islice(batches, each))
+                self.waited += time.perf_counter() - begun
                 yield step
         finally:
             del batches  # now: a traceback would keep its workers, which then end badly

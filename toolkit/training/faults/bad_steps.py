@@ -1,4 +1,5 @@
-"""Steps whose loss or gradient is NaN or infinite: skipped on all ranks, told with their samples.
+"""Steps that were skipped on all ranks, as loss or gradient is NaN, infinite or a spike: told with
+their samples.
 
 `train_step` decides on the device and waits for nothing. What it decided is read here, where a line
 of metrics is due or something is saved.
@@ -37,7 +38,9 @@ class BadSteps:
 
     def take(self, step: int, stats: Any) -> None:
         """Take the `StepStats` of `step`, without waiting for them."""
-        self._unread.append((step, torch.stack([stats.skipped, stats.bad_here])))
+        spike = torch.zeros_like(stats.skipped) if stats.spike is None else stats.spike
+        values = (stats.skipped, stats.bad_here, spike, stats.loss, stats.grad_norm)
+        self._unread.append((step, torch.stack([value.float() for value in values])))
 
     def count(self) -> int:
         """Return how many steps were skipped since the last call; see `read`."""
@@ -51,14 +54,19 @@ class BadSteps:
         """
         if not self._unread:
             return
-        steps, flags = zip(*self._unread, strict=True)
+        steps, values = zip(*self._unread, strict=True)
         self._unread = []
-        for step, (skipped, here) in zip(steps, torch.stack(flags).tolist(), strict=True):
+        for step, told in zip(steps, torch.stack(values).tolist(), strict=True):
+            skipped, here, spike, loss, grad_norm = told
             self._streak = self._streak + 1 if skipped else 0
             if not skipped:
                 continue
             self._count += 1
-            said = self._describe(step, here)
+            if spike:
+                what = f"loss {loss:.4g} or gradient norm {grad_norm:.4g} is far above those before"
+                said = what + self._sample_list(ranks.gather(self._own_samples(step)))
+            else:
+                said = self._describe(step, bool(here))
             if self._streak > self._most:
                 self._stop(step, said)
             ranks.say(f"WARNING: step {step} is skipped, its {said}")
@@ -79,23 +87,27 @@ class BadSteps:
 
     def _describe(self, step: int, here: bool) -> str:
         """Return what was not finite, where, with which samples. Collective."""
-        own = list(self._samples(step)) if self._samples is not None else []
-        told = ranks.gather((here, own))
+        told = ranks.gather((here, self._own_samples(step)))
         losses = [rank for rank, (bad, _) in enumerate(told) if bad]
-        of = losses or range(len(told))
-        names = [name for rank in of for name in told[rank][1]]
-        listed = ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (
-            len(names) > _NAMED
-        )
         what = f"loss on rank {', '.join(map(str, losses))}" if losses else "gradient"
-        return f"{what} is NaN or infinite" + f"; samples: {listed}" * bool(names)
+        of = losses or range(len(told))
+        return f"{what} is NaN or infinite{self._sample_list([told[rank][1] for rank in of])}"
+
+    def _own_samples(self, step: int) -> list[str]:
+        return list(self._samples(step)) if self._samples is not None else []
+
+    @staticmethod
+    def _sample_list(samples: list[list[str]]) -> str:
+        names = [name for own in samples for name in own]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return f"; samples: {', '.join(names[:_NAMED])}{more}" if names else ""
 
     def _stop(self, step: int, said: str) -> None:
         row = f"{self._streak} step(s) in a row, up to {step}," if self._most else f"step {step}"
         raise TrainingError(
-            f"{row} had no finite loss and gradient (train.max_bad_steps: {self._most}); the last: "
-            f"{said}. Nothing was changed by them, and nothing was saved since. Lower "
-            "optim.learning_rate, raise optim.warmup_steps, or look at these samples"
+            f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
+            f"{self._most}); the last: {said}. Nothing was changed by them, and nothing was saved "
+            "since. Lower optim.learning_rate, raise optim.warmup_steps, or look at these samples"
         )
 
 

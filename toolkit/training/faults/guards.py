@@ -1,0 +1,92 @@
+"""What watches the numbers of a run: bad steps, the bits of its state, the times of its ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from toolkit import ranks
+from toolkit.config.settings import RunConfig
+from toolkit.data.prepare import TrainingData
+from toolkit.sharding.collective_times import times_of
+from toolkit.training.faults import spikes
+from toolkit.training.faults.bad_steps import BadSteps
+from toolkit.training.faults.integrity import Integrity
+from toolkit.training.faults.spikes import Spikes
+from toolkit.training.faults.stragglers import Stragglers
+
+
+class Guards:
+    """All of them, as the metrics of a run call them; what is None is not watched."""
+
+    def __init__(
+        self,
+        bad_steps: BadSteps | None = None,
+        integrity: Integrity | None = None,
+        stragglers: Stragglers | None = None,
+        state: Any = None,
+    ) -> None:
+        self.bad_steps, self._state = bad_steps or BadSteps(), state
+        self.integrity, self.stragglers = integrity, stragglers
+
+    def take(self, step: int, stats: Any) -> None:
+        """Take the `StepStats` of `step`; does not wait."""
+        self.bad_steps.take(step, stats)
+        for one in (self.integrity, self.stragglers):
+            if one is not None:
+                one.take(step)
+
+    def line(self, step: int, step_time: float | None) -> dict[str, float]:
+        """Return what a line of metrics after `step` has of the ranks' times; None: not timed.
+
+        Collective, one small exchange; waits for the device. TrainingError: the bits of a rank's
+        state, or where it stands, are not as they should be.
+        """
+        bits = [] if self.integrity is None else self.integrity.numbers()
+        times = [] if self.stragglers is None else self.stragglers.numbers(step_time)
+        if not bits and not times:
+            return {}
+        rows = ranks.gather_integers(bits + times)
+        if self.integrity is not None:
+            self.integrity.judge(step, [row[: len(bits)] for row in rows])
+        if self.stragglers is None:
+            return {}
+        return self.stragglers.judge([row[len(bits) :] for row in rows])
+
+    def before_save(self, step: int) -> None:
+        """Raise a `TrainingError` where what would be saved after `step` is not to be; put into the
+        state what belongs to it. Collective, waits for the device; reads this rank's bytes twice.
+        """
+        self.bad_steps.read()
+        if self.integrity is not None:
+            self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
+        self.bad_steps.check_values(step)
+        if self._state is not None and (watched := spikes.spikes_of(self._state.model)) is not None:
+            self._state.extra[spikes.KEY] = watched.state_dict()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the collectives inside out of the times."""
+        if self.stragglers is None:
+            yield
+            return
+        with self.stragglers.pause():
+            yield
+
+
+def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: Any) -> Guards:
+    """Return what watches a run from `state` on; have its optimizer and model watched."""
+    train, feed, times = cfg.train, data.feed, times_of(model)
+    if train.skip_spikes is None:
+        state.extra.pop(spikes.KEY, None)  # of a start that had them; they grow stale
+    else:
+        kept, device = state.extra.get(spikes.KEY, {}), data.run.device
+        spikes.watch(model, Spikes(train.skip_spikes, train.spike_window, device, kept))
+    integrity = None if train.check_steps == 0 else Integrity(state, train.check_steps)
+    sampled = 1 if data.run.device.type == "cpu" else train.logging_steps
+    stragglers = None
+    if ranks.world_size() > 1:
+        stragglers = Stragglers(times, lambda: feed.waited, sampled)
+    bad_steps = BadSteps(train.max_bad_steps, data.samples_of, state)
+    return Guards(bad_steps, integrity, stragglers, state)
