@@ -935,6 +935,13 @@ def break_no_fsync() -> None:
     os.fsync = lambda descriptor: None  # type: ignore[assignment]
 
 
+def break_unsynced_shards() -> None:
+    """A rank does not fsync the shards that it wrote, and nobody does it for it."""
+    from toolkit.checkpoint import shards
+
+    shards.sync = lambda path: None
+
+
 def break_commit_first() -> None:
     """COMMIT is under its name before the files are on the disk."""
     from toolkit.checkpoint import commit
@@ -1011,6 +1018,7 @@ def controls(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 
 BROKEN = {
     "no_fsync": break_no_fsync,
+    "unsynced_shards": break_unsynced_shards,
     "commit_first": break_commit_first,
     "in_place": break_in_place,
     "delete_in_place": break_delete_in_place,
@@ -1018,6 +1026,7 @@ BROKEN = {
 }
 MUST_NOTICE = {
     "no_fsync": "power",
+    "unsynced_shards": "power",
     "commit_first": "power",
     "in_place": "operations",
     "delete_in_place": "operations",
