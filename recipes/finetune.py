@@ -42,7 +42,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     folder.hold(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
-    saved = checkpoint.find(folder.root, model, data)  # moves the position of the data
+    saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position
     loading.fill(model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say)
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
@@ -87,8 +87,8 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             state.extra["early_stopping"] = stopping.state_dict()
             with metrics.pause():
-                path = checkpoint.save(state, folder.root, cfg.checkpoint)
-                run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
+                run.say(path and f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
                 run.say(*data.reading_lines(), export.prove_adapter(model, path))
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)

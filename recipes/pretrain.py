@@ -38,7 +38,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     folder.hold(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
-    saved = checkpoint.find(folder.root, model, data)  # moves the position of the data
+    saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position
     loading.fill(model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say)
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
@@ -74,8 +74,8 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
-                path = checkpoint.save(state, folder.root, cfg.checkpoint)
-            run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
+            run.say(path and f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
             run.say(*data.reading_lines())
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)

@@ -29,7 +29,7 @@ from toolkit import checkpoint
 from toolkit.checkpoint import commit, disk, resuming, rng_state, shards
 from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import digests, read_metadata
 from toolkit.tables import size_text
 
@@ -318,7 +318,7 @@ def test_a_failure_behind_the_loop_is_raised_on_every_rank(behind, how):
 
 def test_a_full_disk_of_one_rank_is_told_once(behind):
     kinds, texts, silent = zip(*(rank["small"] for rank in behind[0]), strict=True)
-    assert set(kinds) == {CheckpointError}
+    assert set(kinds) == {StorageError}
     assert all("checkpoint of step" in t and "No space left on device (small)" in t for t in texts)
     assert silent == (True, False)
 

@@ -76,7 +76,7 @@ def need(
         checkpoints_kept(cfg, max_steps),
         exports * export_bytes(model),
         there,
-        shutil.disk_usage(folder).free,
+        free_bytes(folder),
         folder,
         root if isinstance(root, Place) else None,
     )
@@ -133,6 +133,11 @@ def export_bytes(model: nn.Module) -> int:
     common = Counter((assets_of(model).source or {}).values()).most_common(1)
     dtype = DTYPES[common[0][0]] if common else torch.bfloat16
     return sum(t.numel() for t in tensors) * dtype.itemsize
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what is free where `folder` is, or will be made."""
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def _existing(folder: Path) -> Path:

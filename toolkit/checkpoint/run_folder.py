@@ -22,7 +22,16 @@ from toolkit import config, ranks
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, find_checkpoint
 from toolkit.checkpoint.state import TrainState
-from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, probe, replace_synced, where
+from toolkit.checkpoint.store import (
+    BLOCK,
+    Folder,
+    Place,
+    disk_errors,
+    is_url,
+    probe,
+    replace_synced,
+    where,
+)
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError, ConfigError
@@ -226,11 +235,12 @@ def claim(cfg: Any) -> Any:
 def record(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
     folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
-    replace_synced(folder / CONFIG, text)
-    if isinstance(root, Place):
-        (root / CONFIG).write_bytes(text.encode())
-    elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
-        replace_synced(root / CONFIG, text)
+    with disk_errors(f"{CONFIG} of the run could not be written"):
+        replace_synced(folder / CONFIG, text)
+        if isinstance(root, Place):
+            (root / CONFIG).write_bytes(text.encode())
+        elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
+            replace_synced(root / CONFIG, text)
 
 
 def hold(folder: Path) -> None:
