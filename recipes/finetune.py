@@ -39,7 +39,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
-    folder.hold(model, data.max_steps)
+    folder.hold(model, data.max_steps, run)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position

@@ -35,7 +35,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     cfg = planning.settle(cfg, model, run, folder)  # `auto` is decided
     data = prepare_data(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
-    folder.hold(model, data.max_steps)
+    folder.hold(model, data.max_steps, run)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
-from toolkit.checkpoint import commit, disk, retention, rng_state
+from toolkit.checkpoint import commit, disk, lock, retention, rng_state
 from toolkit.checkpoint.commit import Files
 from toolkit.checkpoint.shards import HashingWriter, first_failure
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
@@ -146,6 +146,7 @@ class _Snapshot:
         self.content, self.adapter = "", None  # of state.json; on rank 0
 
         def begin() -> str:
+            lock.check()
             self.content = state_text(state)
             self.adapter = json.loads(self.content).get("adapter")
             return str(commit.begin(run, state.step))
