@@ -1,18 +1,96 @@
 """A disk that refuses while a run trains: warnings, so many in a row, then the end."""
 
+import ctypes
 import errno
+import os
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from distributed import run_ranks
+from conftest import ROOT
+from distributed import run_ranks, run_recipe_ranks
+from test_run_kills import flags
 
 from toolkit import checkpoint
 from toolkit.checkpoint import commit, saving, shards
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats.metrics_file import append, read_lines
+
+STEPS = 8
+# At its third step rank 0 fills the disk, and makes room again at a later one.
+FILL = """
+import os, runpy, toolkit.checkpoint, toolkit.training
+train_step, calls, filler = toolkit.training.train_step, [0], {disk!r} + "/filler"
+def fill(*args, **more):
+    calls[0] += 1
+    if calls[0] in (3, {free_at}):
+        toolkit.checkpoint.wait()
+    if os.environ["RANK"] == "0" and calls[0] == 3:
+        with open(filler, "wb", buffering=0) as f:
+            try:
+                while True:
+                    f.write(bytes(4096))
+            except OSError:
+                pass
+    if os.environ["RANK"] == "0" and calls[0] == {free_at}:
+        os.remove(filler)
+    return train_step(*args, **more)
+toolkit.training.train_step = fill
+runpy.run_path({recipe!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 16 MiB."""
+    libc, folder = ctypes.CDLL(None, use_errno=True), tmp_path / "disk"
+    folder.mkdir()
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=16m"):
+        pytest.skip("no right to mount a file system")
+    yield folder
+    libc.umount2(os.fsencode(folder), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("free_at", "behind"), [(5, "false"), (5, "true"), (99, "true")])
+def test_a_run_on_a_disk_that_fills_up(
+    tmp_path, small_disk, tiny_llama, text_file, free_at, behind
+):
+    script, run = tmp_path / "pretrain.py", small_disk / "run"
+    recipe = str(ROOT / "recipes" / "pretrain.py")
+    script.write_text(FILL.format(disk=str(small_disk), free_at=free_at, recipe=recipe))
+    settings = flags("pretrain", tiny_llama, text_file, run, "--train.max_steps", f"{STEPS}")
+    settings += ["--checkpoint.save_steps", "1", "--checkpoint.async_save", behind]
+    ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
+    warnings = [t for t in ended.stdout.splitlines() if t.startswith("WARNING: checkpoint of")]
+    assert len(warnings) == 2, ended.stdout + ended.stderr
+    for left, text in zip((1, 0), warnings, strict=True):
+        assert "No space left on device" in text
+        assert "are missing" in text
+        assert f"Training goes on; {left} more in a row may fail" in text
+    lines = [line["step"] for line in read_lines(run / "metrics.jsonl")]
+    steps = commit.committed_steps(run)
+    assert not any(commit.damaged_files(path) for path in steps.values())
+    if free_at == 5:  # steps 3 and 4 could not be saved
+        assert ended.returncode == 0, ended.stderr
+        assert sorted(steps) == [1, 2, 5, 6, 7, 8]
+        assert lines == list(range(1, STEPS + 1))
+        return
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    (error,) = [text for text in ended.stderr.splitlines() if "error: " in text]
+    assert "save 3 in a row that failed (checkpoint.max_failed_saves 2)" in error
+    assert sorted(steps) == [1, 2]
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {p.name for p in steps.values()}
+    # With room the same command goes on.
+    (small_disk / "filler").unlink()
+    again = run_recipe_ranks("pretrain", 2, *settings, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert sorted(commit.committed_steps(run)) == [*range(1, STEPS + 1)]
+    assert [x["step"] for x in read_lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
 
 WRITE = shards.HashingStream.write
 

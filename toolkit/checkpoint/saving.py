@@ -68,7 +68,10 @@ def save(
     begun = time.perf_counter()
     ranks.object_group(CHANNEL)  # every rank is here now, and not when it is needed
     run = ranks.on_all(lambda: where(run_dir))
-    with _disk_may_fail(state, run, cfg, may_fail):
+    # Not when it has failed: the tensors are the loop's again by then.
+    tensors = [*model_tensors(state.model).values(), *optimizer_tensors(state).values()]
+    needed = sum(t.numel() * t.itemsize for t in tensors)
+    with _disk_may_fail(needed, run, cfg, may_fail):
         snapshot = _Snapshot(state, run, cfg)
         if not cfg.async_save:
             return snapshot.write()
@@ -78,7 +81,7 @@ def save(
         def write_behind() -> None:
             with (
                 ranks.exchanges_over(CHANNEL),
-                _disk_may_fail(state, run, cfg, may_fail, path),
+                _disk_may_fail(needed, run, cfg, may_fail, path),
             ):
                 snapshot.write()
                 ranks.say(
@@ -98,14 +101,14 @@ def failed(path: str) -> bool:
 
 @contextlib.contextmanager
 def _disk_may_fail(
-    state: TrainState, run: Folder, cfg: CheckpointConfig, may_fail: bool, path: str = ""
+    needed: int, run: Folder, cfg: CheckpointConfig, may_fail: bool, path: str = ""
 ) -> Iterator[None]:
     """Make a warning of a disk that refuses, while it may; else say what it lacks. Collective."""
     try:
         yield
     except StorageError as error:
         _failed.append(path)
-        text = str(error) + ranks.on_main(lambda: _lacking(state, run))
+        text = str(error) + ranks.on_main(lambda: _lacking(needed, run))
         left = cfg.max_failed_saves - len(_failed)
         setting = f"checkpoint.max_failed_saves {cfg.max_failed_saves}"
         if may_fail and left >= 0:
@@ -121,12 +124,10 @@ def _disk_may_fail(
         raise named from error
 
 
-def _lacking(state: TrainState, run: Folder) -> str:
-    """Return what a checkpoint takes and the disk has, when a save of it has failed and is gone."""
+def _lacking(needed: int, run: Folder) -> str:
+    """Return what a checkpoint of `needed` bytes lacks, when a save has failed and is removed."""
     if isinstance(run, Place):
         return ""  # nobody can ask a store
-    tensors = [*model_tensors(state.model).values(), *optimizer_tensors(state).values()]
-    needed = sum(t.numel() * t.itemsize for t in tensors)
     try:
         free = disk.free_bytes(run)
     except OSError:
