@@ -93,7 +93,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.say(f"exported {export.export_step(model, folder.path, step)}")
+                run.say(export.export_step(model, folder.path, step, may_fail=not last))
         if last:
             break
 
@@ -101,7 +101,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     checkpoint.wait()
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
-        run.say(f"exported {export.export_step(model, folder.path, state.step)}")
+        run.say(export.export_step(model, folder.path, state.step))
     run.say(metrics.close(), *folder.next_lines(state.step, adapted=cfg.lora.r > 0))
     hub.publish(folder.path, cfg.hub, run.say)
 

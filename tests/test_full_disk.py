@@ -63,6 +63,7 @@ def test_a_run_on_a_disk_that_fills_up(
     script.write_text(FILL.format(disk=str(small_disk), free_at=free_at, recipe=recipe))
     settings = flags("pretrain", tiny_llama, text_file, run, "--train.max_steps", f"{STEPS}")
     settings += ["--checkpoint.save_steps", "1", "--checkpoint.async_save", behind]
+    settings += ["--checkpoint.export_steps", "4"]
     ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
     warnings = [t for t in ended.stdout.splitlines() if t.startswith("WARNING: checkpoint of")]
     assert len(warnings) == 2, ended.stdout + ended.stderr
@@ -77,6 +78,8 @@ def test_a_run_on_a_disk_that_fills_up(
         assert ended.returncode == 0, ended.stderr
         assert sorted(steps) == [1, 2, 5, 6, 7, 8]
         assert lines == list(range(1, STEPS + 1))
+        assert "WARNING: there is no export: writing" in ended.stdout
+        assert [p.name for p in (run / "exports").iterdir()] == ["step-00000008"]
         return
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr

@@ -26,6 +26,7 @@ from toolkit.training import background
 LOCK = "run.lock"
 _BEAT = 10.0  # seconds between two touches
 _WATCH = 75.0  # longer than some of them, and than a client of NFS may keep what it saw (60)
+_ALONE = "start one run only on it at a time"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -42,7 +43,8 @@ _held: dict[Path, _Held] = {}
 
 def take(folder: Path, job: str = "") -> str:
     """Keep the folder for this process until its end, or `release`; return a line where an owner
-    that is gone had it, else "". `job` is told to others. Costs 75 s after one on another host.
+    that is gone had it, or the file system has no locks. `job` is told to others. Costs 75 s after
+    an owner on another host.
 
     ConfigError: somebody else has it (named). CheckpointError: the disk refuses.
     """
@@ -53,13 +55,13 @@ def take(folder: Path, job: str = "") -> str:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         undo.callback(os.close, descriptor)
-        exact = True
+        exact, line = True, ""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(folder, _note(file)) from None
-        except OSError:
-            exact = False  # a file system without locks
+        except OSError as error:
+            exact, line = False, f"note: {folder} has no locks ({error.strerror}): {_ALONE}"
         before = _note(file)
         here = exact and before.get("kernel") == _kernel()
         if before and not here and _is_touched(file, before):
@@ -74,7 +76,7 @@ def take(folder: Path, job: str = "") -> str:
         undo.pop_all()
     _held[folder.resolve()] = held
     threading.Thread(target=_beat, args=(held,), name="lock", daemon=True).start()
-    return f"note: {folder} was in use by {_said(before)}, which is gone" if before else ""
+    return f"note: {folder} was in use by {_said(before)}, which is gone" if before else line
 
 
 def release(folder: Path) -> None:

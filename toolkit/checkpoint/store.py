@@ -243,6 +243,11 @@ def replace_synced(file: Path, text: str) -> None:
     sync(file.parent)
 
 
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether a disk that is full or broken raised `error`."""
+    return isinstance(error, OSError) and error.errno in _DISK_FULL | _DISK_FAILS
+
+
 def disk_error(what: str, error: BaseException) -> CheckpointError:
     """Return the error that says `what` failed, and the disk's own cause; a `StorageError` where
     the disk is full or broken.
@@ -260,7 +265,7 @@ def disk_error(what: str, error: BaseException) -> CheckpointError:
             "; free some space, lower checkpoint.save_total_limit or give another output_dir. The "
             "checkpoints before it are as they were"
         )
-    kind = StorageError if cause.errno in _DISK_FULL | _DISK_FAILS else CheckpointError
+    kind = StorageError if is_refusal(cause) else CheckpointError
     return kind(f"{what}: {cause.strerror or cause}{place}{advice}")
 
 
