@@ -125,15 +125,9 @@ def save_with_failures(rank: int, world: int, root: str, behind: bool) -> list[t
     return ended
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "behind"])
-def ended(request, tmp_path_factory):
-    root = tmp_path_factory.mktemp("full")
-    return run_ranks(save_with_failures, 2, str(root), request.param), root, request.param
-
-
-def test_saves_that_the_disk_refuses_are_warnings_so_many_times_in_a_row(ended):
-    ranks, root, _ = ended
-    for one in ranks:
+@pytest.mark.parametrize("behind", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_saves_that_the_disk_refuses_are_warnings_so_many_times_in_a_row(tmp_path, behind):
+    for one in run_ranks(save_with_failures, 2, str(tmp_path), behind):
         kinds = [kind for kind, _ in one]
         assert kinds[:8] == [
             *("saved", "failed", "failed", "saved", "failed", "saved", "failed", "failed")
@@ -141,8 +135,9 @@ def test_saves_that_the_disk_refuses_are_warnings_so_many_times_in_a_row(ended):
         assert kinds[8] == "StorageError"  # the third in a row
         assert "save 3 in a row that failed (checkpoint.max_failed_saves 2)" in one[8][1]
         assert kinds[9] == "CheckpointError"  # no right to write is no fault of the disk
-    assert set(commit.committed_steps(root)) == {4, 6}  # the newest two; nothing else is there
-    assert {p.name for p in (root / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
+    there = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+    assert there == {"step-00000004", "step-00000006"}  # the newest two, and nothing else
+    assert set(commit.committed_steps(tmp_path)) == {4, 6}
 
 
 def test_a_warning_says_what_is_missing(tmp_path, capsys):

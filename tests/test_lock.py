@@ -80,7 +80,7 @@ def write_note(folder: Path, kernel: str) -> Path:
     return folder / lock.LOCK
 
 
-@pytest.mark.parametrize("hour", [-3600, 3600])
+@pytest.mark.parametrize("hour", [-3600, pytest.param(3600, marks=pytest.mark.slow)])
 def test_an_owner_on_another_host_lives_while_it_touches_the_file(tmp_path, hour):
     file, stop = write_note(tmp_path, "another"), threading.Event()
 
@@ -159,6 +159,7 @@ def look(rank: int, world: int, root: str, alone: bool) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 def test_hosts_that_do_not_see_the_folder_are_named(tmp_path, alone):
     if alone and os.geteuid():
