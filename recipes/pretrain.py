@@ -35,10 +35,10 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
-    folder.hold(model, data.max_steps)
+    folder.hold(model, data.max_steps, run)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
-    saved = checkpoint.find(folder.root, model, data)  # moves the position of the data
+    saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position
     loading.fill(model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say)
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
@@ -74,13 +74,13 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
-                path = checkpoint.save(state, folder.root, cfg.checkpoint)
-            run.say(f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
+            run.say(path and f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
             run.say(*data.reading_lines())
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.say(f"exported {export.export_step(model, folder.path, step)}")
+                run.say(export.export_step(model, folder.path, step, may_fail=not last))
         if last:
             break
 
@@ -88,7 +88,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     checkpoint.wait()
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
-        run.say(f"exported {export.export_step(model, folder.path, state.step)}")
+        run.say(export.export_step(model, folder.path, state.step))
     run.say(metrics.close(), *folder.next_lines(state.step))
     hub.publish(folder.path, cfg.hub, run.say)
 

@@ -72,13 +72,16 @@ class Tracer:
         kinds: int = 0,
         error: int = 0,
         once: bool = False,
+        refuse: Callable[[], None] | None = None,
     ) -> None:
         """Count operations below `root` from now on, the first is 1.
 
         With `log` the folder is recorded at each. With `kill_at` the process is killed before that
         operation. With `fail_at` it and all later ones (`once`: only the first) of the given kinds
-        fail; where the disk is full, ENOSPC, so do writes to files that are open, as EFBIG.
+        fail; where the disk is full, ENOSPC, so do writes to files that are open, as EFBIG. Instead
+        `refuse` may be called there, for good.
         """
+        self._refuse = refuse
         self.count = self.failures = 0
         self._records: list[Record] = []
         self._log, self._kill_at, self._fail_at = log, kill_at, fail_at
@@ -146,6 +149,9 @@ class Tracer:
                 self._record(" ".join([kind, *names]))
             if self.count == self._kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._refuse and self.count == self._fail_at:
+                self.failures += 1
+                self._refuse()
             if 0 < self._fail_at <= self.count and not (self._once and self.failures):
                 if self._error == errno.ENOSPC:
                     _limit_writes(True)

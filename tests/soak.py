@@ -47,6 +47,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import dead_disk  # noqa: E402
 import file_trace  # noqa: E402
 import warm  # noqa: E402
 
@@ -778,8 +779,72 @@ def full_disks(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def failing_disks(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
-    kinds = file_trace.SYNC | file_trace.SPACE | file_trace.NAMES
-    return _failing(stage, args, kinds, errno.EIO, once=True, offset=2)
+    """Let each operation alone fail, in three ways."""
+    kinds, found = file_trace.SYNC | file_trace.SPACE | file_trace.NAMES, dict[str, Any]()
+    for offset, (name, code) in enumerate(dead_disk.ERRORS.items()):
+        space = file_trace.SPACE if code == errno.ENOSPC else kinds
+        one = _failing(stage, args, space, code, once=True, offset=2 + offset)
+        found["operations"], faults = one["operations"], found.get("faults", [])
+        found |= {f"{name} tried": one["tried"], f"{name} refused": one["refused"]}
+        found["faults"] = faults + [f"{name}: {fault}" for fault in one["faults"]]
+    return found
+
+
+def dead_disks(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
+    """From each operation on let the kernel refuse all that changes a disk, in three ways."""
+    if not dead_disk.possible():
+        return {"tried": 0, "skipped": "for Linux on x86-64", "faults": []}
+    sequence, checker = Sequence(stage), Checker(stage)
+    committed = stage.commit.committed_steps(sequence.base / "run").values()
+    # COMMIT -> every byte of the checkpoint, which nothing may change while it is there
+    old = {(p / "COMMIT").read_bytes(): file_trace.read_tree(p) for p in committed}
+    total, faults = sequence.count(), list[str]()
+    counts: Counter[str] = Counter()
+    stride = 3 * args.stride if args.short else args.stride
+    for offset, (error, code) in enumerate(dead_disk.ERRORS.items()):
+        for k in range(1 + offset % stride, total + 1, stride):
+            if args.stop and faults:
+                break
+            scene = sequence.scene()
+            child = stage.fork(functools.partial(_until_dead, stage, sequence, scene, k, code))
+            lines = child.join()
+            refused = [line for line in lines if line.startswith("refused")]
+            counts["tried"] += 1
+            counts[f"{error} refused"] += bool(refused)
+            wrong = child.failures()
+            expectation = sequence.expectation([n for n in lines if n not in refused])
+            more, found = checker.faults(scene, expectation)
+            wrong += more
+            for path in (scene / "run" / "checkpoints").iterdir():
+                tree = file_trace.read_tree(path)
+                if old.get(tree.get("COMMIT") or b"", tree) != tree:
+                    wrong.append(f"{path.name} was committed before, and is another")
+            after = stage.fork(lambda say: afterwards(stage, scene, found, say))  # noqa: B023
+            after.join()
+            wrong += [f"afterwards: {f}" for f in after.failures()]
+            faults += [f"{error} from operation {k} of {total} on, {refused}: {f}" for f in wrong]
+            shutil.rmtree(scene)
+    return {"operations": total, **counts, "faults": faults}
+
+
+def _until_dead(
+    stage: Stage, sequence: Sequence, scene: Path, k: int, code: int, say: Callable[[str], None]
+) -> None:
+    """Run the actions up to the one that a disk refuses which dies at operation `k`."""
+    from toolkit.errors import CheckpointError, ExportError
+
+    stage.tracer.arm(scene, fail_at=k, refuse=functools.partial(dead_disk.refuse, code))
+    for name, act in sequence.actions(scene):
+        try:
+            act(say)
+        except (CheckpointError, ExportError) as error:
+            if not stage.tracer.failures or os.strerror(code) not in str(error):
+                raise RuntimeError(f"{name} does not name the cause: {error}") from error
+            rest = [p.name for p in (scene / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
+            if rest and code == errno.ENOSPC:
+                raise RuntimeError(f"{name} left {rest}") from error
+            say(f"refused {name} {str(error)[:120]!r}")
+            return
 
 
 def _failing(
@@ -935,6 +1000,13 @@ def break_no_fsync() -> None:
     os.fsync = lambda descriptor: None  # type: ignore[assignment]
 
 
+def break_unsynced_shards() -> None:
+    """A rank does not fsync the shards that it wrote, and nobody does it for it."""
+    from toolkit.checkpoint import shards
+
+    shards.sync = lambda path: None
+
+
 def break_commit_first() -> None:
     """COMMIT is under its name before the files are on the disk."""
     from toolkit.checkpoint import commit
@@ -954,6 +1026,29 @@ def break_commit_first() -> None:
         return target
 
     commit.commit = wrong
+
+
+def break_raw_errors() -> None:
+    """What the disk refuses is raised as it came."""
+    from toolkit.checkpoint import retention, saving, store
+
+    for module in (retention, saving, store):
+        module.disk_errors = lambda what: contextlib.nullcontext()
+
+
+def break_rewritten() -> None:
+    """A save writes into a checkpoint that was committed before."""
+    from toolkit.checkpoint import commit
+
+    def wrong(run_dir: Path, step: int) -> Path:
+        for path in commit.committed_steps(run_dir).values():
+            with commit.store.disk_errors("the old state could not be written"):
+                state = (path / "state.json").read_bytes()
+                (path / "state.json").write_bytes(state)
+        return begin(run_dir, step)
+
+    begin = commit.begin
+    commit.begin = wrong
 
 
 def break_in_place() -> None:
@@ -1011,14 +1106,20 @@ def controls(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 
 BROKEN = {
     "no_fsync": break_no_fsync,
+    "unsynced_shards": break_unsynced_shards,
     "commit_first": break_commit_first,
+    "raw_errors": break_raw_errors,
+    "rewritten": break_rewritten,
     "in_place": break_in_place,
     "delete_in_place": break_delete_in_place,
     "prune_first": break_prune_first,
 }
 MUST_NOTICE = {
     "no_fsync": "power",
+    "unsynced_shards": "power",
     "commit_first": "power",
+    "raw_errors": "dead",
+    "rewritten": "full",
     "in_place": "operations",
     "delete_in_place": "operations",
     "prune_first": "operations",
@@ -1030,6 +1131,7 @@ CHAPTERS: dict[str, Callable[[Stage, argparse.Namespace], dict[str, Any]]] = {
     "power": power_losses,
     "full": full_disks,
     "failing": failing_disks,
+    "dead": dead_disks,
     "small": small_disk,
     "controls": controls,
 }
@@ -1039,7 +1141,8 @@ TITLES = {
     "operations": "SIGKILL before every file operation of overwrite, save, prune, export",
     "power": "power lost after every operation of the same sequence, and of a run's first save",
     "full": "the disk full from every operation on",
-    "failing": "an I/O error at every operation",
+    "failing": "every operation alone refused",
+    "dead": "all system calls that change a disk refused, from every operation on",
     "small": "real file systems of 2 to 59 blocks",
     "controls": "negative controls: protocols that are wrong",
 }

@@ -4,7 +4,6 @@ Most cases run the recipe in this process (a world of one); the last ones start 
 """
 
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +32,6 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 
 from toolkit import checkpoint
-from toolkit.checkpoint import run_folder
 from toolkit.config.settings import ModelConfig
 from toolkit.data import prepare
 from toolkit.data.tokens import tokenizer
@@ -963,14 +961,3 @@ def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
     )
     assert hashes(sharded) == before
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_second_run_on_one_output_dir_is_refused(tmp_path):
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another process would: a lock belongs to its file
-    with pytest.raises(ConfigError, match="another process is running on output_dir"):
-        run_folder.hold(tmp_path)
-    os.close(descriptor)
-    run_folder.hold(tmp_path)
-    run_folder.hold(tmp_path)  # the same process may

@@ -29,7 +29,7 @@ from toolkit import checkpoint
 from toolkit.checkpoint import commit, disk, resuming, rng_state, shards
 from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import chunk_table, digests, read_metadata
 from toolkit.tables import size_text
 
@@ -318,7 +318,7 @@ def test_a_failure_behind_the_loop_is_raised_on_every_rank(behind, how):
 
 def test_a_full_disk_of_one_rank_is_told_once(behind):
     kinds, texts, silent = zip(*(rank["small"] for rank in behind[0]), strict=True)
-    assert set(kinds) == {CheckpointError}
+    assert set(kinds) == {StorageError}
     assert all("checkpoint of step" in t and "No space left on device (small)" in t for t in texts)
     assert silent == (True, False)
 
@@ -562,6 +562,33 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     assert "WARNING: checkpoint step-00000004 is damaged and not used" in said
     assert "verified step-00000003" in said
     assert len(list((tmp_path / "checkpoints").glob("step-00000004.bad-*/dcp/*.distcp"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "cut", "steps"),
+    [
+        ("dcp/__0_0.distcp", False, {"bytes": 3, "sizes": 4}),
+        ("dcp/__0_0.distcp", True, {"bytes": 3, "sizes": 3}),
+        ("dcp/.metadata", False, {"bytes": 3, "sizes": 3}),
+        ("state.json", False, {"bytes": 3, "sizes": 3}),
+    ],
+)
+def test_a_start_may_look_at_the_sizes_of_shards_only(tmp_path, capsys, file, cut, steps):
+    state = small_state()
+    for verify, step in steps.items():
+        run = tmp_path / verify
+        for state.step in (3, 4):
+            path = Path(checkpoint.save(state, run, SYNC))
+        content = bytearray((path / file).read_bytes())
+        content[-1] ^= not cut
+        (path / file).write_bytes(content[:-1] if cut else content)
+        capsys.readouterr()
+        cfg = CheckpointConfig(verify_on_resume=verify)
+        found = checkpoint.find(run, state.model, cfg=cfg)
+        assert found.name == f"step-{step:08d}"
+        said = capsys.readouterr().out
+        looked = "of 1 shards the sizes (checkpoint.verify_on_resume)"
+        assert (looked in said) == (verify == "sizes"), said
 
 
 def test_a_run_whose_checkpoints_all_failed_does_not_begin_anew_by_itself(tmp_path):

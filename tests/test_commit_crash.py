@@ -22,7 +22,7 @@ def chapters():
 
 
 @pytest.mark.parametrize(
-    "chapter", ["kills", "ranks", "operations", "power", "full", "failing", "small"]
+    "chapter", ["kills", "ranks", "operations", "power", "full", "failing", "dead", "small"]
 )
 def test_nothing_that_was_committed_is_lost(chapters, chapter):
     assert chapters[chapter]["lost"] == 0, chapters["said"]
@@ -31,10 +31,12 @@ def test_nothing_that_was_committed_is_lost(chapters, chapter):
 def test_every_kind_of_operation_was_met(chapters):
     assert chapters["operations"]["during"].keys() >= {"save", "export"}
     assert chapters["full"]["refused"] > 8
-    assert chapters["failing"]["refused"] > 8
+    for error in ("ENOSPC", "EIO", "EROFS"):
+        assert chapters["failing"][f"{error} refused"] > 4
+        assert chapters["dead"]["tried"] == 0 or chapters["dead"][f"{error} refused"] > 4
     assert chapters["power"]["different"] > 50
 
 
 def test_broken_protocols_are_caught(chapters):
     assert chapters["controls"]["lost"] == 0, chapters["said"]
-    assert len(chapters["controls"]["noticed"]) == chapters["controls"]["broken protocols"] == 5
+    assert len(chapters["controls"]["noticed"]) == chapters["controls"]["broken protocols"] == 8

@@ -118,6 +118,10 @@ class CheckpointError(ToolkitError):
     """A checkpoint cannot be written, read or trusted; names the file or the tensor."""
 
 
+class StorageError(CheckpointError):
+    """The disk or the object store refuses; nothing is wrong with what was to be written."""
+
+
 class ExportError(ToolkitError):
     """A checkpoint cannot be turned into a Hugging Face folder."""
 

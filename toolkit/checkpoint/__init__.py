@@ -5,8 +5,8 @@ retention  what is pruned                       state      what a run's state co
 saving     save, at once or behind the loop     resuming   find, restore, resume
 shards     torch's DCP files, hashed            rng_state  random numbers of one rank
 run_folder the output_dir of a run              disk       whether what is written will fit
-sources    weights in anybody's checkpoint      facts      what export and card tell of a run
-summary    `toolkit inspect`
+sources    weights in anybody's checkpoint facts      what export and card tell of a run
+lock       one process at a time            summary    `toolkit inspect`
 """
 
 from toolkit.checkpoint.resuming import find, newest, restore, resume

@@ -64,9 +64,9 @@ def need(
     if every is not None and max_steps is not None:
         at_end = cfg.export_at_end and max_steps % every != 0
         exports = max(1, max_steps // every + at_end)
-    folder = home = _existing(run)
+    folder = home = existing(run)
     if isinstance(root, Path):
-        folder, there = _existing(root), _counted(root / CHECKPOINTS, ".bad-")
+        folder, there = existing(root), _counted(root / CHECKPOINTS, ".bad-")
     if folder.stat().st_dev == home.stat().st_dev:
         there += _counted(run / EXPORTS, ".old-")
     else:
@@ -76,7 +76,7 @@ def need(
         checkpoints_kept(cfg, max_steps),
         exports * export_bytes(model),
         there,
-        shutil.disk_usage(folder).free,
+        free_bytes(folder),
         folder,
         root if isinstance(root, Place) else None,
     )
@@ -135,10 +135,15 @@ def export_bytes(model: nn.Module) -> int:
     return sum(t.numel() for t in tensors) * dtype.itemsize
 
 
-def _existing(folder: Path) -> Path:
+def free_bytes(folder: Path) -> int:
+    """Return what is free where `folder` is, or will be made."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def existing(folder: Path) -> Path:
     """Return `folder`, or what it will be made in."""
     folder = folder.absolute()
-    return folder if folder.is_dir() else _existing(folder.parent)
+    return folder if folder.is_dir() else existing(folder.parent)
 
 
 def _counted(root: Path, aside: str) -> int:

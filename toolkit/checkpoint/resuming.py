@@ -14,7 +14,7 @@ from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
 from toolkit.checkpoint import commit, retention, rng_state
 from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
-from toolkit.checkpoint.shards import read_tensors, spread
+from toolkit.checkpoint.shards import SHARD, read_tensors, spread
 from toolkit.checkpoint.state import (
     TrainState,
     check_model,
@@ -50,18 +50,23 @@ def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> i
         CheckpointError: `state` asks for what the checkpoint lacks (names it), or its tensors have
             other shapes: the architecture changed.
     """
-    return restore(state, newest(run_dir))
+    return restore(state, newest(run_dir, cfg.verify_on_resume))
 
 
-def find(run_dir: str | Folder, model: nn.Module, position: Any = None) -> Folder | None:
+def find(
+    run_dir: str | Folder,
+    model: nn.Module,
+    position: Any = None,
+    cfg: CheckpointConfig | None = None,
+) -> Folder | None:
     """Return the checkpoint that a start goes on from, None where the run has none. Collective.
 
-    The newest that verifies, of this very model; `position` (in the data) is moved to where it was
-    saved, since the number of steps and the batch depend on it. `restore` takes the result.
-    CheckpointError: none verifies and some were set aside; it is of another model; or it holds no
-    position.
+    The newest that verifies, as `cfg.verify_on_resume` says, of this very model; `position` (in the
+    data) is moved to where it was saved, since the number of steps and the batch depend on it.
+    `restore` takes the result. CheckpointError: none verifies and some were set aside; it is of
+    another model; or it holds no position.
     """
-    saved = newest(run_dir)
+    saved = newest(run_dir, (cfg or CheckpointConfig()).verify_on_resume)
 
     def check_and_move() -> None:
         if saved is None:
@@ -77,12 +82,12 @@ def find(run_dir: str | Folder, model: nn.Module, position: Any = None) -> Folde
     return saved
 
 
-def newest(run_dir: str | Folder) -> Folder | None:
+def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
 
     One that fails is named loudly and set aside; of checkpoints nothing is deleted, only what
-    killed deletions have left. Reads and hashes every file, split over the ranks by size; rank 0
-    says how long that took.
+    killed deletions have left. Reads and hashes every file, split over the ranks by size; where it
+    is to `verify` "sizes", of the shards their sizes only. Rank 0 says how long that took.
     """
     background.wait()
     run = ranks.on_all(lambda: where(run_dir))
@@ -95,7 +100,7 @@ def newest(run_dir: str | Folder) -> Folder | None:
         quarantine(name, what)
     while saved := ranks.on_main(lambda: [str(p) for p in commit.committed_steps(run).values()]):
         path = where(saved[-1])
-        damage = _verify(path)
+        damage = _verify(path, verify)
         if not damage:
             return path
         quarantine(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
@@ -119,7 +124,7 @@ def quarantine(checkpoint: str | Folder, what: str) -> None:
     ranks.say(f"WARNING: checkpoint {name} is damaged and not used ({what}); it is kept: {aside}")
 
 
-def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
+def _verify(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
     """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
     begun = time.perf_counter()
 
@@ -130,13 +135,17 @@ def _verify(checkpoint: Folder) -> list[tuple[str, str]]:
 
     # The others neither read the manifest nor list the folder.
     files, damage = ranks.on_main(look)
-    sizes = {name: entry["size"] for name, entry in files.items()}
+    # What is parsed is read in any case.
+    shards = {name for name in files if name.endswith(SHARD)} if verify == "sizes" else set()
+    sizes = {name: entry["size"] for name, entry in files.items() if name not in shards}
     mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
     found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine, files=files))
     damage = list(dict.fromkeys(itertools.chain(damage, *found)))
     ranks.say(
         f"{'read' if damage else 'verified'} {checkpoint.name}: {size_text(sum(sizes.values()))} "
         f"hashed by {len(found)} rank(s) in {time.perf_counter() - begun:.1f} s"
+        + f"; of {len(shards)} shards the sizes (checkpoint.verify_on_resume)"
+        * bool(shards)
     )
     return damage
 

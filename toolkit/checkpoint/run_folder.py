@@ -6,11 +6,12 @@ on another machine.
 
 import contextlib
 import dataclasses
-import fcntl
 import os
+import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,16 +20,26 @@ from typing import Any
 from torch import nn
 
 from toolkit import config, ranks
-from toolkit.checkpoint import disk
+from toolkit.checkpoint import disk, lock
 from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, find_checkpoint
 from toolkit.checkpoint.state import TrainState
-from toolkit.checkpoint.store import BLOCK, Folder, Place, is_url, probe, replace_synced, where
+from toolkit.checkpoint.store import (
+    BLOCK,
+    Folder,
+    Place,
+    disk_errors,
+    is_url,
+    probe,
+    replace_synced,
+    where,
+)
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import CheckpointError, ConfigError, LaunchError
 from toolkit.formats import is_inner_path
 from toolkit.formats.metrics_file import METRICS, SAMPLES, keep_until
 from toolkit.parsing import read_yaml
+from toolkit.training.launch import Run
 
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
@@ -37,19 +48,24 @@ _IDENTITY = ("model.", "data.", "lora.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples", "data.dataset_num_proc")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
+_TOKEN = ".toolkit-token-"
+_PATIENCE = 5.0
 _AT_ONCE = 4  # objects that are copied
-_held: dict[Path, int] = {}
 
 
 class RunFolder:
     """Where a run keeps what it writes; `root` holds its checkpoints, here or on a store.
 
-    Every method is collective. Raises as `claim` does.
+    Every method is collective. Raises as `claim` and `check_shared` do.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
         self._cfg, self.before = cfg, ranks.on_all(lambda: claim(cfg))
         self.path, self.root = Path(cfg.output_dir), root_of(cfg)
+        if isinstance(self.root, Path):  # else the hosts may have nothing in common but the store
+            check_shared(self.path)
+            if self.root != self.path:
+                check_shared(self.root)
         self.tokenizer = self.path / TOKENIZER  # one that the run trains
         self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
         self.holds_work = self.before is not None  # metrics or checkpoints of an earlier start
@@ -58,9 +74,10 @@ class RunFolder:
         """Record these settings, in which `auto` is decided, instead of those asked for."""
         self._cfg = cfg
 
-    def hold(self, model: nn.Module, max_steps: int) -> None:
+    def hold(self, model: nn.Module, max_steps: int, run: Run) -> None:
         """Say what the run will write, refuse a disk that is too small (CheckpointError), and keep
-        every other run out. `max_steps` is -1 where it is not known yet.
+        every other run out to the end of this one (ConfigError names the one that is there).
+        `max_steps` is -1 where it is not known yet.
         """
         cfg, steps = self._cfg.checkpoint, None if max_steps == -1 else max_steps
 
@@ -70,7 +87,8 @@ class RunFolder:
             return str(estimate)
 
         ranks.say(f"disk       {ranks.on_main(needed)}")
-        ranks.on_main(lambda: hold(self.path))
+        ranks.say(ranks.on_main(lambda: lock.take(self.path, run.job)))
+        run.at_end.callback(lock.release, self.path)
 
     def record(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
         """Write the settings that hold from here on, and say which of them an earlier start did not
@@ -194,8 +212,9 @@ def claim(cfg: Any) -> Any:
     _check_writable(folder, "output_dir")
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
     # What a start that was killed may have left: whole pieces of a run, and unfinished ones.
-    ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp")
-    strangers = {name for name in present if not (name in ours or name.startswith(ours[1] + "-"))}
+    ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp", lock.LOCK)
+    pieces = (f"{TOKENIZER}.tmp-", _TOKEN)
+    strangers = {name for name in present if not (name in ours or name.startswith(pieces))}
     if strangers and CONFIG not in present:
         what = f"files that are not a run's ({', '.join(sorted(strangers)[:3])})"
         raise ConfigError(f"output_dir {folder} holds {what}; give an empty or new folder")
@@ -223,31 +242,54 @@ def claim(cfg: Any) -> Any:
     return before
 
 
+def check_shared(folder: Path) -> None:
+    """Refuse hosts that do not see what rank 0 writes where `folder` is, or will be made:
+    LaunchError names them. Collective; one small file, a broadcast and a gather.
+    """
+    if ranks.world_size() == 1:
+        return
+
+    def write() -> Path:
+        token = disk.existing(folder) / f"{_TOKEN}{os.urandom(8).hex()}"
+        with disk_errors(f"{folder} cannot be written to"):
+            token.touch()
+        return token
+
+    token = ranks.on_main(write)
+    seen = ranks.gather((platform.node(), _appears(token)))
+    ranks.on_main(lambda: token.unlink(missing_ok=True))
+    blind: dict[str, list[str]] = {}
+    for rank, (host, sees) in enumerate(seen):
+        if not sees:
+            blind.setdefault(host, []).append(str(rank))
+    if blind:
+        named = ", ".join(f"{host} (rank {', '.join(found)})" for host, found in blind.items())
+        raise LaunchError(
+            f"{folder} is not on a file system that all hosts share: what rank 0 on {seen[0][0]} "
+            f"writes there is not seen on {named}. Mount one on all of them and give an output_dir "
+            "there, or put the checkpoints on an object store (checkpoint.root)"
+        )
+
+
+def _appears(file: Path) -> bool:
+    """Whether the file is there, or comes within some seconds: a network may be behind."""
+    end = time.monotonic() + _PATIENCE
+    while not file.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 def record(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
     folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
-    replace_synced(folder / CONFIG, text)
-    if isinstance(root, Place):
-        (root / CONFIG).write_bytes(text.encode())
-    elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
-        replace_synced(root / CONFIG, text)
-
-
-def hold(folder: Path) -> None:
-    """Keep the run directory for this process to its end; ConfigError where another one has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() in _held:
-        return
-    descriptor = os.open(folder, os.O_RDONLY)  # open, and thus locked, until the process ends
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _held[folder.resolve()] = descriptor
-    except BlockingIOError as error:
-        os.close(descriptor)
-        advice = "wait for it, end it, or give another output_dir"
-        raise ConfigError(f"another process is running on output_dir {folder}; {advice}") from error
-    except OSError as error:  # a network file system without locks
-        print(f"note: {folder} cannot be locked ({error.strerror}); start one run only on it")
+    with disk_errors(f"{CONFIG} of the run could not be written"):
+        replace_synced(folder / CONFIG, text)
+        if isinstance(root, Place):
+            (root / CONFIG).write_bytes(text.encode())
+        elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
+            replace_synced(root / CONFIG, text)
 
 
 def _read(file: Folder, cls: type) -> Any:

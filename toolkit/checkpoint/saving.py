@@ -5,12 +5,19 @@ host memory and everything small is snapshot. Writing, hashing, commit and pruni
 thread, with a process group of their own: threads that share one with the loop hang. One save at a
 time: the next one waits for it, and raises what it failed with, as `wait` and the end of the run
 do.
+
+[Note: a save that fails by the disk] A disk that is full or read-only for an hour need not end a
+run of weeks: such a save may be a warning, so many times in a row. Every rank counts alike, since
+every rank learns the same error (`StorageError`). Anything else that fails is a fault of the state
+or of the code, and ends the run.
 """
 
+import contextlib
 import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,22 +26,27 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
-from toolkit.checkpoint import commit, retention, rng_state
+from toolkit.checkpoint import commit, disk, lock, retention, rng_state
 from toolkit.checkpoint.commit import Files
 from toolkit.checkpoint.shard_plan import write_shards
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
 from toolkit.checkpoint.store import Folder, Place, disk_errors, files_below, where
 from toolkit.config.settings import CheckpointConfig
+from toolkit.errors import StorageError
 from toolkit.models.peft_model import model_tensors
+from toolkit.tables import size_text
 from toolkit.training import background
 
 MANIFEST_VERSION = 2
 DCP, HF, RNG = "dcp", "hf", "rng"
 CHANNEL, _GATHERED = "checkpoint", "gathered"
+_failed: list[str] = []  # by the disk, since the last good one: what `save` would have returned
 
 
-def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str:
+def save(
+    state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig, *, may_fail: bool = False
+) -> str:
     """Write and commit a checkpoint of `state`, prune old ones; return its path. Collective.
 
     `run_dir` may be a URL of an object store. Each rank writes its shards. A failure or a kill at
@@ -42,30 +54,86 @@ def save(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> str
     call returns; with `cfg.async_save` it returns as soon as the state is copied to host memory,
     which is kept for the next save. See [Note: saving behind the loop].
 
+    Where it `may_fail`, since training goes on and saves again, a disk that is full or broken makes
+    a warning, `cfg.max_failed_saves` times in a row; the path is "" then (behind the loop nobody
+    knows yet: `failed`). See [Note: a save that fails by the disk].
+
     Raises:
-        CheckpointError: on every rank, when any rank could not write; with `cfg.async_save` by the
+        StorageError: on every rank, when a disk or a store refused; with `cfg.async_save` by the
             next `save`, `wait` or the end of the run.
+        CheckpointError: so, when any rank could not write for another reason.
     """
     background.wait()
     begun = time.perf_counter()
     ranks.object_group(CHANNEL)  # every rank is here now, and not when it is needed
     ranks.nodes()
     run = ranks.on_all(lambda: where(run_dir))
-    snapshot = _Snapshot(state, run, cfg)
-    if not cfg.async_save:
-        return snapshot.write()
-    blocked = time.perf_counter() - begun
+    # Not when it has failed: the tensors are the loop's again by then.
+    tensors = [*model_tensors(state.model).values(), *optimizer_tensors(state).values()]
+    needed = sum(t.numel() * t.itemsize for t in tensors)
+    with _disk_may_fail(needed, run, cfg, may_fail):
+        snapshot = _Snapshot(state, run, cfg)
+        if not cfg.async_save:
+            return snapshot.write()
+        blocked = time.perf_counter() - begun
+        path = str(snapshot.store or snapshot.folder.parent / commit.step_name(state.step))
 
-    def write_behind() -> None:
-        with ranks.exchanges_over(CHANNEL):
-            path = snapshot.write()
-        ranks.say(
-            f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the loop waited "
-            f"{blocked:.3f} s"
-        )
+        def write_behind() -> None:
+            with (
+                ranks.exchanges_over(CHANNEL),
+                _disk_may_fail(needed, run, cfg, may_fail, path),
+            ):
+                snapshot.write()
+                ranks.say(
+                    f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the "
+                    f"loop waited {blocked:.3f} s"
+                )
 
-    background.start(f"the checkpoint of step {state.step}", write_behind)
-    return str(snapshot.store or snapshot.folder.parent / commit.step_name(state.step))
+        background.start(f"the checkpoint of step {state.step}", write_behind)
+        return path
+    return ""
+
+
+def failed(path: str) -> bool:
+    """Whether `path` is what `save` returned of a checkpoint that then failed by the disk."""
+    return path in _failed
+
+
+@contextlib.contextmanager
+def _disk_may_fail(
+    needed: int, run: Folder, cfg: CheckpointConfig, may_fail: bool, path: str = ""
+) -> Iterator[None]:
+    """Make a warning of a disk that refuses, while it may; else say what it lacks. Collective."""
+    try:
+        yield
+    except StorageError as error:
+        _failed.append(path)
+        text = str(error) + ranks.on_main(lambda: _lacking(needed, run))
+        left = cfg.max_failed_saves - len(_failed)
+        setting = f"checkpoint.max_failed_saves {cfg.max_failed_saves}"
+        if may_fail and left >= 0:
+            ranks.say(
+                f"WARNING: {text}. Training goes on; {left} more in a row may fail ({setting})"
+            )
+            return
+        if may_fail:
+            text += f". It is save {len(_failed)} in a row that failed ({setting})"
+        named = StorageError(text)
+        named.already_reported = getattr(error, "already_reported", False)  # type: ignore[attr-defined]
+        named.agreed = True  # type: ignore[attr-defined]
+        raise named from error
+
+
+def _lacking(needed: int, run: Folder) -> str:
+    """Return what a checkpoint of `needed` bytes lacks, when a save has failed and is removed."""
+    if isinstance(run, Place):
+        return ""  # nobody can ask a store
+    try:
+        free = disk.free_bytes(run)
+    except OSError:
+        return ""  # a disk that does not even tell this; what it refused was said
+    missing = f", {size_text(needed - free)} are missing" if needed > free else ""
+    return f". It takes {size_text(needed)}, {size_text(free)} are free on {run}{missing}"
 
 
 class _Snapshot:
@@ -81,6 +149,7 @@ class _Snapshot:
         position = None if state.data is None else state.data.state_dict()
 
         def begin() -> str:
+            lock.check()
             self.content = state_text(state, position)
             self.adapter = json.loads(self.content).get("adapter")
             return str(commit.begin(run, state.step))
@@ -89,11 +158,7 @@ class _Snapshot:
         self.target = target
         self.store = target if isinstance(target, Place) else None
         # On a store a folder of this rank's own, for small files.
-        self.folder = (
-            target
-            if isinstance(target, Path)
-            else ranks.on_all(lambda: Path(tempfile.mkdtemp(prefix="checkpoint-")))
-        )
+        self.folder = target if isinstance(target, Path) else ranks.on_all(self._scratch)
         try:
             model = model_tensors(state.model)
             self.gathered = formats.whole_rows(model)
@@ -111,6 +176,10 @@ class _Snapshot:
             self.remove()
             raise
 
+    def _scratch(self) -> Path:
+        with disk_errors(self.failed):
+            return Path(tempfile.mkdtemp(prefix="checkpoint-"))
+
     def write(self) -> str:
         """Write everything, while the digests are made; commit; prune. Collective."""
         shards = self.store / DCP if self.store else None
@@ -125,6 +194,7 @@ class _Snapshot:
             path = ranks.on_main(lambda: str(self._commit(parts)))
         finally:
             self.remove()  # still under its temporary name: it failed
+        _failed.clear()
         ranks.on_main(lambda: retention.prune(self.run, self.cfg))
         return path
 

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
-from toolkit.checkpoint.store import Folder, Place, write_behind
+from toolkit.checkpoint.store import Folder, Place, sync, write_behind
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
 
+SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
@@ -45,7 +46,8 @@ class HashingWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, shards: Place | None = None, *, ranks_here: int = 1) -> None:
-        super().__init__(folder, sync_files=shards is None)
+        # Not fsynced by torch: it does so before Python's own buffer is written.
+        super().__init__(folder, sync_files=False)
         self.ranks_here = ranks_here
         self.fs = self._files = _Files(shards)
         self.files = self._files.hashed
@@ -121,12 +123,14 @@ class _Files(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a file; size and hash of a shard are in `hashed` when it is written."""
         path = Path(path)
-        is_shard = path.suffix == ".distcp"
+        is_shard = path.suffix == SHARD
         target = self.shards / path.name if self.shards and is_shard else path
         with target.open(mode) as file:
             stream = HashingStream(path.name, file, self) if is_shard and mode == "wb" else file
             yield stream
         if isinstance(stream, HashingStream):
+            if self.shards is None:
+                sync(path)
             self.hashed[path.name] = {
                 "size": stream.size,
                 "sha256": stream.sha256.hexdigest(),

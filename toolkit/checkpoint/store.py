@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.errors import CheckpointError, ToolkitError, one_line
+from toolkit.errors import CheckpointError, StorageError, ToolkitError, one_line
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 BLOCK = 16 * 2**20  # bytes of one request: long against a round trip
@@ -19,6 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _FILE_URL = re.compile(r"^(file|local)://", re.IGNORECASE)
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FAILS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO}
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _driver_errors(what: str, passed: type[Exception] = ToolkitError) -> Iterato
     except (ToolkitError, passed):
         raise
     except Exception as error:  # drivers have no common class
-        raise CheckpointError(f"{what}: {one_line(error)}") from error
+        raise StorageError(f"{what}: {one_line(error)}") from error
 
 
 def sync(path: Path) -> None:
@@ -250,8 +251,15 @@ def replace_synced(file: Path, text: str) -> None:
     sync(file.parent)
 
 
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether a disk that is full or broken raised `error`."""
+    return isinstance(error, OSError) and error.errno in _DISK_FULL | _DISK_FAILS
+
+
 def disk_error(what: str, error: BaseException) -> CheckpointError:
-    """Return the error that says `what` failed, and the disk's own cause."""
+    """Return the error that says `what` failed, and the disk's own cause; a `StorageError` where
+    the disk is full or broken.
+    """
     # torch reports a full disk as "unexpected pos 704 vs 598" and keeps the cause as its context.
     cause: Any = error
     while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
@@ -262,10 +270,11 @@ def disk_error(what: str, error: BaseException) -> CheckpointError:
     advice = ""
     if cause.errno in _DISK_FULL:
         advice = (
-            "; free some space, lower checkpoint.save_total_limit or give another output_dir, and "
-            "start again. The checkpoints before it are as they were"
+            "; free some space, lower checkpoint.save_total_limit or give another output_dir. The "
+            "checkpoints before it are as they were"
         )
-    return CheckpointError(f"{what}: {cause.strerror or cause}{place}{advice}")
+    kind = StorageError if is_refusal(cause) else CheckpointError
+    return kind(f"{what}: {cause.strerror or cause}{place}{advice}")
 
 
 @contextlib.contextmanager

@@ -44,6 +44,13 @@ class CheckpointConfig:
     """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
     which costs each process its parameters and optimizer state once more there. Off: when the loop
     goes on, the checkpoint is on the disk."""
+    max_failed_saves: NotNegative = 2
+    """Saves in a row that a full, read-only or broken disk, or the store, may refuse. Each is a
+    warning, and training goes on; one more ends the run, as does a failure of the last save or of
+    the one after a signal. 0: the first one ends it."""
+    verify_on_resume: Literal["bytes", "sizes"] = "bytes"
+    """What a start reads of a checkpoint before it goes on from it: every byte, or of the shards
+    (nearly all of it) their sizes only, which finds no flipped bit."""
     root: str | None = None
     """Folder or URL of an object store, such as s3://bucket/run, that holds this run's checkpoints;
     empty: output_dir, which keeps everything else in any case. A store needs its fsspec driver

@@ -20,6 +20,7 @@ from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
 from toolkit.checkpoint import local_copy, wait
 from toolkit.checkpoint.resuming import quarantine
+from toolkit.checkpoint.saving import failed
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
 from toolkit.formats import local_tensor, part_of, reshard, same_values
@@ -38,6 +39,9 @@ def prove_adapter(model: nn.Module, checkpoint: str) -> str:
     ExportError: on every rank: it cannot be exported or loaded by PEFT.
     """
     if not has_adapters(model):
+        return ""
+    wait()
+    if failed(checkpoint):  # by the disk, as was said: there is nothing to prove
         return ""
     try:
         return prove(model, checkpoint)

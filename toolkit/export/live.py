@@ -21,7 +21,9 @@ from toolkit.adapters.base import adapter_entry
 from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
+from toolkit.checkpoint.store import is_refusal
 from toolkit.config import MAX_SHARD_SIZE
+from toolkit.errors import ExportError
 from toolkit.export.plan import (
     ExportPlan,
     adapter_origin,
@@ -44,6 +46,7 @@ def export_live(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
     origin: dict[str, Any] | None = None,
+    may_fail: bool = False,
 ) -> str:
     """Write the weights of a sharded model as a Hugging Face folder; return its path. Collective.
 
@@ -56,6 +59,7 @@ def export_live(
         model: of `build_on_meta`, with its weights; sharded or not.
         output, dtype, max_shard_size: as for `consolidate`; on a disk that rank 0 sees.
         origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
+        may_fail: a disk that is full or broken makes a warning, and the path is "".
 
     ExportError: on every rank: the output is in the way, there is no space, or a write failed.
     """
@@ -76,28 +80,40 @@ def export_live(
                 origin={**(origin or {}), **facts, "dtype": dtype},
             )
             return str(Path(output).expanduser())
+        except ExportError as error:
+            if not (may_fail and is_refusal(error.__cause__)):
+                raise
+            ranks.show(f"WARNING: there is no export: {error}. Training goes on")
+            return ""
         finally:
             ranks.broadcast(None)  # the end of what the others serve
 
     return ranks.on_main(write)
 
 
-def export_step(model: nn.Module, run_dir: str | Path, step: int) -> str:
-    """Write the model after `step` to `exports/step-N` of the run; return the path. Collective.
+def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: bool = False) -> str:
+    """Write the model after `step` to `exports/step-N` of the run; return the line that says so.
+    Collective.
 
     One that is there, of a run that comes by again, may hold other weights: it is renamed to
-    `step-N.old-*`, which rank 0 says. Raises as `export_live`.
+    `step-N.old-*`, which rank 0 says. Where it `may_fail`, since training goes on, the line is ""
+    after a disk that is full or broken, which was a warning. Raises as `export_live`.
     """
     target = Path(run_dir) / EXPORTS / step_name(step)
 
     def prepare() -> dict[str, Any] | None:
         if os.path.lexists(target):
             old = target.with_name(f"{target.name}.old-{os.urandom(4).hex()}")
-            os.rename(target, old)
+            try:
+                os.rename(target, old)
+            except OSError as error:
+                raise ExportError(f"{target} cannot be renamed: {error.strerror}") from error
             ranks.show(f"NOTE: {target} was there already; it is now {old}")
         return run_facts(run_dir, step) or None
 
-    return export_live(model, target, origin={"step": step, "run": ranks.on_main(prepare)})
+    origin = {"step": step, "run": ranks.on_main(prepare)}
+    path = export_live(model, target, origin=origin, may_fail=may_fail)
+    return path and f"exported {path}"
 
 
 def exported(run_dir: str | Path, step: int) -> bool:

@@ -1,8 +1,10 @@
-"""The files of JSON lines of a run (metrics, generations, starts): read, and cut at a step."""
+"""The files of JSON lines of a run (metrics, generations, starts): append, read, cut at a step."""
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,20 @@ def number(line: dict[str, Any], key: str) -> float | int | None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
     return read_lines(Path(run_dir) / METRICS)
+
+
+def append(file: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append `lines`: all, or none where the disk refuses (OSError), so that no line is cut off."""
+    content = memoryview("".join(json.dumps(line) + "\n" for line in lines).encode())
+    with open(file, "ab", buffering=0) as f:
+        end = f.tell()
+        try:
+            while content:
+                content = content[f.write(content) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                f.truncate(end)
+            raise
 
 
 def keep_until(file: Path, step: int) -> None:

@@ -6,7 +6,6 @@ gathered. There each call is led through the outermost module, which calls the i
 """
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from toolkit import ranks
 from toolkit.config.settings import FinetuneTrainConfig
 from toolkit.errors import TrainingError, one_line
 from toolkit.formats import reshard
+from toolkit.formats.metrics_file import append
 from toolkit.models.modes import on_the_side, replaced_forward
 from toolkit.models.peft_model import base_of
 from toolkit.training.faults import preemption
@@ -83,10 +83,14 @@ def answer_prompts(
     answers = generate(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
 
     def keep() -> None:
-        with open(file, "a", encoding="utf-8") as f:
-            for prompt, answer in zip(cfg.eval_prompts, answers, strict=True):
-                ranks.show(f"step {step}  {prompt!r}\n    {answer!r}")
-                f.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}) + "\n")
+        lines = []
+        for prompt, answer in zip(cfg.eval_prompts, answers, strict=True):
+            ranks.show(f"step {step}  {prompt!r}\n    {answer!r}")
+            lines.append({"step": step, "prompt": prompt, "answer": answer})
+        try:
+            append(file, lines)
+        except OSError as error:
+            ranks.show(f"WARNING: {file} lacks the answers of step {step}: {error.strerror}")
 
     ranks.on_main(keep)
 

@@ -53,6 +53,8 @@ _OTHER_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # where schedulers name a job
+
 
 @dataclass(frozen=True)
 class Run:
@@ -64,6 +66,8 @@ class Run:
     world_size: int
     at_end: ExitStack = field(default_factory=ExitStack)
     """What is closed when the run ends, well or not."""
+    job: str = ""
+    """The scheduler's name of it, where there is one."""
 
     say = staticmethod(ranks.say)
 
@@ -142,7 +146,8 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
             raise LaunchError(f"{what}; use a file of accelerate_configs/")
         if not cpu:
             device.refuse_shared(accelerator.device)
-        run = Run(accelerator, accelerator.device, rank, world)
+        job = next((os.environ[name] for name in _JOBS if name in os.environ), "")
+        run = Run(accelerator, accelerator.device, rank, world, job=job)
         with device.attention_order(run.device, deterministic=deterministic), run.at_end:
             yield run
         background.wait()

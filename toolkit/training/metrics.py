@@ -1,6 +1,5 @@
 """What a run shows of itself: first lines, loss, speed and memory, a progress bar, the summary."""
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from toolkit.adapters.coverage import coverage_lines
 from toolkit.config import flat
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.formats.metrics_file import METRICS, keep_until, read_metrics
+from toolkit.formats.metrics_file import METRICS, append, keep_until, read_metrics
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
 from toolkit.models.layers import decoder_layers, routed_shares
@@ -107,6 +106,7 @@ class Metrics:
         self._paced: tuple[int, float] | None = None  # the first logged step, and when it ended
         self._first_loss: float | None = None
         self._last_line: dict[str, Any] = {}
+        self._unwritten: list[dict[str, Any]] = []  # lines that the disk refused
         if self._main:
             keep_until(self._file, first_step)
         hide = disable_tqdm or not self._main or None  # None: shown in a terminal only
@@ -153,11 +153,25 @@ class Metrics:
         self._first_loss = line["loss"] if self._first_loss is None else self._first_loss
         self._last_line |= line
         if self._main:
-            with open(self._file, "a", encoding="utf-8") as f:
-                f.write(json.dumps(line) + "\n")
+            self._unwritten.append(line)
+            self._append()
             self._show(line)
             if self._trackers is not None:
                 self._trackers.log(line)
+
+    def _append(self) -> None:
+        """Write the lines that are due; those that the disk refuses wait for the next one."""
+        count = len(self._unwritten)
+        try:
+            append(self._file, self._unwritten)
+        except OSError as error:
+            if count == 1:
+                what = f"{self._file} cannot be written: {error.strerror}"
+                ranks.show(f"WARNING: {what}; its lines wait in memory")
+            return
+        self._unwritten.clear()
+        if count > 1:
+            ranks.show(f"note: {self._file} is written again: {count} lines, which waited")
 
     def check_finite(self, step: int) -> None:
         """Raise a `TrainingError` where too many steps up to here were skipped, or what would be
@@ -205,6 +219,11 @@ class Metrics:
         if self._profiler is not None and self._profiler.open:
             ranks.say("WARNING: the run ended before train.profile_steps did: there is no profile")
         self.close_bar()
+        if self._unwritten:
+            self._append()
+        if self._unwritten:
+            lost = f"the last {len(self._unwritten)} line(s) of {self._file} were never written"
+            ranks.show(f"WARNING: {lost}")
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""

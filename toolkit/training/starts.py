@@ -1,7 +1,6 @@
 """`starts.jsonl` of a run: a line for each of its starts: machines, versions, layout."""
 
 import importlib.metadata
-import json
 import platform
 import time
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from toolkit import __version__, ranks
-from toolkit.formats.metrics_file import STARTS, keep_until
+from toolkit.errors import TrainingError
+from toolkit.formats.metrics_file import STARTS, append, keep_until
 from toolkit.training.launch import Run
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
@@ -52,8 +52,11 @@ def record_start(
     }
 
     def write() -> None:
-        keep_until(folder / STARTS, step)
-        with open(folder / STARTS, "a", encoding="utf-8") as f:
-            f.write(json.dumps(line) + "\n")
+        try:
+            keep_until(folder / STARTS, step)
+            append(folder / STARTS, [line])
+        except OSError as error:
+            what = f"{folder / STARTS} cannot be written: {error.strerror}"
+            raise TrainingError(what) from error
 
     ranks.on_main(write)

@@ -1,0 +1,176 @@
+"""The lock of a run's folder: one process at a time writes there, and others learn which.
+
+[Note: who still lives] `run.lock` is locked by the kernel for as long as its owner's process lives,
+however that ends, and holds a note of the owner. A note in a file that nobody has locked is stale
+where it is of this very kernel. Of another host nobody knows: some network file systems keep locks
+to one host, or have none. So the owner touches the file every few seconds, and who wants it watches
+for longer, by a clock of its own: no two clocks are compared. Where two hosts take it in the same
+moment on such a file system, the later note stays, and the other one's next save is refused.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.store import disk_errors
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.training import background
+
+LOCK = "run.lock"
+_BEAT = 10.0  # seconds between two touches
+_WATCH = 75.0  # longer than some of them, and than a client of NFS may keep what it saw (60)
+_ALONE = "start one run only on it at a time"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class _Held:
+    file: Path
+    descriptor: int  # open, and thus locked, until the process ends
+    token: str
+    ended: threading.Event
+
+
+_held: dict[Path, _Held] = {}
+
+
+def take(folder: Path, job: str = "") -> str:
+    """Keep the folder for this process until its end, or `release`; return a line where an owner
+    that is gone had it, or the file system has no locks. `job` is told to others. Costs 75 s after
+    an owner on another host.
+
+    ConfigError: somebody else has it (named). CheckpointError: the disk refuses.
+    """
+    if folder.resolve() in _held:
+        return ""
+    file = folder / LOCK
+    with contextlib.ExitStack() as undo, disk_errors(f"{file} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        undo.callback(os.close, descriptor)
+        exact, line = True, ""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(folder, _note(file)) from None
+        except OSError as error:
+            exact, line = False, f"note: {folder} has no locks ({error.strerror}): {_ALONE}"
+        before = _note(file)
+        here = exact and before.get("kernel") == _kernel()
+        if before and not here and _is_touched(file, before):
+            raise _in_use(folder, before)
+        held = _Held(file, descriptor, os.urandom(8).hex(), threading.Event())
+        owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel()}
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        text = json.dumps({**owner, "since": since, "token": held.token}) + "\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+        os.fsync(descriptor)
+        undo.pop_all()
+    _held[folder.resolve()] = held
+    threading.Thread(target=_beat, args=(held,), name="lock", daemon=True).start()
+    return f"note: {folder} was in use by {_said(before)}, which is gone" if before else line
+
+
+def release(folder: Path) -> None:
+    """Give the folder back, where this process has it. A save in flight keeps it to the end of the
+    process, and then the next owner finds a stale note.
+    """
+    if not background.busy() and (held := _held.pop(folder.resolve(), None)):
+        held.ended.set()
+        with contextlib.suppress(OSError):  # as stale as that of a process that was killed
+            os.ftruncate(held.descriptor, 0)
+        os.close(held.descriptor)
+
+
+def check() -> None:
+    """Refuse to write on where another process has taken over what this one held: CheckpointError
+    names it.
+    """
+    for held in _held.values():
+        with disk_errors(f"{held.file} cannot be read"):
+            note = _note(held.file)
+        if note.get("token") != held.token:
+            taken = f"is in use by {_said(note)}" if note else "was removed or emptied"
+            raise CheckpointError(
+                f"{held.file} {taken}: this run has lost its folder, and writes nothing more there"
+            )
+
+
+def _in_use(folder: Path, owner: dict[str, Any]) -> ConfigError:
+    advice = "wait for it, end it, or give another output_dir"
+    return ConfigError(f"output_dir {folder} is in use by {_said(owner)}; {advice}")
+
+
+def _said(owner: dict[str, Any]) -> str:
+    """Return an owner in words."""
+    if not owner:
+        return "another process, which is just starting or ending"
+    job = f", job {owner['job']}" if owner.get("job") else ""
+    return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}{job}"
+
+
+def _note(file: Path) -> dict[str, Any]:
+    """Return the note of the owner, {} where there is none or it was cut off."""
+    # Opened anew each time: a client of NFS then asks the server.
+    try:
+        return _parsed(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content[:4096])
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_touched(file: Path, owner: dict[str, Any]) -> bool:
+    """Watch whether the owner lives; False where it is gone, or gives the folder back meanwhile."""
+    print(
+        f"watching   for {_WATCH:.0f} s whether {_said(owner)} still uses {file.parent}", flush=True
+    )
+    touched, end = _touched(file), time.monotonic() + _WATCH
+    while time.monotonic() < end:
+        time.sleep(_BEAT / 10)
+        if _touched(file) != touched:
+            return bool(_note(file))
+    return False
+
+
+def _touched(file: Path) -> int:
+    with open(file, "rb") as f:
+        return os.fstat(f.fileno()).st_mtime_ns
+
+
+def _beat(held: _Held) -> None:
+    """Touch the file until it is given back or lost."""
+    while not held.ended.wait(_BEAT):
+        # What else is written there says what is wrong with the disk.
+        with contextlib.suppress(OSError), open(held.file, "rb") as f:
+            if _parsed(f.read()).get("token") != held.token:
+                return
+            os.utime(f.fileno())
+
+
+def _kernel() -> str:
+    """Return what tells a running kernel from every other one."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
+
+
+def _forget() -> None:
+    """Leave the lock to the parent: a worker that outlives it for some seconds must not keep it."""
+    while _held:
+        os.close(_held.popitem()[1].descriptor)
+
+
+os.register_at_fork(after_in_child=_forget)
