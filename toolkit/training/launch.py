@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
-from toolkit.training import background, device
+from toolkit.training import background, device, rendezvous
 from toolkit.training.faults import preemption
 
 # Nodes of one job may start minutes apart.
@@ -179,6 +179,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             preemption.listening(signals, grace),
             start(deterministic=cfg.train.deterministic) as run,
         ):
+            run.say(rendezvous.restart_line())
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
                 if not Path(cfg.model.name_or_path).is_dir():
@@ -254,6 +255,8 @@ def _leave(code: int) -> None:
     # Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
     # go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
     # loaded runs with torch 2.13): a finished run would be reported as failed.
+    if code in (2, preemption.EXIT_CODE):  # would come again; was asked for
+        preemption.end_launcher()
     if "RANK" in os.environ:
         if code == 0:
             atexit._run_exitfuncs()
@@ -345,6 +348,7 @@ def _connect(backend: str, rank: int, world: int) -> None:
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
+            store = rendezvous.apart(store, rank, world, _RENDEZVOUS_TIMEOUT)
         place: Any = {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **place)
     except (RuntimeError, ValueError) as error:
