@@ -237,8 +237,9 @@ def guarded(main: Callable[[], None]) -> None:
         )
         code = 1
     except Exception:
-        traceback.print_exc()
-        code = 1
+        code = preemption.EXIT_CODE if preemption.stopped_elsewhere() else 1
+        if code == 1:
+            traceback.print_exc()
     _leave(code)
     sys.exit(code)
 

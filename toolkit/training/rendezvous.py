@@ -3,6 +3,7 @@
 import datetime
 import os
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -21,22 +22,37 @@ def apart(
     numbers its start, and every other rank takes its place in the newest; a place that is taken was
     an earlier process's.
     """
-    if rank == 0:
-        start = f"start-{store.add('starts', 1)}"
-        store.wait([f"{start}/rank-{other}" for other in range(1, world)], timeout)
-        store.set(f"{start}/complete", "")
-        return dist.PrefixStore(start, store)
-    until, sleep = time.monotonic() + timeout.total_seconds(), 0.01
-    tried, ours = 0, False
-    while time.monotonic() < until:
+    started = place = 0  # numbers of starts: the newest, and the one that this rank has a place in
+
+    def met() -> bool:
+        return store.check([f"start-{place}/rank-{other}" for other in range(1, world)])
+
+    def joined() -> bool:
+        nonlocal started, place
         newest = store.add("starts", 0)
-        if newest > tried:
-            tried, ours = newest, store.add(f"start-{newest}/rank-{rank}", 1) == 1
-        if ours and store.check([f"start-{tried}/complete"]):
-            return dist.PrefixStore(f"start-{tried}", store)
+        if newest > started:
+            started = newest
+            place = newest if store.add(f"start-{newest}/rank-{rank}", 1) == 1 else 0
+        return place > 0 and store.check([f"start-{place}/complete"])
+
+    if rank == 0:
+        place = store.add("starts", 1)
+        if world > 1:
+            _poll(met, timeout)
+        store.set(f"start-{place}/complete", "")
+    else:
+        _poll(joined, timeout)
+    return dist.PrefixStore(f"start-{place}", store)
+
+
+def _poll(done: Callable[[], bool], timeout: datetime.timedelta) -> None:
+    """Return when it is `done`. A wait of the store itself would hear no signal."""
+    until, sleep = time.monotonic() + timeout.total_seconds(), 0.01
+    while not done():
+        if time.monotonic() > until:
+            raise RuntimeError(f"not all ranks came within {timeout}")
         time.sleep(sleep)
         sleep = min(2 * sleep, _LONGEST_SLEEP)
-    raise RuntimeError(f"not all ranks came within {timeout}")
 
 
 def restart_line() -> str | None:

@@ -75,12 +75,13 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         _follow_launcher()
     try:
         yield
-    except Preempted:  # what now comes is the launcher's, to the ranks that are left
-        before = dict.fromkeys(before, signal.SIG_IGN)
+    except Preempted:
+        ranks.post("preempted")  # for those that got no signal, and lose this rank
         raise
     finally:
+        leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
         for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+            signal.signal(getattr(signal, name), signal.SIG_IGN if leaving else handler)
         _state = _State()
 
 
@@ -129,6 +130,11 @@ def leave_loop(step: int) -> None:
     if _state.agreed or _state.signal is not None:
         _state.leaving = True
         raise Preempted
+
+
+def stopped_elsewhere() -> bool:
+    """Return whether another rank left by a signal, where this one has failed. Not collective."""
+    return ranks.posted("preempted")
 
 
 def end_launcher() -> None:
