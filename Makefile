@@ -69,9 +69,10 @@ architectures: install  ## Check every architecture sharded against plain; write
 rehearsals: install  ## Rehearse every ready config; writes docs/rehearsals.md
 	$(BIN)/python tests/rehearsals.py --write docs/rehearsals.md
 
-soak: install  ## Kills, power losses, full disks, damage; writes docs/soak.md, docs/damage.md
+soak: install  ## Kills, signals, power losses, full disks, damage; writes docs/soak.md, chaos.md, damage.md
 	$(BIN)/python -W ignore tests/soak.py --write docs/soak.md
 	$(BIN)/python -W ignore tests/damage.py --write docs/damage.md
+	$(BIN)/python -W ignore tests/chaos.py --write docs/chaos.md
 
 clean:  ## Remove the virtual environment and the demo's run
 	rm -rf $(VENV) $(RUN)

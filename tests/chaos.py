@@ -34,7 +34,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -74,7 +73,10 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 LAUNCHERS = ("torchrun", "accelerate launch", "toolkit train")
 
 
-def main() -> int:
+SHORT = {"steps": 30, "kills": 2, "save_steps": 5, "signals": 7, "launches": 0}
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200, help="of a run that is killed")
     parser.add_argument("--kills", type=int, default=10, help="of ranks, under each launcher")
@@ -86,9 +88,9 @@ def main() -> int:
     parser.add_argument("--break", dest="broken", choices=[*BROKEN], help="a negative control")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=Path, help="write the table here")
-    args = parser.parse_args()
-    if args.short:
-        args.steps, args.kills, args.save_steps, args.signals, args.launches = 30, 2, 5, 7, 0
+    if parser.parse_args(argv).short:
+        parser.set_defaults(**SHORT)
+    args = parser.parse_args(argv)
     args.launchers = ("torchrun",) if args.short else ("torchrun", "toolkit train")
     faults, rows = [], []
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as made:
@@ -97,7 +99,8 @@ def main() -> int:
             for row in CHAPTERS[name](stage, args):
                 rows.append(row)
                 faults += [f"{row.title}: {fault}" for fault in row.faults]
-                print(json.dumps({row.title: row.figures, "faults": len(row.faults)}), flush=True)
+                said = {"runs": row.title, **row.figures, "faults": len(row.faults)}
+                print(json.dumps(said), flush=True)
     for fault in faults[:10]:
         print(f"  FAULT: {fault}", flush=True)
     if args.write:
@@ -463,30 +466,27 @@ def signals(stage: Stage, args: argparse.Namespace) -> list[Row]:
     expected = stage.undisturbed(settings)
     counts = Counter(line.split()[0] for line in phases(expected) if line.endswith(" in"))
     chance = random.Random(args.seed)
-    warm = [Warm() for _ in range(WORLD)]
+    warm = distributed.warm_processes(WORLD)
     rows = []
-    with ExitStack() as stack:
-        for one in warm:
-            stack.callback(one.close)
-        kinds = {"forks of warm processes": args.signals}
-        kinds |= {name: args.launches // len(LAUNCHERS) for name in LAUNCHERS}
-        for kind, count in kinds.items():
-            row, begun, tally = Row(f"signals to {kind}"), time.monotonic(), Tally()
-            while tally.sent < count and len(row.faults) < 5:
-                scene = stage.scene()
-                plan = Plan.draw(chance, tally.sent, counts, kind)
-                if kind in LAUNCHERS:
-                    run: Forks | Launch = Launch(kind, scene, settings, restarts=2)
-                else:
-                    run = Forks(warm, scene, settings)
-                found = tally.send(run, scene, plan, kind)
-                again = distributed.run_recipe_ranks("pretrain", WORLD, *settings, cwd=scene)
-                found += [f"the next start: {again.stderr[-300:]}"] * bool(again.returncode)
-                found += unequal(scene, expected, steps) if again.returncode == 0 else []
-                row.faults += [f"{plan}: {fault}" for fault in found]
-                shutil.rmtree(scene, ignore_errors=True)
-            row.figures, row.seconds = tally.figures(), time.monotonic() - begun
-            rows += [row] * bool(count)
+    kinds = {"forks of warm processes": args.signals}
+    kinds |= {name: args.launches // len(LAUNCHERS) for name in LAUNCHERS}
+    for kind, count in kinds.items():
+        row, begun, tally = Row(f"signals to {kind}"), time.monotonic(), Tally()
+        while tally.sent < count and len(row.faults) < (1 if stage.broken else 5):
+            scene = stage.scene()
+            plan = Plan.draw(chance, tally.sent, counts, kind)
+            if kind in LAUNCHERS:
+                run: Forks | Launch = Launch(kind, scene, settings, restarts=2)
+            else:
+                run = Forks(warm, scene, settings)
+            found = tally.send(run, scene, plan, kind, counts)
+            again = distributed.run_recipe_ranks("pretrain", WORLD, *settings, cwd=scene)
+            found += [f"the next start: {again.stderr[-300:]}"] * bool(again.returncode)
+            found += unequal(scene, expected, steps) if again.returncode == 0 else []
+            row.faults += [f"{plan}: {fault}" for fault in found]
+            shutil.rmtree(scene, ignore_errors=True)
+        row.figures, row.seconds = tally.figures(), time.monotonic() - begun
+        rows += [row] * bool(count)
     return rows
 
 
@@ -519,7 +519,9 @@ class Tally:
         self.phases, self.codes = Counter[str](), Counter[str]()
         self.signals, self.to = Counter[str](), Counter[str]()
 
-    def send(self, run: Forks | Launch, scene: Path, plan: Plan, kind: str) -> list[str]:
+    def send(
+        self, run: Forks | Launch, scene: Path, plan: Plan, kind: str, counts: Counter[str]
+    ) -> list[str]:
         """Send the signal that is planned; return what is wrong with what the run then did."""
         begun = f"{plan.phase} in"
         came = wait_until(lambda: phases(scene).count(begun) >= plan.nth, run.running, 120)
@@ -531,7 +533,7 @@ class Tally:
         took, said = time.monotonic() - sent, run.said()
         if not came:
             return [f"the phase did not come: {said[-600:]}"]
-        if not any(codes) and "done: " in said:
+        if not any(codes) and noted.count("save out") == counts["save"]:
             self.late += 1  # it came when all was done
             return []
         by_agent = kind in LAUNCHERS[:2]
