@@ -201,8 +201,9 @@ def unequal(scene: Path, expected: Path, steps: int) -> list[str]:
 
 def observed(scene: str, broken: str | None) -> None:
     """Run the recipe and write down which phases it enters and leaves: in the ranks."""
-    file = Path(scene, f"phases-{os.environ['RANK']}")
-    log = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = Path(scene, f"phases-{os.environ['RANK']}")  # of the newest start
+    log = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
+    os.write(log, f"process {os.getpid()}\n".encode())
     for phase, place in PLACES.items():
         module, name = place.rsplit(".", 1)
         owner = importlib.import_module(module)
@@ -404,7 +405,9 @@ def _killed(
         victims = launch.ranks()
         rank = chance.choice(sorted(victims))
         others = [process for name, process in victims.items() if name != rank]
-        where[phase_of(phases(scene, int(rank)))] += 1
+        noted = phases(scene, int(rank))
+        begun_to_note = noted[:1] == [f"process {victims[rank].pid}"]
+        where[phase_of(noted) if begun_to_note else "imports"] += 1
         victims[rank].kill()
         killed = time.monotonic()
         psutil.wait_procs(others, GONE)
@@ -484,6 +487,8 @@ def signals(stage: Stage, args: argparse.Namespace) -> list[Row]:
             found += [f"the next start: {again.stderr[-300:]}"] * bool(again.returncode)
             found += unequal(scene, expected, steps) if again.returncode == 0 else []
             row.faults += [f"{plan}: {fault}" for fault in found]
+            if tally.sent % 10 == 0 or found:
+                print(f"{row.title}: {tally.sent} of {count}, faults: {found}", flush=True)
             shutil.rmtree(scene, ignore_errors=True)
         row.figures, row.seconds = tally.figures(), time.monotonic() - begun
         rows += [row] * bool(count)
