@@ -389,7 +389,9 @@ def _killed(
     scene = stage.scene()
     launch = Launch(launcher, scene, settings, restarts=args.kills)
     file = scene / "run" / "metrics.jsonl"
-    at_steps = sorted(chance.sample(range(2, args.steps), args.kills - args.kills // 3))
+    at_steps = sorted(
+        chance.sample(range(args.save_steps + 1, args.steps), args.kills - args.kills // 3)
+    )
     plans: list[int | None] = [*at_steps, *([None] * (args.kills // 3))]
     chance.shuffle(plans)
     pending = iter(at_steps)
@@ -414,8 +416,7 @@ def _killed(
         slowest = max(slowest, time.monotonic() - killed)
     code, *orphans = launch.wait(600)
     said = launch.said()
-    begins = [int(b) for b in re.findall(r"^step +(\d+)/", said, re.MULTILINE)]
-    repeated = len(begins) - len({*begins})
+    repeated, forgotten = _repeated(said)
     row = Row(f"kills under {launcher}", seconds=time.monotonic() - begun)
     row.figures = {
         "steps": args.steps, "kills": where.total(), "of them in": dict(where),
@@ -428,7 +429,7 @@ def _killed(
         f"{len(orphans)} orphans": bool(orphans),
         f"{repeated} steps were done twice": repeated > where.total() * args.save_steps,
         f"a rank was there {slowest:.0f} s after another's end": slowest >= GONE,
-        "a restart began anew": said.count("resuming ") < len(re.findall("^step +1/", said)) - 1,
+        f"{forgotten} steps were done again that were saved": forgotten > 0,
     }
     row.faults = [fault for fault, broken in checks.items() if broken]
     if code == 0:
@@ -436,6 +437,20 @@ def _killed(
     else:
         row.faults.append(said[-600:])
     return row
+
+
+def _repeated(said: str) -> tuple[int, int]:
+    """Return how many steps a log has twice, and how often one follows that was saved before."""
+    saved = repeated = forgotten = newest = 0
+    for kind, number in re.findall(r"^(step +|saved .*/step-0*)(\d+)", said, re.MULTILINE):
+        step = int(number)
+        if kind.startswith("saved"):
+            saved = max(saved, step)
+            continue
+        repeated += step <= newest
+        forgotten += step <= saved
+        newest = max(newest, step)
+    return repeated, forgotten
 
 
 def _newest(file: Path) -> int:

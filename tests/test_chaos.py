@@ -21,7 +21,7 @@ def test_nothing_is_lost(capsys, chapter, key, count) -> None:
 @pytest.mark.parametrize(
     ("broken", "arguments", "said"),
     [
-        ("forget", ["--only", "kills", "--kills", "1"], "a restart began anew"),
+        ("forget", ["--only", "kills", "--kills", "1"], "were done again that were saved"),
         ("deafen", ["--only", "signals", "--signals", "1"], "expected 75"),
     ],
 )
