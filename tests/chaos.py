@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -270,7 +271,8 @@ class Forks:
     def send(self, number: int, to: str) -> None:
         for rank, pid in enumerate(self.pids):
             if to in ("launcher", f"rank {rank}") and self.running():
-                os.kill(pid, number)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def wait(self, patience: float) -> list[int]:
         """Return the ranks' exit codes."""
@@ -283,7 +285,8 @@ class Forks:
                 waiting.remove(rank)
                 codes[rank] = self._warm[rank].ended()
             for rank in waiting if not told or not ready else ():
-                os.kill(self.pids[rank], signal.SIGTERM if ready else signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(self.pids[rank], signal.SIGTERM if ready else signal.SIGKILL)
             if ready and not told:
                 told, until = True, min(until, time.monotonic() + GONE)
         return codes
@@ -389,9 +392,8 @@ def _killed(
     scene = stage.scene()
     launch = Launch(launcher, scene, settings, restarts=args.kills)
     file = scene / "run" / "metrics.jsonl"
-    at_steps = sorted(
-        chance.sample(range(args.save_steps + 1, args.steps), args.kills - args.kills // 3)
-    )
+    possible = range(args.save_steps + 1, args.steps)
+    at_steps = sorted(chance.sample(possible, args.kills - args.kills // 3))
     plans: list[int | None] = [*at_steps, *([None] * (args.kills // 3))]
     chance.shuffle(plans)
     pending = iter(at_steps)
