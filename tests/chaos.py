@@ -494,7 +494,8 @@ def signals(stage: Stage, args: argparse.Namespace) -> list[Row]:
         row, begun, tally = Row(f"signals to {kind}"), time.monotonic(), Tally()
         while tally.sent < count and len(row.faults) < (1 if stage.broken else 5):
             scene = stage.scene()
-            plan = Plan.draw(chance, tally.sent, counts, kind)
+            before = sum(done.figures["sent"] for done in rows)
+            plan = Plan.draw(chance, before + tally.sent, counts, kind)
             if kind in LAUNCHERS:
                 run: Forks | Launch = Launch(kind, scene, settings, restarts=2)
             else:
