@@ -396,13 +396,19 @@ def _killed(
     at_steps = sorted(chance.sample(possible, args.kills - args.kills // 3))
     plans: list[int | None] = [*at_steps, *([None] * (args.kills // 3))]
     chance.shuffle(plans)
-    pending = iter(at_steps)
+    left = len(at_steps)
     slowest, where = 0.0, Counter[str]()
     for plan in plans:
         if plan is None:
-            time.sleep(chance.uniform(0.0, 12.0))  # of a start
+            soon = time.monotonic() + chance.uniform(0.0, 12.0)  # of a start, not beyond its steps
+            limit = args.steps - args.save_steps if left == 0 else at_steps[-left]
+            wait_until(
+                lambda t=soon, s=limit: time.monotonic() > t or _newest(file) >= s,
+                launch.running,
+                60,
+            )
         else:
-            step = next(pending)
+            step, left = at_steps[-left], left - 1
             wait_until(lambda s=step: _newest(file) >= s, launch.running, 300)
         if not wait_until(lambda: len(launch.ranks()) == WORLD, launch.running, 60):
             break
