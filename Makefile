@@ -71,11 +71,12 @@ architectures: install  ## Check every architecture sharded against plain; write
 rehearsals: install  ## Rehearse every ready config; writes docs/rehearsals.md
 	$(BIN)/python tests/rehearsals.py --write docs/rehearsals.md
 
-soak: install  ## Kills, hangs, power losses, full disks, damage, lost hosts; writes docs/soak.md and others
+soak: install  ## Kills, signals, hangs, lost hosts, dead disks, damage; writes docs/soak.md and others
 	$(BIN)/python -W ignore tests/soak.py --write docs/soak.md
 	$(BIN)/python -W ignore tests/damage.py --write docs/damage.md
 	$(BIN)/python -W ignore tests/mutations.py --write docs/mutations.md
 	$(BIN)/python -W ignore tests/rank_faults.py --write docs/rank_faults.md
+	$(BIN)/python -W ignore tests/chaos.py --write docs/chaos.md
 	$(BIN)/python -W ignore tests/hosts.py --write docs/hosts.md
 
 clean:  ## Remove the virtual environment and the demo's run

@@ -40,8 +40,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
         ProcessExitedException: a rank ended in another way.
     """
     try:
-        while len(_warm) < world:
-            _warm.append(Warm())
+        warm_processes(world)
         with tempfile.TemporaryDirectory() as folder:
             started = [
                 _warm[r].start(_entry, r, *_name(fn), world, folder, group, args)
@@ -54,6 +53,13 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
     except BaseException:
         _end()  # some of them may be running a rank that nobody waits for
         raise
+
+
+def warm_processes(world: int) -> list[Warm]:
+    """Return the warm processes of ranks 0 to `world` - 1, which live until this one ends."""
+    while len(_warm) < world:
+        _warm.append(Warm())
+    return _warm[:world]
 
 
 def tensor_digests(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -81,8 +87,7 @@ def run_recipe_ranks(
     `grace` seconds; all are killed after `kill_after` seconds, where that is given. Returns the
     highest exit code, and the outputs of all ranks in rank order.
     """
-    while len(_warm) < world:
-        _warm.append(Warm())
+    warm_processes(world)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]

@@ -159,7 +159,7 @@ def _program(word: str) -> str:
 def _toolkit(words: list[str]) -> None:
     if words[1] in ("train", "finetune"):
         recipe = {"train": "pretrain"}.get(words[1], words[1])
-        with mock.patch("toolkit.recipes._launch", side_effect=lambda argv, _: _launch(argv)):
+        with mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)):
             recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
     else:
         parser = cli.make_parser()

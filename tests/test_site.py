@@ -14,6 +14,7 @@ from documents import Wrong, blocks, check
 
 from toolkit import config
 from toolkit.data.prepare import inspect_data
+from toolkit.errors import EXIT_CODE_PREEMPTED
 
 KUBERNETES = "1.34"
 LOADED = re.compile(
@@ -78,6 +79,9 @@ def test_the_slurm_file() -> None:
         assert variable in line
         line = line.replace(variable, value)
     check(line)
+    (seconds,) = re.findall(r"^#SBATCH --signal=USR1@(\d+)$", text, re.MULTILINE)
+    assert int(seconds) > config.CheckpointConfig().grace_seconds
+    assert f'if [ "$code" = {EXIT_CODE_PREEMPTED} ]; then' in text
     with pytest.raises(Wrong, match="machine_rnk"):
         check(line.replace("--machine_rank", "--machine_rnk"))
 
@@ -104,6 +108,10 @@ def test_the_kubernetes_file() -> None:
     assert job["spec"]["parallelism"] == machines
     assert f"--num_machines {machines} --num_processes {machines * gpus}" in line
     assert pod["terminationGracePeriodSeconds"] > config.CheckpointConfig().grace_seconds
+    by_code = [rule.get("onExitCodes", {}) for rule in job["spec"]["podFailurePolicy"]["rules"]]
+    assert [code.get("values") for code in by_code] == [[2], [EXIT_CODE_PREEMPTED], None]
+    assert {code.get("containerName", container["name"]) for code in by_code} == {container["name"]}
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
     assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 

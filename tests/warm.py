@@ -30,7 +30,7 @@ WARM = (
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
     ),
-    *("pytest", "transformers", "datasets", "accelerate"),
+    *("pytest", "transformers", "datasets", "accelerate", "peft", "torch._dynamo"),
     *(
         "toolkit.checkpoint",
         "toolkit.export",

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 
 REMOVED = "[removed]"
+EXIT_CODE_PREEMPTED = 75
+"""Of a run that a signal stopped, EX_TEMPFAIL of sysexits.h: the same command goes on."""
 
 # Tokens of the Hub, of code hosts, of trackers and of clouds; JSON web tokens; private keys.
 _TOKEN = re.compile(

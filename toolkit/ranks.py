@@ -23,7 +23,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TextIO, TypeVar
 
 import torch
@@ -107,15 +107,28 @@ def first_to_report(text: str) -> bool:
     """Return whether this rank is the first that is about to print `text`. Not collective: a rank
     that fails alone, or cannot ask any more, says it itself.
     """
-    # Private in torch 2.x; without it each rank speaks for itself.
-    store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if world_size() == 1 or store_of is None:
-        return True
+    store = _store()
     key = f"said/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
     try:
-        return store_of().compare_set(key, "", str(rank())) == str(rank()).encode()
+        own = str(rank())
+        return store is None or store.compare_set(key, "", own) == own.encode()
     except RuntimeError:
         return True
+
+
+def post(name: str) -> None:
+    """Leave `name` for ranks that lose this one, which is about to leave. Not collective."""
+    with suppress(RuntimeError):  # the store is gone, with whoever held it
+        if (store := _store()) is not None:
+            store.set(f"posted/{name}", "")
+
+
+def posted(name: str) -> bool:
+    """Return whether any rank did `post` this. Not collective."""
+    try:
+        return (store := _store()) is not None and store.check([f"posted/{name}"])
+    except RuntimeError:
+        return False
 
 
 def broadcast(value: T) -> T:
@@ -302,6 +315,13 @@ def exchanges_over(channel: str) -> Iterator[None]:
 
 def _current_group() -> dist.ProcessGroup | None:
     return object_group(getattr(_channel, "name", "main"))
+
+
+def _store() -> dist.Store | None:
+    """Return the store of the process group, None without other ranks."""
+    # Private in torch 2.x; without it each rank speaks for itself.
+    store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if world_size() == 1 or store_of is None else store_of()
 
 
 def _is_fake() -> bool:

@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from toolkit.config import FinetuneConfig, PretrainConfig, parse
-from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
+from toolkit.config import CheckpointConfig, FinetuneConfig, PretrainConfig, parse
+from toolkit.errors import EXIT_CODE_PREEMPTED, ConfigError, LaunchError, ToolkitError, one_line
 from toolkit.parsing import read_yaml
 
 SETTINGS: dict[str, type] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
@@ -78,49 +80,90 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     for name in _OF_THE_LAUNCHER:
         if (value := getattr(options, name[2:])) is not None:
             launcher += [name, str(value)]
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max_restarts {options.max_restarts}: expected 0 or more")
+    if options.max_restarts:
+        launcher += ["--max_restarts", str(options.max_restarts)]
     launcher += [str(script_of(recipe)), *settings]
     print(f"$ accelerate {shlex.join(launcher)}", flush=True)
-    return _launch(launcher, cfg.checkpoint.preemption_signals)
+    return _launch(launcher, cfg.checkpoint, options.max_restarts)
 
 
-def _launch(arguments: list[str], signals: Sequence[str]) -> int:
+def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int) -> int:
     """Run `accelerate` in this process; return the exit code of the rank that failed first, or 0.
 
-    What a rank has to say it has said. `signals` go to the ranks, which save and end: torch's agent
-    would kill them 30 s later.
+    What a rank has to say it has said. Signals go to the ranks, which save and end: torch's agent
+    would kill them 30 s later, and start those again that one of them stopped.
     """
     from accelerate.commands import accelerate_cli
     from accelerate.commands.config import default_config_file
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    def forward(number: int, frame: object) -> None:
-        ranks = psutil.Process().children()
-        for rank in ranks:
-            rank.send_signal(number)
-        if not ranks:
-            sys.exit(128 + number)
-
-    for name in signals:
-        signal.signal(getattr(signal, name), forward)
-    others = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if name not in signals]
+    for name in cfg.preemption_signals:
+        signal.signal(getattr(signal, name), _Stop(cfg.grace_seconds))
+    signals = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    others = [name for name in signals if name not in cfg.preemption_signals]
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(others)
     # Accelerate tells its processes only where it starts one (1.15), and they read its command.
     chosen = arguments[2] if arguments[1:2] == ["--config_file"] else default_config_file
     settings = read_yaml(Path(chosen), LaunchError) if Path(chosen).is_file() else None
     if isinstance(settings, dict) and settings.get("use_cpu") is True:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    sys.argv = ["accelerate", *arguments]
-    try:
-        accelerate_cli.main()
-        return 0
-    except ChildFailedError as error:  # of several processes
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-    except subprocess.CalledProcessError as error:  # of one
-        rank, code = 0, error.returncode
-    except Exception as error:  # of a YAML that it cannot use Accelerate may raise anything
-        what = f"accelerate launch cannot start by {chosen} ({one_line(error)})"
-        raise LaunchError(f"{what}; correct the file, or give another") from error
+    for left in reversed(range(restarts + 1)):
+        sys.argv = ["accelerate", *arguments]
+        try:
+            accelerate_cli.main()
+            return 0
+        except ChildFailedError as error:  # of several processes, restarted by torch's agent
+            failed = sorted(error.failures.items(), key=lambda one: one[1].timestamp)
+            return _exit_code({rank: failure.exitcode for rank, failure in failed})
+        except subprocess.CalledProcessError as error:  # of one, which has no agent
+            code = _exit_code({0: error.returncode})
+            if code in (2, EXIT_CODE_PREEMPTED) or not left:
+                return code
+            print(f"restart    {restarts - left + 1} of {restarts}", flush=True)
+        except SignalException as error:  # one that the ranks do not listen to
+            return 128 + int(error.sigval)
+        except Exception as error:  # of a YAML that it cannot use Accelerate may raise anything
+            what = f"accelerate launch cannot start by {chosen} ({one_line(error)})"
+            raise LaunchError(f"{what}; correct the file, or give another") from error
+    raise AssertionError
+
+
+class _Stop:
+    """A handler that passes signals on to the ranks, waits for them, and ends this process."""
+
+    def __init__(self, grace: float) -> None:
+        self._patience, self._waiting = grace + 30, False
+
+    def __call__(self, number: int, frame: object) -> None:
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+        if self._waiting:  # a second signal, within the first
+            return
+        if not ranks:
+            sys.exit(128 + number)
+        self._waiting = True
+        ended: list[Any] = []  # in this order; psutil gives them their `returncode`
+        _, alive = psutil.wait_procs(ranks, self._patience, ended.append)
+        for rank in alive:
+            rank.kill()
+        codes = {ranks.index(rank): rank.returncode for rank in ended}
+        # One that was not far enough to listen had done nothing yet.
+        early = {rank: EXIT_CODE_PREEMPTED for rank, code in codes.items() if code == -number}
+        sys.exit(_exit_code(codes | early) if not alive else 128 + signal.SIGKILL)
+
+
+def _exit_code(ended: dict[int, int]) -> int:
+    """Return the exit code of ranks that ended in this order: of the first that failed, and where
+    one was stopped by a signal its own, since others may have failed for its absence.
+    """
+    if EXIT_CODE_PREEMPTED in ended.values():
+        return EXIT_CODE_PREEMPTED
+    rank, code = next(((rank, code) for rank, code in ended.items() if code), (0, 0))
     if code < 0:
         print(f"toolkit: error: rank {rank} was ended by {signal.Signals(-code).name}", flush=True)
     return code if code >= 0 else 128 - code
@@ -145,6 +188,8 @@ def _parser(recipe: str) -> argparse.ArgumentParser:
     parser.add_argument("--accelerate_config", metavar="FILE", help=f"{what} default is used")
     for name, kind in _OF_THE_LAUNCHER.items():
         parser.add_argument(name, type=kind, help="as `accelerate launch` takes it")
+    again = "start again so often, from the newest checkpoint, where a rank fails or is killed"
+    parser.add_argument("--max_restarts", type=int, default=0, help=again)
     return parser
 
 

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
-from toolkit.training import background, device, network
+from toolkit.training import background, device, network, rendezvous
 from toolkit.training.faults import preemption, watchdog
 
 # Nodes of one job may start minutes apart.
@@ -187,6 +187,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             preemption.listening(signals, grace),
             start(deterministic=cfg.train.deterministic) as run,
         ):
+            run.say(rendezvous.restart_line())
             watchdog.begin(cfg.train.hang_seconds, Path(cfg.output_dir), background.busy)
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
@@ -230,7 +231,7 @@ def guarded(main: Callable[[], None]) -> None:
 def _explain(error: BaseException) -> tuple[int, str]:
     """Say why a run ends; return its exit code, and what the watchdog is to say of it."""
     if isinstance(error, preemption.Preempted):
-        return preemption.EXIT_CODE, ""
+        return preemption.exit_code(), ""
     if isinstance(error, KeyboardInterrupt):
         return 130, ""
     if isinstance(error, torch.OutOfMemoryError):
@@ -240,10 +241,13 @@ def _explain(error: BaseException) -> tuple[int, str]:
             "sharding.activation_checkpointing: full"
         )
         return 1, ""
+    if not isinstance(error, ToolkitError) and preemption.stopped_elsewhere():
+        return preemption.EXIT_CODE, ""
     if ranks.lost_another(error):
-        watchdog.wait_for_verdict()
-        _print_error(f"lost another rank: {one_line(error)}")
-        return 1, ""
+        code = watchdog.verdict()
+        if code is None:
+            _print_error(f"lost another rank: {one_line(error)}")
+        return code or 1, ""
     if not isinstance(error, ToolkitError):
         traceback.print_exc()
         return 1, one_line(error)
@@ -275,6 +279,8 @@ def _leave(code: int) -> None:
     # Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
     # go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
     # loaded runs with torch 2.13): a finished run would be reported as failed.
+    if code in (2, preemption.EXIT_CODE):  # would come again; was asked for
+        preemption.end_launcher()
     if "RANK" in os.environ:
         if code == 0:
             atexit._run_exitfuncs()
@@ -370,6 +376,7 @@ def _connect(backend: str, rank: int, world: int) -> None:
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
+            store = rendezvous.apart(store, rank, world, _RENDEZVOUS_TIMEOUT)
         place: Any = {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **place)
         if here < world:  # gloo connects at its first use, and the groups of `ranks` wait a day

@@ -5,6 +5,9 @@ loop the signal is only noted: ranks agree on the step to stop after, since one 
 alone leaves the others waiting. Elsewhere (start, load, the last export) nothing would be gained by
 going on: what the run has is on the disk, and the process leaves at once.
 
+Torch's agent starts ranks that ended again (`--max_restarts`), and asks nobody whether they were
+asked to end: the first rank to leave by a signal tells it to end, too.
+
 Agreement costs one all-reduce of one number a step, on the CPU and behind the next step: its result
 is read a step later, so that nobody waits for it. A signal ends the run after the step that follows
 the one it came in.
@@ -18,20 +21,23 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from toolkit import ranks
+from toolkit.errors import EXIT_CODE_PREEMPTED
 from toolkit.training.faults import watchdog
 
 T = TypeVar("T")
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+EXIT_CODE = EXIT_CODE_PREEMPTED
 _SAME = 2.0  # seconds in which a signal that comes again, as from terminal and launcher, is one
 _PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the parent ends
+_LAUNCHER = os.getppid()
 
 
 class Preempted(BaseException):
@@ -45,7 +51,7 @@ class _State:
         self.grace, self.process = grace, os.getpid()
         self.signal: int | None = None  # the first that came
         self.since = 0.0
-        self.in_loop = self.agreed = False
+        self.in_loop = self.agreed = self.leaving = False
         self.pending: tuple[Any, torch.Tensor] | None = None  # the all-reduce of the last step
 
 
@@ -70,9 +76,13 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         _follow_launcher()
     try:
         yield
+    except Preempted:
+        ranks.post("preempted")  # for those that got no signal, and lose this rank
+        raise
     finally:
+        leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
         for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+            signal.signal(getattr(signal, name), signal.SIG_IGN if leaving else handler)
         _state = _State()
 
 
@@ -121,7 +131,43 @@ def leave_loop(step: int) -> None:
     if _state.agreed:
         ranks.say(f"stopped    by a signal after step {step}; the same command goes on from there")
     if _state.agreed or _state.signal is not None:
+        _state.leaving = True
         raise Preempted
+
+
+def stopped_elsewhere() -> bool:
+    """Return whether another rank left by a signal, where this one has failed. Not collective."""
+    return ranks.posted("preempted")
+
+
+def exit_code() -> int:
+    """Return what this rank, which leaves by a signal, ends with: 75; or 1 where that signal came
+    from torch's agent, since another rank is gone, so that all are to be started again.
+    """
+    watchdog.end(EXIT_CODE)
+    if _may_restart() and watchdog.verdict() == 1:
+        return 1
+    return EXIT_CODE
+
+
+def end_launcher() -> None:
+    """Tell torch's agent to end where it would start this rank again, once a machine and start."""
+    if not _may_restart():
+        return
+    of_this_start = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
+    try:
+        (of_this_start / "told_to_end").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    _write("no restart: telling the launcher to end")
+    os.kill(_LAUNCHER, signal.SIGTERM)
+
+
+def _may_restart() -> bool:
+    """Whether torch's agent would start this rank again."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    restarts, most = (int(os.environ.get(name, "0")) for name in names)
+    return restarts < most and os.getppid() == _LAUNCHER
 
 
 def _settle() -> None:
@@ -143,9 +189,11 @@ def _receive(number: int, frame: object) -> None:
         return
     name = signal.Signals(number).name
     if _state.signal is not None:
-        if time.monotonic() - _state.since >= _SAME:
+        # Once one rank has left, torch's agent sends SIGTERM to the others, which are leaving.
+        of_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+        if time.monotonic() - _state.since >= _SAME and not (_state.leaving and of_agent):
             _write(f"{name} again: ending at once")
-            os._exit(128 + number)
+            _end(number)
         return
     _state.signal, _state.since = number, time.monotonic()
     if not _state.in_loop:
@@ -159,11 +207,17 @@ def _limit(cause: str) -> None:
 
     def end() -> None:
         _write(f"no checkpoint {_state.grace:.0f} s (checkpoint.grace_seconds) after {cause}")
-        os._exit(128 + (_state.signal or signal.SIGTERM))
+        _end(_state.signal or signal.SIGTERM)
 
     timer = threading.Timer(_state.grace, end)
     timer.daemon = True
     timer.start()
+
+
+def _end(number: int) -> NoReturn:
+    end_launcher()
+    watchdog.end(128 + number)
+    os._exit(128 + number)
 
 
 def _write(line: str) -> None:

@@ -45,6 +45,8 @@ class _Watch:
         self.patience, self.busy = patience, busy
         self.count, self.step, self.doing, self.patient = 0, 0, "start", True
         self.code: int | None = None  # that this rank ends with
+        self.judged = threading.Event()
+        self.verdict: int | None = None
         self.samples: Callable[[int], Sequence[str]] | None = None
         self.answers = list[dict[str, Any]]()  # of the watcher while it starts
         with tempfile.TemporaryFile() as beat:
@@ -123,6 +125,8 @@ class _Watch:
 
     def _leave(self, leave: int, grace: float) -> None:
         """End this process, unless it does so within the grace; a checkpoint gets more."""
+        self.verdict = leave
+        self.judged.set()
         until, longest = time.monotonic() + grace, time.monotonic() + _LET_FINISH
         while (now := time.monotonic()) < until or (self.busy() and now < longest):
             if self.busy():
@@ -223,10 +227,14 @@ def end(code: int, why: str = "") -> None:
         _watch.link.send(end=code, why=why)
 
 
-def wait_for_verdict() -> None:
-    """Give the watchdog the time to end this rank, which lost another one, and to say why."""
+def verdict() -> int | None:
+    """Return the exit code that the watchdog gives this rank, which is about to end, once it has
+    said why the run ends; None where it does not within some seconds.
+    """
     if _watch is not None:
-        time.sleep(_VERDICT)
+        _watch.judged.wait(_VERDICT)
+        return _watch.verdict
+    return None
 
 
 def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
