@@ -381,9 +381,10 @@ class TrainConfig:
     all of them (weights and optimizer stay as they are) and told with its samples; one more ends
     the run before anything is saved. 0: the first one ends it."""
     hang_seconds: NonNegative = 300.0
-    """Where no rank gets on for so long in a step, all end with exit code 70 and a report of who
-    waits for whom; at the start, in evaluations, saves and exports 12 times as long. All end, too,
-    where one is gone. A step must be shorter; 0 (for a debugger): nobody watches."""
+    """Where no rank gets on for so long in a step (or for ten times the slowest step so far), all
+    end with exit code 70 and a report of who waits for whom; at the start, in evaluations, saves
+    and exports 12 times as long. All end, too, where one is gone. 0 (for a debugger): nobody
+    watches."""
     skip_spikes: Positive | None = None
     """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
     above the median of the last spike_window steps; 6 is usual; empty: none."""

@@ -32,6 +32,7 @@ from toolkit.errors import LaunchError, one_line
 from toolkit.training.faults import watcher
 
 _PATIENT = 12  # times train.hang_seconds: outside of steady steps
+_SLOWEST = 10  # times the slowest step so far, where that is longer
 _LET_FINISH = 300.0  # seconds for a checkpoint in flight
 _VERDICT = 5.0  # seconds until a rank that lost another one speaks for itself
 _STARTED = 60.0  # seconds for a watcher to start and reach rank 0's
@@ -44,6 +45,7 @@ class _Watch:
     def __init__(self, patience: float, folder: Path, busy: Callable[[], bool]) -> None:
         self.patience, self.busy = patience, busy
         self.count, self.step, self.doing, self.patient = 0, 0, "start", True
+        self.began, self.slowest = time.monotonic(), 0.0  # this step; seconds of the slowest
         self.code: int | None = None  # that this rank ends with
         self.judged = threading.Event()
         self.verdict: int | None = None
@@ -112,7 +114,8 @@ class _Watch:
 
     def progress(self) -> None:
         self.count += 1
-        patience = self.patience * (_PATIENT if self.patient else 1)
+        steady = max(self.patience, _SLOWEST * self.slowest)
+        patience = max(steady, _PATIENT * self.patience) if self.patient else steady
         watcher.BEAT.pack_into(self.shared, 0, self.count, patience, self.doing.encode()[:112])
 
     def _listen(self) -> None:
@@ -167,8 +170,9 @@ def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
     Costs a process of some 10 MB a rank. LaunchError: ranks cannot reach rank 0's watcher.
 
     Args:
-        patience: seconds in which all ranks may stand still in steady steps; beside them 12 times
-            as long, and children at work or bytes that flow count as progress there.
+        patience: seconds in which all ranks may stand still in steady steps, or ten times the
+            slowest so far; beside them 12 times as long, and children at work or bytes that flow
+            count as progress there.
         folder: the report of a hang is written there.
         busy: whether a checkpoint is written behind the loop, which gets the time to become whole.
     """
@@ -185,9 +189,13 @@ def progress() -> None:
 
 def in_step(step: int) -> None:
     """Say that this rank gets on, and is in a steady `step` from here on."""
-    if _watch is not None:
-        _watch.step, _watch.doing, _watch.patient = step, f"{watcher.IN_STEP}{step}", False
-        _watch.progress()
+    if (watch := _watch) is None:
+        return
+    began, watch.began = watch.began, time.monotonic()
+    if not watch.patient:  # the first may compile, and follows the start
+        watch.slowest = max(watch.slowest, watch.began - began)
+    watch.step, watch.doing, watch.patient = step, f"{watcher.IN_STEP}{step}", False
+    watch.progress()
 
 
 def after_loop() -> None:
@@ -204,12 +212,13 @@ def patient(doing: str) -> Iterator[None]:
     if watch is None:
         yield
         return
-    before = watch.doing, watch.patient
+    before, begun = (watch.doing, watch.patient), time.monotonic()
     watch.doing, watch.patient = doing, True
     watch.progress()
     try:
         yield
     finally:
+        watch.began += time.monotonic() - begun  # it is no part of the step
         watch.doing, watch.patient = before
         watch.progress()
 
