@@ -198,14 +198,15 @@ def hosts(count: int, folder: Path, **network: Any) -> Iterator[tuple[Switch, li
         switch.close()
 
 
-def settings(folder: Path, output: Path, ranks: int) -> list[str]:
+def settings(folder: Path, output: Path, parts: int) -> list[str]:
+    """Return the command of a run, of whose batch a micro-batch is one of so many parts."""
     return [
         str(HERE.parent / "recipes" / "pretrain.py"),
         "--model.name_or_path", str(folder / "model"),
         "--data.train_files", str(folder / "text.txt"),
         "--data.sequence_length", "32",
         "--sharding.param_dtype", "float32",
-        "--train.per_device_train_batch_size", str(BATCH // ranks),
+        "--train.per_device_train_batch_size", str(BATCH // parts),
         "--train.max_steps", str(STEPS),
         "--train.logging_steps", "1",
         "--checkpoint.save_steps", "2",
@@ -221,7 +222,7 @@ def by_torchrun(all_hosts: list[Host], folder: Path, output: Path, at_least: int
         str(BIN / "torchrun"), "--nnodes", f"{at_least}:{len(all_hosts)}", "--nproc_per_node", "1",
         "--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_id", "run",
         "--rdzv_endpoint", f"{all_hosts[0].address}:29400",
-        *settings(folder, output, len(all_hosts)), "--train.global_batch_size", str(BATCH),
+        *settings(folder, output, BATCH), "--train.global_batch_size", str(BATCH),
     ]  # fmt: skip
     return [
         host.start([command[0], "--rdzv_conf", conf, *command[1:]], folder / f"{host.name}.log")

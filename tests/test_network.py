@@ -165,5 +165,5 @@ def test_the_timeout_is_shortened_once_and_on_accelerators_only(monkeypatch, cap
             gc.enable()
             gc.unfreeze()
         assert len(asked) == calls
-    assert asked == [datetime.timedelta(minutes=5)] < [launch._COLLECTIVE_TIMEOUT]
+    assert asked == [datetime.timedelta(minutes=10)] < [launch._COLLECTIVE_TIMEOUT]
     assert "NOTE: collectives keep their timeout: it is gone" in capsys.readouterr().out

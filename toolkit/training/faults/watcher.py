@@ -306,7 +306,8 @@ class Judge:
 
     def _gone(self, seen: Seen, how: str) -> None:
         seen.ended = 1
-        self._causes.append((0, seen, 1, f"{seen.name} is gone: {how}; it was at: {seen.doing}"))
+        at = f"; it was at: {seen.doing}" * bool(seen.doing)
+        self._causes.append((0, seen, 1, f"{seen.name} is gone: {how}{at}"))
         self._decide_soon()
 
     def _end(self, seen: Seen, why: str) -> None:
