@@ -114,6 +114,18 @@ def test_what_may_take_long_may(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def _goes_on(rank: int, world: int, folder: str) -> int:
+    watchdog.begin(1.0, Path(folder), lambda: False)
+    watchdog.end(1, "a failure that a notebook survives")
+    time.sleep(8.0)  # longer than the judge and its grace take
+    return rank
+
+
+def test_one_process_alone_may_go_on_after_a_failure(tmp_path, capfd) -> None:
+    assert run_ranks(_goes_on, 1, str(tmp_path)) == [0]
+    assert "watchdog" not in capfd.readouterr().err
+
+
 def test_a_stranger_is_not_heard(tmp_path) -> None:
     """Neither one that says nothing nor one without the secret."""
     listener = watcher._listen(one_host=True)

@@ -43,7 +43,7 @@ class _Watch:
     """This rank's side of its watcher."""
 
     def __init__(self, patience: float, folder: Path, busy: Callable[[], bool]) -> None:
-        self.patience, self.busy = patience, busy
+        self.patience, self.busy, self.world = patience, busy, ranks.world_size()
         self.count, self.step, self.doing, self.patient = 0, 0, "start", True
         self.began, self.slowest = time.monotonic(), 0.0  # this step; seconds of the slowest
         self.code: int | None = None  # that this rank ends with
@@ -65,7 +65,7 @@ class _Watch:
 
     def _start(self, folder: Path, beat: int, theirs: socket.socket) -> None:
         """Start the watcher: rank 0's first, whose port the others learn. Collective."""
-        rank, world = ranks.rank(), ranks.world_size()
+        rank, world = ranks.rank(), self.world
         one_host = os.environ.get("LOCAL_WORLD_SIZE", str(world)) == str(world)
         settings = {
             "rank": rank,
@@ -230,8 +230,14 @@ def name_samples(samples: Callable[[int], Sequence[str]]) -> None:
 
 
 def end(code: int, why: str = "") -> None:
-    """Tell the others that this rank ends with an exit code; `why`, where it has not said so."""
-    if _watch is not None and _watch.code is None:
+    """Tell the others that this rank ends with an exit code; `why`, where it has not said so. One
+    process alone may go on in something else (a notebook): nobody watches it any more.
+    """
+    global _watch
+    if _watch is not None and _watch.world == 1:
+        _watch.link.send(bye=True)
+        _watch = None
+    elif _watch is not None and _watch.code is None:
         _watch.code = code
         _watch.link.send(end=code, why=why)
 

@@ -179,6 +179,10 @@ class Watcher:
                 self._judge.send(stacks={"state": self._rank.state(), "text": self._rank.dump()})
 
     def _take(self, message: dict[str, Any], *, from_rank: bool) -> None:
+        if from_rank and "bye" in message:
+            self._judge.send(end=0)
+            self._left = True
+            return
         if from_rank:
             self._ended = self._ended or "end" in message
             self._asked = None if "stacks" in message else self._asked
