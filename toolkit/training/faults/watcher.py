@@ -307,6 +307,8 @@ class Judge:
             seen.ended = int(message["end"])
             if seen.ended:
                 self._end(seen, message["why"])
+            for other in self._seen.values():  # less patience from here on
+                other.got_on = time.monotonic()
 
     def _gone(self, seen: Seen, how: str) -> None:
         seen.ended = 1
