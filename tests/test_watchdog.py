@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import rank_faults
 import torch.distributed as dist
-from conftest import BIN
+from conftest import BIN, ROOT
 from distributed import run_ranks
 
 from toolkit.training.faults import watchdog, watcher
@@ -149,3 +149,41 @@ def test_it_is_of_the_standard_library_alone() -> None:
     found = subprocess.run([sys.executable, "-I", "-S", "-c", probe, watcher.__file__],
                            capture_output=True, text=True, check=True)  # fmt: skip
     assert found.stdout == "False\n"
+
+
+LOADING = """
+import os, runpy, signal, sys, time
+import toolkit.loading as loading
+
+plain = loading.fill
+
+def fill(*args, **more):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(1.0)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30.0)  # no collective, whose end would tell: torch's agent sends SIGTERM
+    return plain(*args, **more)
+
+loading.fill = fill
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_killed_before_the_loop_is_started_again(scene, tmp_path) -> None:
+    """The agent's SIGTERM to the others is no preemption, after which nothing would be started."""
+    script = tmp_path / "loading.py"
+    script.write_text(LOADING)
+    recipe = str(ROOT / "recipes" / "pretrain.py")
+    ended = subprocess.run(
+        [BIN / "torchrun", "--nproc_per_node", "2", "--max_restarts", "1", script, recipe,
+         *rank_faults.flags(scene, tmp_path / "run"), "--train.hang_seconds", "60"],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "restart    1 of 1 by the launcher" in ended.stdout
+    assert re.search(rank_faults.DEATHS["kill"], ended.stderr)
+    assert "no restart" not in ended.stderr
