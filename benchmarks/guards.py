@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import describe
-from step import DEMO, FP32, Tokens, interval
+from step import DEMO, FP32, Tokens, interval, toy_model
 from torch import nn
-from transformers import AutoConfig
 
 from toolkit.checkpoint import TrainState
 from toolkit.config.settings import ModelConfig, OptimConfig
@@ -78,17 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as scratch:
-        toy = Path(scratch, "toy")
-        AutoConfig.for_model(
-            "llama",
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=256,
-            architectures=["LlamaForCausalLM"],
-        ).save_pretrained(toy)
+        toy = toy_model(Path(scratch, "toy"))
         for name, folder, length, size, rounds in (
             ("toy (2 layers of 32)", toy, 32, 2, args.rounds),
             ("the demo's (3 layers of 256)", DEMO, 128, 4, max(4, args.rounds // 4)),

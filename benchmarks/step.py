@@ -66,17 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as scratch:
-        toy = Path(scratch, "toy")
-        AutoConfig.for_model(
-            "llama",
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=256,
-            architectures=["LlamaForCausalLM"],
-        ).save_pretrained(toy)
+        toy = toy_model(Path(scratch, "toy"))
         for name, folder, length, size, rounds in (
             ("toy (2 layers of 32)", toy, 32, 2, args.rounds),
             ("the demo's (3 layers of 256)", DEMO, 256, 8, max(4, args.rounds // 4)),
@@ -87,6 +77,21 @@ def main() -> None:
     print(text)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(text)
+
+
+def toy_model(folder: Path) -> Path:
+    """Write the config of a model of 2 layers of 32."""
+    AutoConfig.for_model(
+        "llama",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
 
 
 def measure(rank: int, folder: str, length: int, size: int, rounds: int, scratch: str) -> None:
