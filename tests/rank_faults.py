@@ -92,7 +92,7 @@ MISSED = {"missed": r"watchdog: (rank \d .* (ended: |is gone: )|no rank got on )
 FAULTS = DEATHS | HANGS | MISSED
 HANG_SECONDS = 3.0
 PATIENT = 12
-PLANS = 60.0  # seconds for which a rank without memory may plan what would fit
+PLANS = 180.0  # seconds for which a rank without memory may plan what would fit, on a busy machine
 
 
 def run(folder: Path, fault: str, phase: str, number: int, *more: str) -> dict[str, Any]:

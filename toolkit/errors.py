@@ -29,6 +29,7 @@ _IN_PLACE = re.compile(
     re.IGNORECASE,
 )
 # What would break a line, move the cursor, or is no character: half of a surrogate pair.
+_LONGEST = 4000  # letters of an error
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")
 _SECRET_WORDS = {
     *("token", "password", "passwd", "passphrase", "secret", "credential", "credentials"),
@@ -85,7 +86,9 @@ class ToolkitError(Exception):
     """
 
     def __str__(self) -> str:
-        return scrub(_UNSHOWN.sub(lambda m: repr(m[0])[1:-1], super().__str__()))
+        text = scrub(_UNSHOWN.sub(lambda m: repr(m[0])[1:-1], super().__str__()))
+        # What is wrong stands at the front, what to do at the end.
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-500:]}"
 
 
 class ConfigError(ToolkitError):
