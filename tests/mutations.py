@@ -115,11 +115,14 @@ class Scene:
             kind.seal(file)
         return sealed
 
-    def run(self, name: str, number: int, where: Path, usual: dict[str, Any]) -> Case:
-        """Do one case; `usual` are the readers' results without a mutation."""
+    def make(self, name: str, number: int, where: Path) -> bool:
+        """Write the mutated file of a case, and what stands around it; see `mutated`."""
+        kind = self.kinds[name]
+        return self.mutated(kind, name, number, self.stand(where, kind))
+
+    def run(self, name: str, number: int, counts: bool, usual: dict[str, Any]) -> Case:
+        """Read what was made; `usual` are the readers' results without a mutation."""
         kind, case = self.kinds[name], Case(name, number)
-        file = self.stand(where, kind)
-        counts = self.mutated(kind, name, number, file)
         chance = random.Random(f"{self.seed} {name} {number} readers")
         for reader in chance.sample(kind.readers, min(_READERS, len(kind.readers))):
             label, result, refusal = attempt(reader)
@@ -177,11 +180,12 @@ def serve(scene: Scene, name: str, numbers: Iterable[int], where: Path, pipe: in
     say(begin=-1)
     usual = scene.usual(name, where)
     for number in numbers:
+        counts = scene.make(name, number, where)
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         begun = time.process_time()
         say(begin=number)
-        case = scene.run(name, number, where, usual)
+        case = scene.run(name, number, counts, usual)
         case.seconds, case.megabytes = time.process_time() - begun, _resident("VmHWM") - before
         say(end=vars(case))
 
