@@ -226,7 +226,11 @@ def in_yaml(content: bytes, chance: Chance) -> bytes:
         indent = b"  " * chance.randrange(2)
         return b"".join([*lines[:at], indent + text, *lines[at:]])
     value = in_tree(yaml.safe_load(content), chance)
-    text = yaml.safe_dump(value, sort_keys=False, default_flow_style=chance.choice((None, False)))
+    style = chance.choice((None, False))
+    try:
+        text = yaml.safe_dump(value, sort_keys=False, default_flow_style=style)
+    except RecursionError:  # deeper than PyYAML writes
+        return in_bytes(content, chance)
     return text.encode("utf-8", "surrogatepass")
 
 
