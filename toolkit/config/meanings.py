@@ -344,6 +344,9 @@ class _Converter:
             entries = entries["datasets"]
         if isinstance(entries, dict):  # name -> share
             entries = [{"path": name, "weight": share} for name, share in entries.items()]
+        if not isinstance(entries, list):
+            where = mixture[0] if mixture else "datasets"
+            raise ConfigError(f"{where}: expected a list of data sets, got {entries!r}")
         found = [self.source(entry, i) for i, entry in enumerate(entries)]
         if len(found) > 1:
             self.set("data.sources", found)
