@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import peft  # noqa: F401 (with bitsandbytes, whose tables would be fake if a plan imported it)
 import pytest
 import tiny_models
 import torch

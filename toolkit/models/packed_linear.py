@@ -161,9 +161,14 @@ def packed_linear() -> type[PackedLinear]:
     return type("Linear4bit", (PackedLinear, base), own)
 
 
-@functools.cache
 def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
     """Return a state of bitsandbytes whose tables of values all layers share."""
+    # A plan's tensors are of another kind, without values: its tables are not for a run.
+    return _tables_of(type(torch.empty(0)), quant_type, double_quant, device)
+
+
+@functools.cache
+def _tables_of(kind: type, quant_type: str, double_quant: bool, device: torch.device) -> Any:
     _, state = bitsandbytes().functional.quantize_4bit(
         torch.ones(BLOCK, device=device),
         blocksize=BLOCK,
