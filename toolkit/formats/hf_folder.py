@@ -23,6 +23,7 @@ _AGAIN = "copy or download the file again"
 
 # What transformers parses without bounds: kept far above what any model has.
 _CONFIG_BYTES = 4 * 2**20
+_LONGEST_NAME = 255  # bytes, of file systems
 _INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 92,000 in 9 MB
 _VOCABULARY_BYTES = 256 * 2**20
 MAX_TEMPLATE_BYTES = 2**18  # of a chat template
@@ -245,6 +246,8 @@ def source_dtypes(folder: Path) -> dict[str, str] | None:
 
 
 def _obtain(folder: Path, name: str, remote: str | None, revision: str | None) -> bool:
+    if len(name.encode()) > _LONGEST_NAME:
+        return False
     if remote is None or (folder / name).is_file():
         return (folder / name).is_file()
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}

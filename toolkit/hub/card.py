@@ -86,7 +86,8 @@ def _front(
     of_hub = [d for d in (data, *data.get("sources", [])) if d.get("dataset_is_on_the_hub")]
     if of_hub:
         front["datasets"] = list(dict.fromkeys(d["dataset_name"] for d in of_hub))
-    eval_files = ", ".join((data.get("eval_files") or [])[:3])
+    listed = data.get("eval_files")
+    eval_files = ", ".join(map(str, listed[:3])) if isinstance(listed, list) else ""
     results = [
         EvalResult(
             task_type="text-generation",
