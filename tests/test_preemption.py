@@ -119,6 +119,20 @@ def test_without_listening_a_signal_kills(tmp_path, tiny_llama, text_file) -> No
     assert not committed_steps(tmp_path / "run")
 
 
+def test_a_signal_after_the_end_changes_nothing(tmp_path, tiny_llama, text_file) -> None:
+    text = f"""
+import atexit, os, runpy, signal
+for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    atexit.register(os.kill, os.getpid(), name)
+runpy.run_path({str(ROOT / "recipes" / "pretrain.py")!r}, run_name="__main__")
+"""
+    script, run = tmp_path / "late.py", tmp_path / "run"
+    script.write_text(text)
+    ended = run_recipe_ranks(script, 2, *given(tiny_llama, text_file, run), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert max(committed_steps(run)) == STEPS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),

@@ -83,12 +83,8 @@ class PackedLinear(nn.Module):
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the column of a whole matrix [out_features, in_features], on its device."""
         state: Any
-        nibbles, state = bitsandbytes().functional.quantize_4bit(
-            weight.to(self.source_dtype).contiguous(),
-            blocksize=BLOCK,
-            compress_statistics=self.double_quant,
-            quant_type=self.quant_type,
-        )
+        source = weight.to(self.source_dtype).contiguous()
+        nibbles, state = _quantize(source, self.quant_type, self.double_quant)
         values = [nibbles, state.absmax]
         if self.double_quant:
             values += [state.state2.absmax, state.offset]
@@ -169,13 +165,22 @@ def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
 
 @functools.cache
 def _tables_of(kind: type, quant_type: str, double_quant: bool, device: torch.device) -> Any:
-    _, state = bitsandbytes().functional.quantize_4bit(
-        torch.ones(BLOCK, device=device),
-        blocksize=BLOCK,
-        compress_statistics=double_quant,
-        quant_type=quant_type,
-    )
+    _, state = _quantize(torch.ones(BLOCK, device=device), quant_type, double_quant)
     return state
+
+
+def _quantize(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
+    """Return nibbles and state of `weight`."""
+    functional = bitsandbytes().functional
+    kept = functional.name2qmap  # a table of values that the library makes once, for all calls:
+    if type(torch.empty(0)) is not torch.Tensor:  # a plan's, without values, is not for a run
+        functional.name2qmap = {}
+    try:
+        return functional.quantize_4bit(
+            weight, blocksize=BLOCK, compress_statistics=double_quant, quant_type=quant_type
+        )
+    finally:
+        functional.name2qmap = kept
 
 
 def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:

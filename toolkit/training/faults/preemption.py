@@ -64,10 +64,12 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
 
     The first ends the run with `Preempted`: at once outside of the loop, in it after a checkpoint,
     for which there are `grace` seconds. A second one, at least 2 s later, ends the process with the
-    exit code 128 + its number. A process whose launcher dies takes that for SIGTERM.
+    exit code 128 + its number. A process whose launcher dies takes that for SIGTERM. After a block
+    that came to its end the `signals` are ignored: what remains is the end of the program.
     """
     global _state
     _state = _State(grace)
+    done = False
     if threading.current_thread() is not threading.main_thread():  # only there can Python listen
         yield
         return
@@ -76,13 +78,15 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         _follow_launcher()
     try:
         yield
+        done = True
     except Preempted:
         ranks.post("preempted")  # for those that got no signal, and lose this rank
         raise
     finally:
         leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
         for name, handler in before.items():
-            signal.signal(getattr(signal, name), signal.SIG_IGN if leaving else handler)
+            ignored = done or leaving
+            signal.signal(getattr(signal, name), signal.SIG_IGN if ignored else handler)
         _state = _State()
 
 
