@@ -92,7 +92,7 @@ MISSED = {"missed": r"watchdog: (rank \d .* (ended: |is gone: )|no rank got on )
 FAULTS = DEATHS | HANGS | MISSED
 HANG_SECONDS = 3.0
 PATIENT = 12
-PLANS = 180.0  # seconds for which a rank without memory may plan what would fit, on a busy machine
+PLANS = 75.0  # seconds for which a rank without memory may plan what would fit, with its imports
 
 
 def run(folder: Path, fault: str, phase: str, number: int, *more: str) -> dict[str, Any]:

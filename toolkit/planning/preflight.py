@@ -7,6 +7,7 @@ it costs 6 s for its imports and some seconds a plan.
 """
 
 import contextlib
+import signal
 import sys
 import time
 import traceback
@@ -43,6 +44,8 @@ P = ParamSpec("P")
 
 _LISTED = 3  # changes
 _PATIENCE = 60.0  # seconds that changes are planned for
+_PATIENCE_FAILED = 15.0  # the same where other ranks wait for one that is out of memory
+_LONGEST = 60  # seconds after which that one ends without
 # Of a device's memory, for parameters, gradients and optimizer state: activations take the rest.
 _HELD_SHARE = 0.4
 # Bytes of state for each of a trained parameter, at least.
@@ -212,12 +215,13 @@ def outlook(cfg: Config, world_size: int, device: Device, memory: int, failed: b
     """Return what the plan of a run says, with changes where it does not fit, or has `failed`: then
     changes whose step peaks a tenth lower. Makes a fake world.
     """
+    patience = _PATIENCE_FAILED if failed else _PATIENCE
     plan = make_plan(cfg, world_size, device, memory)
     needs = plan.estimate.memory
     memory = min(memory, needs - plan.sim.peak.nbytes // 10) if failed else memory
     if plan.fits(memory):
         return Outlook(needs, plan.sim.phase, "")
-    found, _ = remedies(plan, device, memory, lambda _: None, patience=_PATIENCE)
+    found, _ = remedies(plan, device, memory, lambda _: None, patience=patience)
     return Outlook(needs, plan.sim.phase, _in_words(plan, [p for p in found if p.fits(memory)]))
 
 
@@ -254,9 +258,17 @@ def _prediction(cfg: Config, world: int, device: Device, memory: int) -> str:
 
 def _advice(cfg: Config, world: int, device: Device, memory: int) -> str:
     try:
-        return apart(outlook, cfg, world, device, memory, True).remedies
+        return apart(_soon, cfg, world, device, memory)
+    except BrokenProcessPool:
+        return f"not planned (over {_LONGEST} s, or no memory for it); ask `toolkit plan`"
     except Exception as error:  # the shortage is to be told, whatever becomes of the advice
         return f"not planned: {one_line(error)}"
+
+
+def _soon(cfg: Config, world: int, device: Device, memory: int) -> str:
+    """Return what would fit; end this process where that takes too long."""
+    signal.alarm(_LONGEST)
+    return outlook(cfg, world, device, memory, True).remedies
 
 
 @contextlib.contextmanager
@@ -281,7 +293,7 @@ def _told_if_out_of_memory(cfg: Config, run: Run, device: Device, memory: int) -
         if not ranks.first_to_report("out of memory"):
             ranks.show(f"[rank {run.rank}] {what}", sys.stderr)
             with watchdog.patient("out of memory"):
-                time.sleep(2 * _PATIENCE)  # the launcher ends this one when the first has spoken
+                time.sleep(2 * _LONGEST)  # the launcher ends this one when the first has spoken
             raise MemoryShortageError(what) from error
         ranks.show(f"{what}; planning what would fit ...", sys.stderr)
         with watchdog.patient("planning what would fit"):

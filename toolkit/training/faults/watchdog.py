@@ -82,9 +82,10 @@ class _Watch:
         }
 
         def begin(address: tuple[str, int] | None, secret: str) -> int:
-            given = json.dumps({**settings, "address": address, "secret": secret})
+            given = json.dumps({**settings, "address": address})
             subprocess.Popen(
                 [sys.executable, "-I", "-S", watcher.__file__, given],
+                env={**os.environ, watcher.SECRET: secret},  # others of a host read command lines
                 pass_fds=(theirs.fileno(), beat, self.stacks.fileno()),
                 start_new_session=True,  # Ctrl-C is not for it
             )

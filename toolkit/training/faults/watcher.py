@@ -36,6 +36,8 @@ IN_STEP = "step "
 HANG_CODE = 70
 """Exit code of ranks that did not get on (EX_SOFTWARE of sysexits.h)."""
 PREEMPTED_CODE = 75
+SECRET = "TOOLKIT_WATCHDOG_SECRET"
+"""Variable of a watcher's environment: what tells watchers of this run from others that connect."""
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) and signal.SIGRTMIN + 9
 """Makes a rank write its stacks without taking Python's lock; 0 where there is none (macOS)."""
 
@@ -505,4 +507,4 @@ def _listen(one_host: bool) -> socket.socket:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main({**json.loads(sys.argv[1]), "secret": os.environ[SECRET]})
