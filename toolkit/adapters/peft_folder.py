@@ -146,6 +146,8 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
         if isinstance(module, ModulesToSaveWrapper):
             saved = dict(_tensors(module.modules_to_save[ADAPTER]))
             for leaf, tensor in _tensors(module.original_module):
+                if id(tensor) not in names:
+                    raise ExportError(f"{path} is saved whole and adapted within: {_SCOPE}")
                 tensors = {"saved": first[id(saved[leaf])]}
                 yield AdapterLayer(names[id(tensor)], "saved", path, tensors)
         elif isinstance(module, ParamWrapper | Embedding | Linear):
