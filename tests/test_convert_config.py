@@ -213,6 +213,7 @@ def test_a_script_is_read_and_never_run(tmp_path) -> None:
         ("a.py", "def f(:\n", "cannot be read as Python"),
         ("a.json", "{", "a.json"),
         ("a.yaml", "{model_name_or_path: m, learning_rate: fast}", "cannot be converted"),
+        ("a.yaml", "{model_name_or_path: m, attn_implementation: [sdpa]}", "cannot be converted"),
     ],
 )
 def test_what_cannot_be_read_or_is_no_config_is_one_error(name, text, said, tmp_path, capsys):

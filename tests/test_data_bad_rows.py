@@ -1,6 +1,7 @@
 """Rows that cannot be used: each is named with its file and place, and its neighbours survive."""
 
 import json
+import struct
 import tracemalloc
 from dataclasses import asdict
 from functools import cache, partial
@@ -556,6 +557,20 @@ def test_a_broken_list_is_one_error(tmp_path, monkeypatch, text, came):
         assert came in str(caught.value)
         assert "JSON lines" in str(caught.value)
         assert str(tmp_path / "a.json") in str(caught.value)
+
+
+def test_a_value_beyond_the_bytes_of_an_arrow_file_is_one_error(tmp_path):
+    """Read without a look at it, the offset ends the process."""
+    table = pa.table({"prompt": ["aa", "bb", "cc"], "completion": ["x", "y", "z"]})
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as out:
+        out.write_table(table)
+    offsets = struct.pack("<4i", 0, 2, 4, 6)
+    content = (tmp_path / "a.arrow").read_bytes()
+    assert offsets in content
+    beyond = content.replace(offsets, struct.pack("<4i", 0, 2, 1 << 30, 6))
+    (tmp_path / "a.arrow").write_bytes(beyond)
+    with pytest.raises(DataError, match=r"a\.arrow cannot be read from row 0 on"):
+        load_sources(DataConfig(train_files=str(tmp_path / "a.arrow")))
 
 
 # Documents to pretrain on: the same policy, where a row that is left out is an empty document

@@ -22,9 +22,10 @@ from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Larg
 
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.facts import run_facts
-from toolkit.errors import REMOVED, is_secret_name, scrub
+from toolkit.errors import REMOVED, ExportError, is_secret_name, scrub
 from toolkit.formats import export_manifest
 from toolkit.hub import card as model_card
+from toolkit.hub.local import read_export
 
 NAME = "me/tiny"
 FACTS = {
@@ -754,6 +755,14 @@ def test_the_card_has_the_batch_and_the_evaluation(tmp_path):
     (result,) = entry["results"]
     assert result["dataset"]["name"] == "e.txt"
     assert (result["metrics"][0]["type"], result["metrics"][0]["value"]) == ("loss", 1.5)
+
+
+@pytest.mark.parametrize("facts", [{"versions": ["torch"]}, {"hyperparameters": "none"}])
+def test_facts_that_make_no_card_are_one_error(facts, tmp_path):
+    make_export(tmp_path / "export")
+    write_manifest(tmp_path / "export", facts)
+    with pytest.raises(ExportError, match=r"the facts of its run in .* make no model card"):
+        read_export(tmp_path / "export", NAME, None)
 
 
 def test_secrets_are_known_by_name_and_by_look():

@@ -200,7 +200,7 @@ class _Converter:
     def kernels(self) -> None:
         named = self.take("attention", "attn_implementation")
         if named:
-            name = _ATTENTION_NAMES.get(named[1], named[1])
+            name = _ATTENTION_NAMES.get(str(named[1]), named[1])
             self.set("model.attn_implementation", name)
         for key, name in _ATTENTION.items():
             if found := self.take(key):

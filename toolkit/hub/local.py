@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.checkpoint.facts import is_path
-from toolkit.errors import ExportError, holds_token
+from toolkit.errors import ExportError, holds_token, one_line
 from toolkit.formats import export_manifest, plain_file
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
@@ -62,7 +62,14 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     if own_card:
         card = plain_file(folder, CARD, ExportError).read_text("utf-8")
     else:
-        card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest())
+        try:
+            card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest())
+        except Exception as error:  # facts of a run from outside: they may be of any shape
+            what = f"the facts of its run in {export_manifest.FILE} make no model card"
+            advice = f"consolidate again, or put a {CARD} of your own there"
+            raise ExportError(
+                f"{folder} is not published: {what} ({one_line(error)}); {advice}"
+            ) from error
     for name, text in ((export_manifest.FILE, raw), (CARD, card.encode())):
         contents[name], entries[name] = text, _entry(text)
     for name, content in contents.items():
