@@ -149,8 +149,9 @@ def test_tokens_are_taken_with_their_labels(tokenizer):
     assert example.input_ids.tolist() == [5, 6, 7, 8, 9]
     assert example.spans == [(1, 2), (3, 5)]
     assert encoder(Tokens([5, 6])).spans == [(0, 2)]
-    with pytest.raises(BadRow, match=r"ids from 0 to 299 .* got 300"):
-        encoder(Tokens([5, 300]))
+    for odd in (300, -1, 2**63, -(2**70)):
+        with pytest.raises(BadRow, match=rf"ids from 0 to 299 .* got {odd}"):
+            encoder(Tokens([5, odd]))
     with pytest.raises(BadRow, match="expected a token to learn") as caught:
         encoder(Tokens([5, 6], [5, -100]))  # the first one is predicted by nothing
     assert caught.value.reason == "no supervised token"

@@ -180,17 +180,19 @@ class Encoder:
             raise DataError(f"data.supervise {self.supervise} does not go with {what}; {advice}")
 
     def _of_ids(self, example: Tokens) -> EncodedRow:
-        ids = np.asarray(example.input_ids, np.int64)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+        given = example.input_ids  # of any size, while they are Python's
+        if given and not 0 <= min(given) <= max(given) < self.vocab_size:
+            odd = next(i for i in given if not 0 <= i < self.vocab_size)
             said = (
                 f"expected token ids from 0 to {self.vocab_size - 1} (the model's embedding has "
-                f"{self.vocab_size} rows), got {ids[(ids < 0) | (ids >= self.vocab_size)][0]}"
+                f"{self.vocab_size} rows), got {odd}"
             )
             if self.finetune:
                 return BadRow(said, "token id out of the vocabulary")
             # No row's fault: the data is of another tokenizer.
             cure = "the tokenizer of this model, or the model a larger embedding"
             return EndsRun(f"{said}; the data needs {cure} (model.resize_embeddings)")
+        ids = np.asarray(given, np.int64)
         if example.labels is None:
             self._check_mode("token ids without labels", "auto", "all")
             return self._fitted(example, ids, [(0, len(ids))] if len(ids) else [])
