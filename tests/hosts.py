@@ -268,7 +268,8 @@ def said_by(folder: Path) -> str:
 
 def same_losses(output: Path, expected: dict[int, float]) -> list[str]:
     found = logged(output)
-    if sorted(found) != sorted(expected):
+    lines = (output / "metrics.jsonl").read_text().count("\n")
+    if sorted(found) != sorted(expected) or lines != len(found):
         return [f"steps {sorted(found)}, expected 1 to {STEPS}, each once"]
     off = {s: abs(found[s] - e) for s, e in expected.items() if abs(found[s] - e) > 1e-4}
     return [f"other losses than one process: {off}"] if off else []
