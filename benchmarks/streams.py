@@ -1,9 +1,9 @@
 """Does a rank of a streamed run read as fast however many ranks there are?
 
-    python benchmarks/streams.py [--before FOLDER] [--megabytes 5] [--output FILE]
+    python benchmarks/streams.py [--before FOLDER] [--megabytes 16] [--output FILE]
 
-The same text in three forms: JSON lines in gzip, 32 Parquet files, and token ids in one Parquet
-file. Rank r of W reads one pass of it through the feed of a run, wrapped into samples of
+The same text in four forms: JSON lines plain and in gzip, 32 Parquet files, and token ids in one
+Parquet file. Rank r of W reads one pass of it through the feed of a run, wrapped into samples of
 1,024 tokens; counted are the tokens that it trains on and the processor seconds that it takes for
 them, from the first file that it opens to the end of the pass, without imports. The ranks of a run
 take turns in one process with one thread: so the rate is that of a rank with a core of its own, and
@@ -21,11 +21,12 @@ import tempfile
 import time
 from pathlib import Path
 
-LENGTH, DOCUMENT, FILES = 1024, 600, 32
+LENGTH, DOCUMENT, FILES, GROUP = 1024, 600, 32, 1000
 FORMS = {
+    "JSON lines, 1 file": "rows.jsonl",
     "JSON lines, 1 file, gzip": "rows.jsonl.gz",
     f"Parquet, {FILES} files": "parquet/*.parquet",
-    "token ids, 1 Parquet file": "ids.parquet",
+    f"token ids, 1 Parquet file, groups of {GROUP:,} rows": "ids.parquet",
 }
 WORLDS = {1: (0,), 2: (1,), 4: (0, 3), 64: (37,)}
 """Ranks -> those that are measured."""
@@ -34,7 +35,7 @@ WORLDS = {1: (0,), 2: (1,), 4: (0, 3), 64: (37,)}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
-    parser.add_argument("--megabytes", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=16)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/streams.md"))
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -81,6 +82,7 @@ def prepare(folder: Path, megabytes: int) -> None:
             break
     documents = [text[i : i + DOCUMENT] for i in range(0, megabytes << 20, DOCUMENT)]
     lines = "".join(json.dumps({"text": t}) + "\n" for t in documents).encode()
+    (folder / "rows.jsonl").write_bytes(lines)
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "parquet").mkdir()
     for n in range(FILES):
@@ -88,9 +90,8 @@ def prepare(folder: Path, megabytes: int) -> None:
         pq.write_table(part, folder / "parquet" / f"{n:02}.parquet")
     train_tokenizer(documents[::8], 32000, folder / "tok")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tok")
-    pq.write_table(
-        pa.table({"input_ids": tokenizer(documents)["input_ids"]}), folder / "ids.parquet"
-    )
+    ids = pa.table({"input_ids": tokenizer(documents)["input_ids"]})
+    pq.write_table(ids, folder / "ids.parquet", row_group_size=GROUP)
 
 
 class Rank:

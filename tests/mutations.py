@@ -341,6 +341,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2, help="processes")
     parser.add_argument("--write", type=Path, help="write the table here")
     args = parser.parse_args()
+    home = Path.cwd()
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="mutations-", dir=memory) as made:
         folder = Path(made).resolve()
@@ -349,7 +350,7 @@ def main() -> int:
         begun = time.monotonic()
         done = watch(scene, share_out(scene, args), folder, args.at_once)
         seconds = time.monotonic() - begun
-        os.chdir(HERE)
+        os.chdir(home)
         changed = [n for n, what in content_of(scene.folder).items() if before.get(n) != what]
     rows = [row_of(name, cases) for name, cases in done.items()]
     rows.append(row_of("all", [case for cases in done.values() for case in cases]))

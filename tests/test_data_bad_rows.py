@@ -524,7 +524,7 @@ def test_a_huge_line_is_never_in_memory(tmp_path):
         path.write_bytes(content)
         tracemalloc.start()
         kind = "csv" if name == "a.csv" else "json"
-        tables = list(lines.line_tables(str(path), kind, 1 << 20))
+        tables = list(lines.line_tables(str(path), kind=kind, limit=1 << 20))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         bad, good = (row for table in tables for row in table.to_pylist())

@@ -28,6 +28,7 @@ from toolkit.data.feed.stream import Lane, SourceStream, StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.prepare import Choice, read_sources
 from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.sources import tables
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError
@@ -286,7 +287,10 @@ def test_counts_of_rows_are_those_of_all_lanes():
     assert again == straight[9:]
 
 
-def test_conversations_of_unlike_files_on_any_number_of_ranks(tmp_path):
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 4000])
+def test_conversations_of_unlike_files_on_any_number_of_ranks(tmp_path, monkeypatch, shard_bytes):
+    """Files of rows that are not cut, or cut into parts but for the one in gzip."""
+    monkeypatch.setattr(tables, "_SHARD_BYTES", shard_bytes)
     tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "bytes"))
     template = TEMPLATES["chatml"]
     tokenizer.add_special_tokens({"additional_special_tokens": template.specials})
@@ -307,15 +311,17 @@ def test_conversations_of_unlike_files_on_any_number_of_ranks(tmp_path):
     def make() -> StreamFeed:
         made = read_sources(cfg, Encoder(tokenizer, data, 300), Choice("bfd", "asked"), 1)
         assert made.lanes == 4
-        assert made.sources[0].sizes == [
-            (tmp_path / name).stat().st_size for name in ("a.jsonl", "b.jsonl.gz")
-        ]
+        sizes = [(tmp_path / name).stat().st_size for name in ("a.jsonl", "b.jsonl.gz")]
+        *parts, packed = made.sources[0].sizes
+        assert (sum(parts), packed) == tuple(sizes)
+        assert len(parts) == max(1, sizes[0] // shard_bytes)
         return made
 
     expected = list(lockstep(make, None, 1, 8, 6))
     assert list(lockstep(make, None, 2, 4, 3)) == expected[:3]
     assert list(lockstep(make, json.loads(expected[2][1]), 4, 1, 3)) == expected[3:]
-    text = "".join(tokenizer.decode(s) for batch, _ in expected for s in batch)
+    more = lockstep(make, None, 1, 8, 30)
+    text = "".join(tokenizer.decode(s) for batch, _ in more for s in batch)
     assert "b.jsonl.gz says" in text
     assert "a.jsonl says" in text
 

@@ -6,6 +6,8 @@ import gzip
 import json
 import lzma
 import pickle
+import random
+import re
 from pathlib import Path
 
 import datasets
@@ -22,7 +24,7 @@ from toolkit.data.examples.recognise import (
     example_of,
     recognise,
 )
-from toolkit.data.sources import instructions
+from toolkit.data.sources import instructions, tables
 from toolkit.data.sources.files import configured
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
@@ -248,6 +250,71 @@ def test_every_kind_of_file_gives_the_same_examples_read_or_streamed(tmp_path, n
     for streaming in (False, True):
         (source,) = load_sources(DataConfig(dataset_name=saved, streaming=streaming))
         assert read(source) == expected
+
+
+def shards_of(source: DataSource) -> list[list[dict]]:
+    assert source.sizes is not None
+    count = source.rows.num_shards
+    assert len(source.sizes) == count
+    return [list(source.rows.shard(count, i) if count > 1 else source.rows) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_json_lines_in_parts_are_those_of_the_whole_file(tmp_path, monkeypatch, seed):
+    """Lines of any length, blank ones, any end of a line, any cut; each is in one part."""
+    draw, file = random.Random(seed), tmp_path / "a.jsonl"
+    content = b"\xef\xbb\xbf" * draw.randrange(2)
+    for i in range(draw.randrange(1, 300)):
+        content += json.dumps({"text": f"{i} {'x' * draw.choice((0, 9, 60, 900))}"}).encode()
+        content += draw.choice((b"\n", b"\r\n", b"\n\n", b"\n  \n"))
+    file.write_bytes(content.rstrip() if draw.randrange(2) else content)
+    (whole,) = load(str(file))
+    assert whole.sizes == (file.stat().st_size,)
+    monkeypatch.setattr(tables, "_SHARD_BYTES", draw.choice((1, 7, 100, 3000)))
+    monkeypatch.setattr(tables, "_SHARDS", draw.choice((2, 3, 50, 500)))
+    (source,) = load(str(file), streaming=True)
+    parts = shards_of(source)
+    assert sum(source.sizes) == file.stat().st_size
+    assert len(parts) > 1 or file.stat().st_size < 6000
+    assert [source.row(r) for part in parts for r in part] == list(map(whole.row, whole.rows))
+    # The place of a row leads to it.
+    for row in (part[-1] for part in parts if part):
+        number, begin = re.search(
+            r"line (\d+)(?: of those after byte (\d+))?$", source.place(row, 0)
+        ).groups(default="0")
+        lines = (content[max(0, int(begin) - 1) :]).split(b"\n")[1 if int(begin) else 0 :]
+        assert json.loads(lines[int(number) - 1].decode("utf-8-sig")) == source.row(row)
+
+
+def test_parquet_in_parts_is_the_whole_file(tmp_path, monkeypatch):
+    table = pa.table({"text": [f"{i} {'x' * (i % 50)}" for i in range(1000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=70)
+    monkeypatch.setattr(tables, "_SHARD_BYTES", 1000)
+    monkeypatch.setattr(tables, "_SHARDS", 6)
+    (source,) = load(str(tmp_path / "a.parquet"), streaming=True)
+    parts = shards_of(source)
+    assert 4 <= len(parts) <= 8
+    assert max(source.sizes) < 2 * min(source.sizes[:-1])
+    rows = [row for part in parts for row in part]
+    assert [source.row(row) for row in rows] == table.to_pylist()
+    assert source.place(rows[777], 0).endswith("a.parquet row 777 (counted from 0)")
+
+
+def test_what_cannot_be_cut_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_SHARD_BYTES", 1)
+    paths = write_all(tmp_path, TABLES["text"])
+    one_group = pa.Table.from_pylist(TABLES["text"] * 9)
+    pq.write_table(one_group, tmp_path / "a.parquet", row_group_size=100)
+    for kind, path in paths.items():
+        if kind != "saved":
+            (source,) = load(path, streaming=True)
+            cut = Path(path).suffix in (".jsonl",) or Path(path).name == "lines.json"
+            assert (len(source.sizes) > 1) == cut, path
+    # Files enough for all ranks stay whole.
+    for i in range(300):
+        (tmp_path / f"many{i}.jsonl").write_text('{"text": "a"}\n' * 9)
+    (source,) = load(str(tmp_path / "many*.jsonl"), streaming=True)
+    assert source.rows.num_shards == 300
 
 
 def test_a_data_set_by_name_of_rows_that_differ(tmp_path):

@@ -1,7 +1,8 @@
 """Rows of a stream dealt to lanes, and read once for all lanes of a rank.
 
 [Note: dealing rows]
-The files (shards) of a pass stand in a permuted order on a line, each as long as its size. The line
+The files of a pass, large ones in parts (`tables.file_shards`; "file" here is either), stand in a
+permuted order on a line, each as long as its size. The line
 is cut into equal parts, one for each group of lanes. A file that lies in several parts is dealt out
 row by row: row k falls on the fraction of k times the golden ratio, which fills the file evenly, so
 each group takes its part of any stretch of rows. The rows of a group go to its lanes in turn, which
@@ -11,7 +12,7 @@ sizes and rows allow, and what is a lane's follows from the numbers of files and
 There are as many groups as divide the lanes and do not outnumber the files, so that a rank reads
 few files but its own. Files whose size is not known count alike; of fewer than lanes there is one
 group: dealt by files they could be very unlike, dealt by rows they are not. Who shares a file reads
-all of its rows, and makes Python values of its own only.
+all of its rows, and makes Python values of its own only: so it is with a file in gzip.
 """
 
 from collections import deque

@@ -15,6 +15,8 @@ import json
 import lzma
 import os
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +24,7 @@ import pyarrow as pa
 
 from toolkit.data.sources.files import Kind
 from toolkit.data.sources.row_values import BadRow, json_value, named, shown
-from toolkit.data.sources.tables import PLACE, in_tables
+from toolkit.data.sources.tables import PLACE, Bounds, in_tables
 from toolkit.errors import DataError
 
 ROW_BYTES = 64 << 20  # a longer row is bad: reading it may take all memory
@@ -36,8 +38,12 @@ _BLOCK = 1 << 20
 _Rows = Iterator[tuple[int, bytes | BadRow]]  # the number of a row, its bytes or what is wrong
 
 
-def line_tables(file: str, kind: Kind, limit: int) -> Iterator[pa.Table]:
-    """Yield a file as tables of `LINES`; holds some megabytes, of a JSON list the whole file."""
+def line_tables(
+    file: str, bounds: Bounds | None = None, *, kind: Kind, limit: int
+) -> Iterator[pa.Table]:
+    """Yield a file as tables of `LINES`; holds some megabytes, of a JSON list the whole file.
+    `bounds`: JSON lines that begin at these bytes.
+    """
     if os.path.getsize(file) == 0:
         return
     cut = _csv if kind == "csv" else _lines
@@ -45,7 +51,11 @@ def line_tables(file: str, kind: Kind, limit: int) -> Iterator[pa.Table]:
         with _open(file) as stream:
             cut = _list if _is_list(stream) else _lines
     place = "row {} (counted from 0)" if cut is _list else "line {}"
+    if bounds and bounds[0]:
+        place = f"line {{}} of those after byte {bounds[0]}"
     with _open(file) as stream:
+        if bounds:
+            cut = partial(_lines, bounds=bounds)
         stored = (
             (b"", place.format(number), f"{row.reason}\n{row}")
             if isinstance(row, BadRow)
@@ -82,23 +92,48 @@ def _open(file: str) -> IO[bytes]:
     return openers.get(ending, open)(file, "rb")
 
 
-def _lines(stream: IO[bytes], file: str, limit: int) -> _Rows:
-    for number, line in _bounded_lines(stream, limit):
+def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
+    """Return the bytes of JSON lines in `count` parts; see `Cut`."""
+    with _open(file) as stream:
+        if not isinstance(stream, io.BufferedReader) or Path(file).suffix.lower() == ".zst":
+            return []
+        if ".jsonl" not in Path(file).suffixes and _is_list(stream):
+            return []
+    edges = [os.path.getsize(file) * i // count for i in range(count + 1)]
+    return [((begin, end), end - begin) for begin, end in pairwise(edges)]
+
+
+def _lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | None = None) -> _Rows:
+    for number, line in _bounded_lines(stream, limit, bounds):
         if line is None:
             yield number, _too_long(limit)
         elif line := line.strip():
             yield number, line
 
 
-def _bounded_lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (number, line); None for a line beyond `limit`, whose rest is read and forgotten."""
-    for number, line in enumerate(iter(lambda: stream.readline(limit + 2), b""), 1):
-        if number == 1:
+def _bounded_lines(
+    stream: IO[bytes], limit: int, bounds: Bounds | None = None
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (number, line), of the lines that begin within `bounds`; None for a line beyond
+    `limit`, whose rest is read and forgotten.
+    """
+    begin, end = bounds or (0, None)
+    if begin:
+        stream.seek(begin - 1)  # where a line ends the next one is the first
+        _skip_line(stream)
+    number = 0
+    while (end is None or stream.tell() < end) and (line := stream.readline(limit + 2)):
+        number += 1
+        if number == 1 and not begin:
             line = line.removeprefix(codecs.BOM_UTF8)
-        part = line
-        while part and not part.endswith(b"\n"):
-            part = stream.readline(_BLOCK)
+        if line and not line.endswith(b"\n"):
+            _skip_line(stream)
         yield number, line if len(line.rstrip(b"\r\n")) <= limit else None
+
+
+def _skip_line(stream: IO[bytes]) -> None:
+    while (part := stream.readline(_BLOCK)) and not part.endswith(b"\n"):
+        pass
 
 
 def _is_list(stream: IO[bytes]) -> bool:

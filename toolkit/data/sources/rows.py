@@ -27,16 +27,12 @@ class DataSource:
 
     name: str
     where: str  # the setting and the first file, for messages
-    rows: tables.RowDataset  # as they are stored: see `row`. A stream has a shard a file
+    rows: tables.RowDataset  # as they are stored: see `row`
     layout: recognise.Layout
     weight: float | None = None
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
-
-    @property
-    def sizes(self) -> list[int] | None:
-        """Bytes of each file, which are the shards of a stream; None of a data set."""
-        return [Path(file).stat().st_size for file in self.files] or None
+    sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
 
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a stored row; raise BadRow where it cannot be read."""
@@ -100,7 +96,7 @@ def _source(
 ) -> DataSource:
     files: list[Path] = []
     known = recognise.known_columns(cfg.text_column)
-    schema, kind = None, None
+    schema, kind, shards = None, None, list[tables.FileShard]()
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
         rows = tables.read_named(source, where, known, streaming=streaming)
@@ -118,10 +114,13 @@ def _source(
             schema = lines.LINES
         else:
             reader = partial(tables.arrow_tables, kind=kind, columns=known)
-        rows = tables.read_files(reader, files, where, schema, streaming=streaming)
+        cuts: dict[str, tables.Cut] = {"json": lines.cut_lines, "parquet": tables.cut_parquet}
+        shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
+        rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
     made = DataSource(
         *(str(source.name), where, rows, replace(recognise.PIECE_LAYOUT, whole=documents)),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
+        tuple(shard.size for shard in shards) or None,
     )
     return made if kind == "text" else _recognised(made, cfg, documents)
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import datasets
 import pyarrow as pa
@@ -30,12 +30,40 @@ from toolkit.errors import DataError, one_line
 
 T = TypeVar("T")
 RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
-Reader: TypeAlias = partial[Iterator[pa.Table]]  # file -> its rows, with a column `PLACE`
+Reader: TypeAlias = partial[Iterator[pa.Table]]  # file[, bounds] -> rows, with a column `PLACE`
+Bounds: TypeAlias = tuple[int, int]  # of a part of a file, in bytes or row groups
+Cut: TypeAlias = Callable[[str, int], list[tuple[Bounds, int]]]
+"""A file and a number of parts -> bounds and bytes of about so many; none where it stays whole."""
 
 FILE, PLACE = "_file", "_place"  # columns: the index of the file, where in it a row stands in words
 
 _VERSION = 1  # part of the cache key: raise it when the same files give other rows
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
+# Shards of a stream, so that a rank reads little but its own: so many in all, of at least so much.
+_SHARDS, _SHARD_BYTES = 256, 1 << 20
+
+
+class FileShard(NamedTuple):
+    """What a shard of a stream has of a file."""
+
+    file: str
+    number: int  # of the file, from 0
+    size: int  # bytes
+    bounds: Bounds | None = None  # None: all of it
+
+
+def file_shards(files: Sequence[Path], cut: Cut | None) -> list[FileShard]:
+    """Return the shards of a stream of `files`, in order: each a file, large ones in parts where
+    there is a `cut`. What they are depends on names and sizes of the files alone.
+    """
+    sizes, found = [f.stat().st_size for f in files], list[FileShard]()
+    for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
+        count = min(_SHARDS * size // max(1, sum(sizes)), size // _SHARD_BYTES)
+        parts = cut(str(file), count) if cut and count > 1 else []
+        found += [FileShard(str(file), number, part, bounds) for bounds, part in parts] or [
+            FileShard(str(file), number, size)
+        ]
+    return found
 
 
 def cache_folder() -> Path:
@@ -113,28 +141,33 @@ def in_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
 
 
 def read_files(
-    reader: Reader, files: list[Path], where: str, schema: pa.Schema | None, *, streaming: bool
+    reader: Reader,
+    shards: list[FileShard],
+    where: str,
+    schema: pa.Schema | None,
+    *,
+    streaming: bool,
 ) -> RowDataset:
-    """Return the rows of `files`, in order, with `FILE` and `PLACE`.
+    """Return the rows of `shards`, in order, with `FILE` and `PLACE`.
 
-    A `Dataset` is read once and cached until a file changes. A stream reads while it is iterated,
-    one shard a file; skipping reads tables without making rows of them. A `schema` of None is that
-    of the reader's first table, to which others are cast. A file that cannot be read or does not
-    fit the schema is a DataError that names the row; of a stream while it is iterated.
+    A `Dataset` is read once and cached until a file changes. A stream reads while it is iterated;
+    skipping reads tables without making rows of them. A `schema` of None is that of the reader's
+    first table, to which others are cast. A file that cannot be read or does not fit the schema is
+    a DataError that names the row; of a stream while it is iterated.
     """
-    paths, indices = [str(f) for f in files], list(range(len(files)))
     if schema is None:
-        first = next(_tables(paths, indices, reader, None), None)
+        first = next(_tables(shards, reader, None), None)
         if first is None:
             raise DataError(f"{where}: expected examples, found no row")
         schema = first[1].schema
     else:
         schema = schema.append(pa.field(FILE, pa.int32()))
     if not streaming:
-        key = digest_of(_VERSION, reader.func.__qualname__, stamped(files), reader.keywords)
-        tables = (table for _, table in _tables(paths, indices, reader, schema))
+        files = stamped([Path(shard.file) for shard in shards])
+        key = digest_of(_VERSION, reader.func.__qualname__, files, reader.keywords)
+        tables = (table for _, table in _tables(shards, reader, schema))
         return cached(f"rows-{key}", tables, schema, f"Reading {where}")
-    kwargs = {"files": paths, "indices": indices, "reader": reader, "schema": schema}
+    kwargs = {"shards": shards, "reader": reader, "schema": schema}
     return datasets.IterableDataset(
         ArrowExamplesIterable(_tables, kwargs),
         info=datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema)),
@@ -142,45 +175,56 @@ def read_files(
 
 
 def _tables(
-    files: list[str], indices: list[int], reader: Reader, schema: pa.Schema | None
+    shards: list[FileShard], reader: Reader, schema: pa.Schema | None
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (key, table); lists are what `datasets` makes shards of."""
-    for file, at in zip(files, indices, strict=True):
+    """Yield (key, table); a list is what `datasets` takes for shards."""
+    for file, at, _, bounds in shards:
         row = 0
         try:
-            for table in reader(file):
+            for table in reader(file, *([bounds] if bounds else [])):
                 table = table.append_column(FILE, pa.array([at] * len(table), pa.int32()))
                 if schema is not None:
                     if missing := set(schema.names).difference(table.column_names):
                         raise ValueError(f"expected the columns of the first file, {missing} lack")
                     table = table_cast(table.select(schema.names), schema)
-                yield f"{at}_{row}", table
+                yield f"{at}_{bounds}_{row}", table
                 row += len(table)
         except DataError:
             raise
         except Exception as error:  # the file comes from outside: it may hold anything
-            what = f"cannot be read from row {row} on: {one_line(error)}"
+            of_part = f" of part {bounds}" if bounds else ""
+            what = f"cannot be read from row {row}{of_part} on: {one_line(error)}"
             raise DataError(f"{file} {what}") from error
 
 
-def arrow_tables(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield those of `columns` that a Parquet or Arrow file has, or all if none; text as bytes."""
-    row = 0
-    for batch in _batches(file, kind, columns):
+def arrow_tables(
+    file: str, bounds: Bounds | None = None, *, kind: Kind, columns: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Yield those of `columns` that a Parquet or Arrow file has, or all if none; text as bytes.
+    `bounds`: row groups of Parquet.
+    """
+    for row, batch in _batches(file, bounds, kind, columns):
         table = pa.Table.from_batches([batch])
         binary = datasets.Features.from_arrow_schema(table.schema)
         table = table_cast(table, datasets.Features(_binary(binary)).arrow_schema)
         places = [f"row {n} (counted from 0)" for n in range(row, row + len(table))]
         yield table.append_column(PLACE, pa.array(places, pa.string()))
-        row += len(table)
 
 
-def _batches(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _batches(
+    file: str, bounds: Bounds | None, kind: Kind, columns: Sequence[str]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield (the number of its first row in the file, batch)."""
     if kind == "parquet":
         with pq.ParquetFile(file) as opened:
             kept = _kept(opened.schema_arrow.names, columns)
-            yield from opened.iter_batches(batch_size=_TABLE_ROWS, columns=kept)
+            first, end = bounds or (0, opened.num_row_groups)
+            row = sum(opened.metadata.row_group(i).num_rows for i in range(first))
+            for batch in opened.iter_batches(_TABLE_ROWS, range(first, end), kept):
+                yield row, batch
+                row += len(batch)
         return
+    row = 0
     with pa.memory_map(file) as stream:
         try:
             batches = iter(pa.ipc.open_stream(stream))
@@ -189,7 +233,20 @@ def _batches(file: str, kind: Kind, columns: Sequence[str]) -> Iterator[pa.Recor
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
         for batch in batches:
             batch.validate(full=True)  # a place beyond the buffers would end this process
-            yield batch.select(_kept(batch.schema.names, columns))
+            yield row, batch.select(_kept(batch.schema.names, columns))
+            row += len(batch)
+
+
+def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
+    """Return row groups in about `count` parts; see `Cut`."""
+    try:
+        with pq.ParquetFile(file) as opened:
+            meta = opened.metadata
+            sizes = [meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)]
+    except (pa.ArrowException, OSError):  # its reader names what is wrong
+        return []
+    parts = groups(range(len(sizes)), sizes.__getitem__, max(1, sum(sizes) // count))
+    return [((p[0], p[-1] + 1), sum(sizes[p[0] : p[-1] + 1])) for p in parts]
 
 
 def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
