@@ -331,9 +331,11 @@ class Launch:
         found = {}
         for child in psutil.Process(self._process.pid).children():
             try:
-                found[child.environ().get("RANK", "")] = child
+                rank = child.environ().get("RANK")
             except psutil.Error:  # it has just ended
                 continue
+            if rank:  # else it is the launcher's fork still
+                found[rank] = child
         self._seen |= {*found.values()}
         return found
 
