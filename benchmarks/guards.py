@@ -4,8 +4,9 @@
 
 Two gloo ranks, one model a side with the same weights and batches. In random turn one block of
 steps by each side: with nothing watched, with what a run has by default (bits at rest at every
-step, ranks compared and timed at each line, here every 5 steps), and with spikes skipped too. What
-`train_step` itself does of a NaN is in all of them. The difference to the first side is taken per
+step, ranks compared and timed at each line, here every 5 steps; the ranks asked for a signal at
+each step, a watchdog beside each), and with spikes skipped too. What `train_step` itself does of a
+NaN is in all of them. The difference to the first side is taken per
 round; its confidence interval is over the rounds. The processor's time, which a machine with other
 work to do measures too, is that of rank 0's process.
 """
@@ -34,6 +35,7 @@ from toolkit.loading.pretrained import init_weights
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.collective_times import times_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.training.faults import preemption, watchdog
 from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.faults.guards import Guards
 from toolkit.training.faults.integrity import Integrity
@@ -44,6 +46,7 @@ from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import train_step
 
 BLOCK = 5
+BARE = "nothing is watched"
 
 
 def nothing(model: nn.Module, state: TrainState) -> Guards:
@@ -64,7 +67,7 @@ def and_spikes(model: nn.Module, state: TrainState) -> Guards:
 
 
 SIDES: dict[str, Callable[[nn.Module, TrainState], Guards]] = {
-    "nothing is watched": nothing,
+    BARE: nothing,
     "as by default": default,
     "and train.skip_spikes": and_spikes,
 }
@@ -96,8 +99,10 @@ def measure(rank: int, folder: str, length: int, size: int, rounds: int, scratch
     store = dist.FileStore(f"{scratch}/{length}.store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     steps = BLOCK * (rounds + 1)
+    watchdog.begin(300.0, Path(scratch), lambda: False)
+    watch = watchdog._watch
     loops = {
-        side: trained(folder, length, size, steps, Path(scratch), guards)
+        side: trained(folder, length, size, steps, Path(scratch), side, guards)
         for side, guards in SIDES.items()
     }
     losses: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -106,6 +111,7 @@ def measure(rank: int, folder: str, length: int, size: int, rounds: int, scratch
     chance = random.Random(0)
     for i in range(rounds + 1):
         for side in chance.sample([*SIDES], len(SIDES)):
+            watchdog._watch = None if side == BARE else watch
             dist.barrier()
             begun = time.perf_counter(), time.process_time()
             losses[side].append(next(loops[side]))
@@ -116,6 +122,8 @@ def measure(rank: int, folder: str, length: int, size: int, rounds: int, scratch
         found = {"losses": losses, "wall": wall, "processor": processor}
         Path(scratch, "0.json").write_text(json.dumps(found))
     dist.barrier()
+    watchdog._watch = watch
+    watchdog.end(0)
     dist.destroy_process_group()
 
 
@@ -125,6 +133,7 @@ def trained(
     size: int,
     steps: int,
     scratch: Path,
+    side: str,
     guards: Callable[[nn.Module, TrainState], Guards],
 ) -> Iterator[float]:
     """Yield the loss after each block of steps."""
@@ -155,21 +164,22 @@ def trained(
         learning_rate = scheduler.get_last_lr()[0]
         scheduler.step()
         metrics.step(step, stats, learning_rate)
+        if side != BARE:
+            preemption.stop_requested()
         if step % BLOCK == 0:
             yield float(stats.loss)
 
 
 def rows(name: str, found: dict[str, dict[str, list[float]]]) -> list[str]:
-    bare = next(iter(SIDES))
-    if any(losses != found["losses"][bare] for losses in found["losses"].values()):
+    if any(losses != found["losses"][BARE] for losses in found["losses"].values()):
         raise SystemExit(f"{name}: the sides do not do the same work: their losses differ")
     lines = []
     for side in SIDES:
-        cells = [name if side == bare else "", side]
+        cells = [name if side == BARE else "", side]
         for clock in ("wall", "processor"):
-            own, base = found[clock][side], found[clock][bare]
+            own, base = found[clock][side], found[clock][BARE]
             cells.append(f"{1e3 * statistics.median(own):.2f}")
-            if side == bare:
+            if side == BARE:
                 cells += ["", ""]
                 continue
             differences = [1e3 * (a - b) for a, b in zip(own, base, strict=True)]
