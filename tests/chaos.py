@@ -328,8 +328,10 @@ class Launch:
 
     def ranks(self) -> dict[str, psutil.Process]:
         """Return the processes that are there now, by rank."""
-        found = {}
-        for child in psutil.Process(self._process.pid).children():
+        found, children = {}, []
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            children = psutil.Process(self._process.pid).children()
+        for child in children:
             try:
                 rank = child.environ().get("RANK")
             except psutil.Error:  # it has just ended
