@@ -396,7 +396,8 @@ def _killed(
     scene = stage.scene()
     launch = Launch(launcher, scene, settings, restarts=args.kills)
     file = scene / "run" / "metrics.jsonl"
-    possible = range(args.save_steps + 1, args.steps)
+    last = args.steps - 2 * args.save_steps  # later ones might come when all is done
+    possible = range(args.save_steps + 1, last)
     at_steps = sorted(chance.sample(possible, args.kills - args.kills // 3))
     plans: list[int | None] = [*at_steps, *([None] * (args.kills // 3))]
     chance.shuffle(plans)
@@ -405,7 +406,7 @@ def _killed(
     for plan in plans:
         if plan is None:
             soon = time.monotonic() + chance.uniform(0.0, 12.0)  # of a start, not beyond its steps
-            limit = args.steps - args.save_steps if left == 0 else at_steps[-left]
+            limit = last if left == 0 else at_steps[-left]
             wait_until(
                 lambda t=soon, s=limit: time.monotonic() > t or _newest(file) >= s,
                 launch.running,
