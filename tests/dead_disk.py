@@ -10,7 +10,6 @@ import errno
 import os
 import platform
 import stat
-from pathlib import Path
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS}
 # Numbers of system calls: write, pwrite64, writev, pwritev, pwritev2 with a descriptor first.
@@ -61,8 +60,11 @@ def _no_files() -> list[int]:
     """Return the open descriptors that are of no regular file."""
     found = []
     for name in sorted(map(int, os.listdir("/proc/self/fd"))):
-        target = Path(f"/proc/self/fd/{name}")
-        if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+        try:
+            mode = os.fstat(name).st_mode
+        except OSError:  # another thread has closed it, or it was the listing's own
+            continue
+        if not stat.S_ISREG(mode):
             found.append(name)
     return found
 

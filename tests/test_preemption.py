@@ -119,6 +119,22 @@ def test_without_listening_a_signal_kills(tmp_path, tiny_llama, text_file) -> No
     assert not committed_steps(tmp_path / "run")
 
 
+def test_a_signal_in_the_middle_of_an_export(tmp_path, tiny_llama, text_file) -> None:
+    """To the rank that writes: the other one is in a gather, and must not take a last word of it
+    for its part.
+    """
+    run = tmp_path / "run"
+    script = planted(tmp_path, place="toolkit.export.live._whole", nth=3, rank="0")
+    settings = given(tiny_llama, text_file, run, "--checkpoint.export_at_end", "true")
+    ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
+    assert ended.returncode == EXIT_CODE, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert max(committed_steps(run)) == STEPS
+    again = run_recipe_ranks("pretrain", 2, *settings, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert f"exported {run}" in again.stdout
+
+
 def test_a_signal_after_the_end_changes_nothing(tmp_path, tiny_llama, text_file) -> None:
     text = f"""
 import atexit, os, runpy, signal

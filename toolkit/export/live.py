@@ -68,27 +68,33 @@ def export_live(
         _serve(tensors)
 
     def write() -> str:
-        try:
-            override, limit = parse_options(dtype, max_shard_size)
-            target = check_output(output)
-            plan, facts = _plan_live(model, tensors, override, limit)
-            write_export(
-                plan,
-                target,
-                weights=os.urandom(16).hex(),  # they go on changing: never taken up again
-                read_group=functools.partial(_gather_group, plan, tensors),
-                origin={**(origin or {}), **facts, "dtype": dtype},
-            )
-            return str(Path(output).expanduser())
-        except ExportError as error:
-            if not (may_fail and is_refusal(error.__cause__)):
-                raise
-            ranks.show(f"WARNING: there is no export: {error}. Training goes on")
-            return ""
-        finally:
-            ranks.broadcast(None)  # the end of what the others serve
+        override, limit = parse_options(dtype, max_shard_size)
+        target = check_output(output)
+        plan, facts = _plan_live(model, tensors, override, limit)
+        write_export(
+            plan,
+            target,
+            weights=os.urandom(16).hex(),  # they go on changing: never taken up again
+            read_group=functools.partial(_gather_group, plan, tensors),
+            origin={**(origin or {}), **facts, "dtype": dtype},
+        )
+        return str(Path(output).expanduser())
 
-    return ranks.on_main(write)
+    def served() -> str:
+        path, failure = "", None
+        try:
+            path = write()
+        except Exception as error:
+            failure = error
+        # No `finally`: where a signal comes in the middle of a gather, this rank leaves at once.
+        ranks.broadcast(None)  # the end of what the others serve
+        if isinstance(failure, ExportError) and may_fail and is_refusal(failure.__cause__):
+            ranks.show(f"WARNING: there is no export: {failure}. Training goes on")
+        elif failure is not None:
+            raise failure
+        return path
+
+    return ranks.on_main(served)
 
 
 def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: bool = False) -> str:
