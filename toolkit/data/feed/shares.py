@@ -2,12 +2,12 @@
 
 [Note: dealing rows]
 The files of a pass, large ones in parts (`tables.file_shards`; "file" here is either), stand in a
-permuted order on a line, each as long as its size. The line
-is cut into equal parts, one for each group of lanes. A file that lies in several parts is dealt out
-row by row: row k falls on the fraction of k times the golden ratio, which fills the file evenly, so
-each group takes its part of any stretch of rows. The rows of a group go to its lanes in turn, which
-begins at another lane each pass. So each row is one lane's in each pass, lanes have as many rows as
-sizes and rows allow, and what is a lane's follows from the numbers of files and rows alone.
+permuted order on a line, each as long as its size. The line is cut into equal parts, one for each
+group of lanes. A file that lies in several parts is dealt out row by row: row k falls on the
+fraction of k times the golden ratio, which fills the file evenly, so each group takes its part of
+any stretch of rows. The rows of a group go to its lanes in turn, which begins at another lane each
+pass. So each row is one lane's in each pass, lanes have as many rows as sizes and rows allow, and
+what is a lane's follows from the numbers of files and rows alone.
 
 There are as many groups as divide the lanes and do not outnumber the files, so that a rank reads
 few files but its own. Files whose size is not known count alike; of fewer than lanes there is one

@@ -94,11 +94,13 @@ def _open(file: str) -> IO[bytes]:
 
 def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
     """Return the bytes of JSON lines in `count` parts; see `Cut`."""
-    with _open(file) as stream:
-        if not isinstance(stream, io.BufferedReader) or Path(file).suffix.lower() == ".zst":
-            return []
-        if ".jsonl" not in Path(file).suffixes and _is_list(stream):
-            return []
+    try:
+        with _open(file) as stream:
+            packed = not isinstance(stream, io.BufferedReader) or file.lower().endswith(".zst")
+            if packed or (".jsonl" not in Path(file).suffixes and _is_list(stream)):
+                return []
+    except OSError:  # its reader names what is wrong
+        return []
     edges = [os.path.getsize(file) * i // count for i in range(count + 1)]
     return [((begin, end), end - begin) for begin, end in pairwise(edges)]
 
