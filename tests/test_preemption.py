@@ -15,6 +15,7 @@ from distributed import run_recipe_ranks
 from test_run_kills import checkpoints, flags
 
 from toolkit.checkpoint.commit import committed_steps, damaged_files
+from toolkit.training.faults import preemption
 from toolkit.training.faults.preemption import EXIT_CODE
 
 STEPS = 6
@@ -147,6 +148,20 @@ runpy.run_path({str(ROOT / "recipes" / "pretrain.py")!r}, run_name="__main__")
     ended = run_recipe_ranks(script, 2, *given(tiny_llama, text_file, run), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert max(committed_steps(run)) == STEPS
+
+
+def test_a_process_that_goes_on_after_a_run_hears_signals(monkeypatch) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        for rank, after in ((None, before), ("0", signal.SIG_IGN)):
+            monkeypatch.delenv("RANK", raising=False)
+            if rank is not None:
+                monkeypatch.setenv("RANK", rank)
+            with preemption.listening(["SIGUSR1"], 1.0):
+                assert signal.getsignal(signal.SIGUSR1) not in (before, signal.SIG_IGN)
+            assert signal.getsignal(signal.SIGUSR1) == after
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.slow

@@ -64,8 +64,8 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
 
     The first ends the run with `Preempted`: at once outside of the loop, in it after a checkpoint,
     for which there are `grace` seconds. A second one, at least 2 s later, ends the process with the
-    exit code 128 + its number. A process whose launcher dies takes that for SIGTERM. After a block
-    that came to its end the `signals` are ignored: what remains is the end of the program.
+    exit code 128 + its number. A process whose launcher dies takes that for SIGTERM. In a launched
+    process the `signals` are ignored after a block that came to its end: so does the process.
     """
     global _state
     _state = _State(grace)
@@ -78,7 +78,7 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         _follow_launcher()
     try:
         yield
-        done = True
+        done = "RANK" in os.environ  # else a notebook, say, which goes on
     except Preempted:
         ranks.post("preempted")  # for those that got no signal, and lose this rank
         raise
