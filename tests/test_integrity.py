@@ -138,26 +138,33 @@ def test_the_control_nothing_is_found_where_nothing_is_wrong(folders, name) -> N
 
 
 def flipped(rank: int, world: int, folder: str, settings: dict[str, Any], at: str) -> list[str]:
-    """Flip a bit of rank 1 between steps 2 and 3 of 4, where `at` says; return what is found."""
+    """Flip a bit of rank 1 after a step, 2 if not set, where `at` says; return what is found after
+    the two steps before and the two behind.
+    """
     trained, found = Trained(world, folder, settings), []
-    for step in (1, 2, 3, 4):
-        if step == 3 and rank == 1:
+    after = settings.get("after", 2)
+    for step in range(1, after + 3):
+        if step == after + 1 and rank == 1:
             name, _, part = at.partition(" / ")
             parameter = trained.parameters[name]
             flip(trained.state.optimizer.state[parameter][part] if part else parameter)
         trained.step(step)
         found.append(trained.look(step))
-    return found
+    return found[-4:]
 
 
+MOMENT = f"{UP} / exp_avg_sq"
 BASE = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
 AT_REST = (
-    r"rank 1 \(\S+\): bits of {} changed between the optimizer's steps 2 and 3\. Nothing of it"
+    r"rank 1 \(\S+\): bits of {} changed between the optimizer's steps {} and {}\. Nothing of it"
 )
 FLIPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
-    "a weight": (2, {}, UP, AT_REST.format(UP)),
-    "a moment": (2, {}, f"{UP} / exp_avg_sq", AT_REST.format(f"exp_avg_sq of {UP}")),
-    "offloaded": (2, {"sharding": {"cpu_offload": True}, "every": 1}, UP, AT_REST.format(UP)),
+    "a weight": (2, {}, UP, AT_REST.format(UP, 2, 3)),
+    "a moment": (2, {"after": 10}, MOMENT, AT_REST.format(f"exp_avg_sq of {UP}", 10, 11)),
+    "a moment, looked at each time": (
+        2, {"every": 1}, MOMENT, AT_REST.format(f"exp_avg_sq of {UP}", 2, 3),
+    ),
+    "offloaded": (2, {"sharding": {"cpu_offload": True}, "every": 1}, UP, AT_REST.format(UP, 2, 3)),
     "a frozen weight": (
         2, {"lora": True}, BASE,
         rf"rank 1 \(\S+\): bits of {BASE} changed since the start, though not trained",
@@ -181,9 +188,10 @@ def test_a_flipped_bit_is_found_at_the_next_look(folders, name) -> None:
 
 
 @pytest.mark.slow
-def test_the_control_a_flip_that_nothing_covers_is_not_found(folders) -> None:
+@pytest.mark.parametrize(("settings", "at"), [({"every": 100}, UP), ({}, MOMENT)])
+def test_the_control_a_flip_that_nothing_covers_is_not_found(folders, settings, at) -> None:
     """As the note says: a shard that no other rank holds, in a step that is not looked at."""
-    found = run_ranks(flipped, 2, folders["untied"], {"every": 100}, UP)
+    found = run_ranks(flipped, 2, folders["untied"], settings, at)
     assert found == [[""] * 4] * 2
 
 

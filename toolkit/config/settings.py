@@ -394,7 +394,7 @@ class TrainConfig:
     """Compare the bits of trained weights and optimizer state after every so many steps with those
     before the next step, and end the run where one has changed; 0: never (as for a recipe that
     writes weights itself), nor the ranks with each other at each line of metrics and before a save.
-    Empty: 1, and 10 under cpu_offload."""
+    Empty: 1 for weights; 10 for optimizer state, and for both under cpu_offload."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None

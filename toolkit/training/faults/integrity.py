@@ -3,8 +3,8 @@
 [Note: integrity] Compared are sums of a tensor's bits, taken as integers that wrap around, which
 any single changed bit changes:
 
-* at rest: trained weights and the optimizer's state right after a step of the optimizer and right
-  before the next; in between nothing writes them;
+* at rest: trained weights, and the optimizer's state less often, right after a step of the
+  optimizer and right before the next; in between nothing writes them;
 * what is never trained, as a frozen base, with the start of the run;
 * copies: what is not sharded (buffers that are saved too) on all ranks, and shards on the ranks
   that hold the same (HSDP);
@@ -38,6 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMED = 3  # tensors of a rank
 _SMALL = 2**16  # bytes: a call costs more than reading them
 _ON_HOST = 10  # steps: shards in host memory beside a device cost more to read than there
+_STATE = 10  # steps: AdamW's is twice the weights to read, and soon forgets a gradient
 _COUNTS = "the optimizer's step counts"
 _ADVICE = (
     "Nothing of it is saved: the newest checkpoint is from before. Memory, a device or a driver of "
@@ -54,7 +55,8 @@ class Integrity:
 
     Args:
         state: a `TrainState` with model and optimizer, before the first step of this start.
-        every: steps from one check at rest to the next; None: 1, and 10 under cpu_offload.
+        every: steps from one check at rest to the next; None: 1 for weights, 10 for the
+            optimizer's state and under cpu_offload.
     """
 
     def __init__(self, state: Any, every: int | None = None) -> None:
@@ -67,9 +69,11 @@ class Integrity:
                     self._buffers.pop(name, None)
         offloaded = vars(state.model).get("parameter_device") is not None
         self._every = every or (_ON_HOST if offloaded and torch.accelerator.is_available() else 1)
+        self._every_state = every or _STATE
         self._done = state.step
         self._start = BitSums(self._frozen())
-        self._open: tuple[int, BitSums] | None = None  # since the optimizer's last step
+        # Of weights, and where they are due of the optimizer's state, since its last step.
+        self._open: tuple[int, list[BitSums]] | None = None
         self._unread = list[tuple[str, Flags]]()  # when; what differs, not looked at yet
         self._copies, self._sharded = self._start, set[str]()  # of the last look
         state.optimizer.register_step_pre_hook(lambda *_: self._stepping())
@@ -82,30 +86,36 @@ class Integrity:
     def _stepping(self) -> None:
         """Compare what the optimizer has left with what it finds; does not wait."""
         if self._open is not None:
-            self._compare(BitSums(self._trained()))
+            self._compare(self._at_rest(state=len(self._open[1]) > 1))
             self._open = None
 
     def _stepped(self) -> None:
         """Sum what the optimizer has written, where a check is due; does not wait."""
-        if (self._done + 1) % self._every == 0:
-            self._open = self._done + 1, BitSums(self._trained())
+        step = self._done + 1
+        if step % self._every == 0:
+            self._open = step, self._at_rest(state=step % self._every_state == 0)
 
-    def _compare(self, now: "BitSums") -> None:
+    def _at_rest(self, state: bool) -> list["BitSums"]:
+        weights = BitSums(self._weights())
+        return [weights, BitSums(self._optimizer_state())] if state else [weights]
+
+    def _compare(self, now: list["BitSums"]) -> None:
         if self._open is not None:
             step, before = self._open
             when = f"between the optimizer's steps {step} and {step + 1}"
-            self._unread.append((when, before.differ(now)))
+            for then, sums in zip(before, now, strict=False):  # of what was summed both times
+                self._unread.append((when, then.differ(sums)))
 
     def numbers(self) -> list[int]:
         """Return what `judge` compares, of this rank: integers of 64 bits. Waits for the device,
         and reads everything once.
         """
-        mine = self._trained(), self._frozen(), self._buffers
-        trained, frozen, buffers = map(BitSums, mine)
-        self._compare(trained)
+        mine = self._weights(), self._optimizer_state(), self._frozen(), self._buffers
+        weights, state, frozen, buffers = map(BitSums, mine)
+        self._compare([weights, state])
         self._unread.append(("since the start, though not trained", self._start.differ(frozen)))
-        sharded = _sharded(mine[0] | mine[1])
-        self._copies, self._sharded = trained | frozen | buffers, set(sharded)
+        sharded = _sharded(mine[0] | mine[1] | mine[2])
+        self._copies, self._sharded = weights | state | frozen | buffers, set(sharded)
         sums = self._copies.values()
         shards = _hash([(n, value) for n, value in sums.items() if n in self._sharded])
         whole = _hash([(n, value) for n, value in sums.items() if n not in self._sharded])
@@ -153,13 +163,15 @@ class Integrity:
             for rank, names in found.items()
         )
 
-    def _trained(self) -> dict[str, torch.Tensor]:
-        """Return trained parameters and the optimizer's tensors, by name."""
-        found, counts, held = dict[str, torch.Tensor](), list[torch.Tensor](), self._held()
-        for name, parameter in self._parameters.items():
-            if id(parameter) not in held:
-                continue
-            found[name] = parameter
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return trained parameters by name."""
+        held = self._held()
+        return {n: p for n, p in self._parameters.items() if id(p) in held}
+
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return the optimizer's tensors by name."""
+        found, counts = dict[str, torch.Tensor](), list[torch.Tensor]()
+        for name, parameter in self._weights().items():
             for key, value in self._state.optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value) and value.ndim:
                     found[f"{key} of {name}"] = value
