@@ -18,6 +18,7 @@ from distributed import run_ranks
 from toolkit import ranks
 from toolkit.errors import LaunchError
 from toolkit.training import device, launch, network
+from toolkit.training.faults import watchdog
 
 CARDS = {"lo": "127.0.0.1", "mgmt0": "10.0.0.7", "ib0": "10.1.0.7", "eth6": "fd00::7"}
 
@@ -127,7 +128,7 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
 def waits(rank: int, world: int) -> tuple[bool, float]:
     group = dist.new_group(backend="gloo")  # as one of a mesh
     ranks.gather(0)
-    assert ranks.shorten_timeouts(datetime.timedelta(seconds=0.5)) is None
+    ranks.set_timeouts(datetime.timedelta(seconds=0.5))
     if rank == 1:
         time.sleep(2)  # longer than that
     ranks.on_all(lambda: None)  # those that wait for one rank's work still do
@@ -150,20 +151,43 @@ def test_after_the_first_step_a_stuck_rank_holds_up_the_others_for_less() -> Non
     assert seconds < 1.5
 
 
-def test_the_timeout_is_shortened_once_and_on_accelerators_only(monkeypatch, capsys) -> None:
-    asked: list[datetime.timedelta] = []
-    monkeypatch.setattr(ranks, "shorten_timeouts", lambda to: asked.append(to) or "it is gone")
+def test_the_timeout_of_steps_is_beyond_the_watchdogs_and_set_on_accelerators_only(
+    monkeypatch,
+) -> None:
+    asked, slow = list[float](), [0.0, 0.0, 50.0, 100.0, 90.0]  # seconds of the slowest step
+    monkeypatch.setattr(ranks, "set_timeouts", lambda to: asked.append(to.total_seconds()))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
-    for accelerated, calls in ((False, 0), (True, 1)):
+    watch = SimpleNamespace()
+    monkeypatch.setattr(watchdog, "_watch", watch)
+    for accelerated, patience, expected in (
+        (False, 300, []),
+        (True, 300, [600, 1000, 2000]),
+        (True, 1000, [2000]),
+    ):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda on=accelerated: on)
         gc.enable()
         try:
-            for step in (1, 2, 3):
+            for step, slowest in enumerate(slow, 1):
+                most = max(patience, 10 * slowest)
+                watch.steady = lambda most=most: most
                 device.collect_garbage(step)
         finally:
             gc.enable()
             gc.unfreeze()
-        assert len(asked) == calls
-    assert asked == [datetime.timedelta(minutes=10)] < [launch._COLLECTIVE_TIMEOUT]
-    assert "NOTE: collectives keep their timeout: it is gone" in capsys.readouterr().out
+        assert asked == expected
+        asked.clear()
+    assert launch._COLLECTIVE_TIMEOUT.total_seconds() > 600  # shorter, by default
+
+
+def test_for_a_debugger_collectives_wait_a_day(monkeypatch, tmp_path) -> None:
+    asked = list[datetime.timedelta]()
+    monkeypatch.setattr(ranks, "set_timeouts", asked.append)
+    watchdog.begin(0, tmp_path, lambda: False)
+    assert asked == [datetime.timedelta(days=1)]
+    assert watchdog.collective_timeout(None) is None
+
+
+def test_where_torch_lets_no_timeout_be_set_it_is_said(monkeypatch, capsys) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")
+    ranks.set_timeouts(datetime.timedelta(seconds=1))
+    assert "NOTE: collectives keep their timeout: torch" in capsys.readouterr().out

@@ -14,7 +14,9 @@ from conftest import BIN, ROOT, accelerate, free_port
 from distributed import run_recipe_ranks
 from test_run_kills import checkpoints, flags
 
+from toolkit import recipes
 from toolkit.checkpoint.commit import committed_steps, damaged_files
+from toolkit.errors import ConfigError
 from toolkit.training.faults import preemption
 from toolkit.training.faults.preemption import EXIT_CODE
 
@@ -150,6 +152,42 @@ runpy.run_path({str(ROOT / "recipes" / "pretrain.py")!r}, run_name="__main__")
     assert max(committed_steps(run)) == STEPS
 
 
+def test_the_grace_is_over_with_the_checkpoint(monkeypatch) -> None:
+    """What follows, such as a tracker's upload, may take longer; the code stays."""
+    ended = list[int]()
+    monkeypatch.setattr(preemption, "_end", ended.append)
+    monkeypatch.setattr(preemption.ranks, "post", lambda key: None)
+
+    def run(saved: bool) -> None:
+        with preemption.listening(["SIGUSR1"], 0.2):
+            preemption.enter_loop()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert preemption.stop_requested()
+            time.sleep(0.0 if saved else 0.5)
+            preemption.leave_loop(1)
+
+    for saved in (True, False):  # the control: without a checkpoint it ends
+        with pytest.raises(preemption.Preempted):
+            run(saved)
+        time.sleep(0.5)
+        assert ended == ([] if saved else [signal.SIGUSR1])
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_launched_process_that_fails_keeps_its_code(monkeypatch, launched) -> None:
+    """The launcher is told to end, and sends its signal to all."""
+    monkeypatch.delenv("RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(ConfigError), preemption.listening(["SIGUSR1"], 1.0):
+            raise ConfigError("no")
+        assert signal.getsignal(signal.SIGUSR1) == (signal.SIG_IGN if launched else before)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_process_that_goes_on_after_a_run_hears_signals(monkeypatch) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     try:
@@ -255,6 +293,26 @@ def test_a_signal_to_the_launcher(
     if launcher == "toolkit train" and sent == "SIGTERM":
         assert code == EXIT_CODE
         assert "Traceback" not in log
+
+
+def test_a_wrong_setting_is_above_the_signal_that_follows_it() -> None:
+    """Ranks tell the launcher to end, which signals all: 75 would be started again for good."""
+    assert recipes._exit_code({1: EXIT_CODE, 0: 2}) == 2
+    assert recipes._exit_code({1: 1, 0: EXIT_CODE}) == EXIT_CODE  # failed for its absence
+    assert recipes._exit_code({1: 0, 0: 0}) == 0
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_that_the_ranks_find_ends_with_2(
+    tmp_path, started, tiny_llama, text_file
+) -> None:
+    settings = given(tiny_llama, text_file, tmp_path / "run", "--train.max_steps", "4")
+    wrong = ["--optim.lr_scheduler_kwargs", "{bogus: 1}"]
+    launcher = ["--accelerate_config", "cpu", "--num_processes", "2", "--max_restarts", "1"]
+    port = ["--main_process_port", str(free_port())]
+    process = started([*FRONT_DOOR, *settings, *wrong, *launcher, *port])
+    assert process.wait(120) == 2, (tmp_path / "log").read_text()
+    assert "error: " in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow

@@ -113,6 +113,27 @@ def test_who_costs_the_others_time() -> None:
     assert _slow(1.0, [0.4], [0.0]) is None
 
 
+def test_where_computing_hides_collectives_no_time_of_computing_is_told(monkeypatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(ranks, "say", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(ranks, "gather", lambda name: ["one", "two"])
+    rows = [[10**9, 0, 9 * 10**8], [10**9, 0, 10**8]]
+    for hidden in (False, True):
+        times = CollectiveTimes()
+        times.hidden = hidden
+        stragglers = Stragglers(times, lambda: 0.0)
+        for _ in range(3):
+            found = stragglers.judge(rows)
+        assert ("compute_time" in found) is not hidden
+        assert found["wait_time_max"] == 0.9
+    assert said == [
+        "WARNING: rank 1 (two) computes 9.0 x as long as the others, which costs them 0.8 s a step "
+        "(80%)",
+        "WARNING: rank 1 (two) comes late to collectives, which costs them, less what their "
+        "computing hides, 0.8 s a step (80%)",
+    ]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_events_are_read_when_they_are_asked_for() -> None:
     times, device = CollectiveTimes(), torch.device("cuda")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from conftest import BIN, ROOT
 from distributed import run_ranks
 
+from toolkit import ranks
 from toolkit.training.faults import watchdog, watcher
 
 
@@ -130,13 +131,93 @@ def test_a_stranger_is_not_heard(tmp_path) -> None:
     """Neither one that says nothing nor one without the secret."""
     listener = watcher._listen(one_host=True)
     given = {"secret": "right", "world": 1, "patience": 1.0, "folder": str(tmp_path)}
-    judge = watcher.Judge(listener, given)
+    judge = watcher.Judge(listener, given, _rank(tmp_path))
     for said in (b"GET / HTTP/1.0\r\n\r\n", b'{"hello": 0, "secret": "wrong"}\n', b""):
         with socket.create_connection(listener.getsockname()) as stranger:
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
             judge._accept()
     assert not judge._seen
+
+
+def _rank(folder: Path) -> watcher.Rank:
+    """Return what watches the process above this one."""
+    beat = os.open(folder / "beat", os.O_RDWR | os.O_CREAT)
+    os.write(beat, watcher.BEAT.pack(1, 300.0, b"a save"))
+    return watcher.Rank(os.getppid(), beat, beat)
+
+
+class _Ended:
+    """A rank that has ended."""
+
+    ends = None
+
+    def alive(self) -> bool:
+        return False
+
+    def beat(self) -> dict[str, str]:
+        return {"doing": "the end"}
+
+    def was_killed_for_memory(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("share", "works"), [(0.0, False), (0.02, False), (0.5, True)])
+def test_idle_children_are_no_progress(tmp_path, monkeypatch, share, works) -> None:
+    """The workers of a loader wake up every 5 s while their rank hangs in a save."""
+    clock, rank = [0.0], _rank(tmp_path)
+    monkeypatch.setattr(watcher.time, "monotonic", lambda: clock[0])
+    ticks = share * os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(watcher, "_work", lambda pid: (int(ticks * clock[0]), 0))
+    found = []
+    for _ in range(20):
+        clock[0] += 5.0
+        found.append(rank.beat()["got_on"])
+    assert any(found[1:]) is all(found[1:]) is works
+
+
+def test_what_a_rank_says_last_is_heard() -> None:
+    """It ended well between two looks: it is not gone."""
+    for said, expected in (({"end": 0}, {"end": 0}), (None, {"gone": "the end", "memory": False})):
+        (mine, rank), (there, judge) = socket.socketpair(), socket.socketpair()
+        if said:
+            watcher.Lines(rank).send(**said)
+        watch = watcher.Watcher(_Ended(), watcher.Lines(mine), watcher.Lines(there), 0, 1.0)  # type: ignore[arg-type]
+        watch._hear_last()
+        if not watch._ended:
+            watch.run()
+        assert watcher.Lines(judge).receive() == [expected]
+
+
+def test_the_judge_ends_where_others_never_came(tmp_path) -> None:
+    listener = watcher._listen(one_host=True)
+    given = {"secret": "right", "world": 2, "patience": 1.0, "folder": str(tmp_path)}
+    watcher.Judge(listener, given, _Ended()).run()  # type: ignore[arg-type]
+    waiting = watcher.Judge(listener, given, _rank(tmp_path))
+    assert not waiting._all_left()  # the control: they may come
+
+
+def test_one_stall_does_not_make_it_patient_for_good(monkeypatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    watch = object.__new__(watchdog._Watch)
+    watch.patience, watch.count, watch.slowest, watch.began = 300.0, 0, 0.0, 0.0
+    watch.patient, watch.doing, watch.shared = False, "", bytearray(watcher.BEAT.size)
+    monkeypatch.setattr(watchdog, "_watch", watch)
+    longest = list[float]()
+    for step, seconds in enumerate([200.0, *[50.0] * 30], 1):
+        clock[0] += seconds
+        watchdog.in_step(step)
+        longest.append(watch.steady())
+    assert longest[0] == 2000.0
+    assert longest[-1] == 500.0  # ten times what steps take
+
+
+def test_whose_fault_an_error_of_nccl_is() -> None:
+    others = "NCCL error: remote process exited or there was a network error, ncclRemoteError"
+    own = "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO), ncclUnhandledCudaError"
+    assert ranks.lost_another(dist.DistBackendError(others))
+    assert not ranks.lost_another(dist.DistBackendError(own))
 
 
 def test_spans() -> None:

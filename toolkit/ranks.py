@@ -40,6 +40,7 @@ _Told = tuple[type[Exception], str] | None  # what other ranks learn of one's fa
 _PATIENCE = datetime.timedelta(days=1)
 # What gloo says where the other side of a connection ended; its errors have no class of their own.
 _LOST = re.compile(r"gloo.*([Cc]onnection|closed by peer|Broken pipe|reset by peer)", re.DOTALL)
+_LOST_NCCL = re.compile(r"ncclRemoteError|remote process|aborted|closed|reset|[Tt]im(ed |e)?out")
 _groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
 _nodes: dict[Any, list[int]] = {}
 _channel = threading.local()
@@ -261,7 +262,9 @@ def main_first(fn: Callable[[], T]) -> T:
 
 def lost_another(error: BaseException) -> bool:
     """Return whether an error says that another rank is gone, which is the cause to look for."""
-    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
+    if isinstance(error, dist.DistBackendError):  # of NCCL, which has faults of its own, too
+        return _LOST_NCCL.search(str(error)) is not None
+    if isinstance(error, dist.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
@@ -284,9 +287,9 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
     return _groups[world][channel]
 
 
-def shorten_timeouts(timeout: datetime.timedelta) -> str | None:
+def set_timeouts(timeout: datetime.timedelta) -> None:
     """Let the collectives of all groups but those of this file fail after `timeout`, the groups of
-    a mesh too; return why that is not possible, None where it is done.
+    a mesh too; say where that is not possible.
     """
     own = {id(group) for channels in _groups.values() for group in channels.values()}
     try:
@@ -295,10 +298,10 @@ def shorten_timeouts(timeout: datetime.timedelta) -> str | None:
 
         groups = [group for group in _world.pg_map if id(group) not in own]
     except (ImportError, AttributeError) as error:
-        return f"torch {torch.__version__}: {error}"
+        say(f"NOTE: collectives keep their timeout: torch {torch.__version__}: {error}")
+        return
     for group in groups:
         _set_pg_timeout(timeout, group)
-    return None
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from toolkit.parsing import read_yaml
 SETTINGS: dict[str, type] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
 """Recipe -> the class of its settings."""
 _LAUNCHERS = "accelerate_configs"
+_REFUSED = 2  # exit code of ranks that find a setting wrong
 _OF_THE_LAUNCHER = {
     "--num_processes": int,
     "--num_machines": int,
@@ -120,7 +121,7 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int) -> int:
             return _exit_code({rank: failure.exitcode for rank, failure in failed})
         except subprocess.CalledProcessError as error:  # of one, which has no agent
             code = _exit_code({0: error.returncode})
-            if code in (2, EXIT_CODE_PREEMPTED) or not left:
+            if code in (_REFUSED, EXIT_CODE_PREEMPTED) or not left:
                 return code
             print(f"restart    {restarts - left + 1} of {restarts}", flush=True)
         except SignalException as error:  # one that the ranks do not listen to
@@ -159,10 +160,12 @@ class _Stop:
 
 def _exit_code(ended: dict[int, int]) -> int:
     """Return the exit code of ranks that ended in this order: of the first that failed, and where
-    one was stopped by a signal its own, since others may have failed for its absence.
+    one was stopped by a signal its own, since others may have failed for its absence. A wrong
+    setting, which comes again at each start, is above all.
     """
-    if EXIT_CODE_PREEMPTED in ended.values():
-        return EXIT_CODE_PREEMPTED
+    for code in (_REFUSED, EXIT_CODE_PREEMPTED):
+        if code in ended.values():
+            return code
     rank, code = next(((rank, code) for rank, code in ended.items() if code), (0, 0))
     if code < 0:
         print(f"toolkit: error: rank {rank} was ended by {signal.Signals(-code).name}", flush=True)

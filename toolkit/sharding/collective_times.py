@@ -27,6 +27,7 @@ class CollectiveTimes:
 
     def __init__(self) -> None:
         self.on = False
+        self.hidden = False  # behind the computing, as on devices
         self._seconds, self._events = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
         self._ended: Any = None  # when the last one did
         self._reduced: Any = None  # when a reduce-scatter did, whose all-reduce follows
@@ -67,6 +68,7 @@ class CollectiveTimes:
             return None
         if device.type != "cuda":
             return time.perf_counter()
+        self.hidden = True
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

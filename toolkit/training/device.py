@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import LaunchError
+from toolkit.training.faults import watchdog
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50
-# A collective of a step; evaluations and saves are made of them, or wait in `ranks`. Longer than
-# train.hang_seconds is by default: the watchdog tells more than NCCL, which aborts.
-_STEADY_TIMEOUT = datetime.timedelta(minutes=10)
+_timeout: datetime.timedelta | None = None  # of collectives, once steps are steady
 
 
 def prepare(*, deterministic: bool) -> None:
@@ -87,13 +86,17 @@ def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[No
 
 def collect_garbage(step: int) -> None:
     """Collect reference cycles after every 50th step only, on all ranks at once: a collection at
-    random holds up the others, and a full one takes a tenth of a second and more. After the first
-    step of a run on accelerators the timeout of collectives is shortened, too.
+    random holds up the others, and a full one takes a tenth of a second and more. From the first
+    step of a run on accelerators on collectives have the timeout of steady steps, too.
     """
-    if gc.isenabled():
-        if torch.accelerator.is_available() and dist.is_initialized():
-            why = ranks.shorten_timeouts(_STEADY_TIMEOUT)
-            ranks.say(f"NOTE: collectives keep their timeout: {why}" if why else None)
+    global _timeout
+    first = gc.isenabled()
+    if torch.accelerator.is_available() and dist.is_initialized():
+        _timeout = None if first else _timeout
+        if timeout := watchdog.collective_timeout(_timeout):
+            ranks.set_timeouts(timeout)
+            _timeout = timeout
+    if first:
         gc.collect()
         gc.freeze()  # modules, model and data: they stay
         gc.disable()

@@ -39,7 +39,7 @@ from toolkit.training.faults import preemption, watchdog
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 # Of training's own collectives; what waits for one rank's work has a day (`ranks`).
-# The first step compiles, each rank at its own pace; `collect_garbage` then shortens it.
+# The first step compiles, each rank at its own pace; `collect_garbage` then sets another.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
 # A process that has nothing to add waits so long for the one that speaks for its machine.
 _LET_SPEAK = datetime.timedelta(seconds=10)

@@ -135,9 +135,10 @@ class Metrics:
             self._take_time(counts=not slowed)
         self._bar.update(1)
         if self._profiler is not None and self._profiler.end_step(step):
-            ranks.say(*self._profiler.write())
-            if self._snapshot is not None:
-                write_snapshot(self._snapshot)
+            with watchdog.patient("writing what was profiled"):
+                ranks.say(*self._profiler.write())
+                if self._snapshot is not None:
+                    write_snapshot(self._snapshot)
             self._since = time.perf_counter()
 
     def _take_time(self, *, counts: bool) -> None:

@@ -53,6 +53,11 @@ class _State:
         self.since = 0.0
         self.in_loop = self.agreed = self.leaving = False
         self.pending: tuple[Any, torch.Tensor] | None = None  # the all-reduce of the last step
+        self.timer: threading.Timer | None = None  # ends the process when the grace is over
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 _state = _State()
@@ -65,11 +70,12 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
     The first ends the run with `Preempted`: at once outside of the loop, in it after a checkpoint,
     for which there are `grace` seconds. A second one, at least 2 s later, ends the process with the
     exit code 128 + its number. A process whose launcher dies takes that for SIGTERM. In a launched
-    process the `signals` are ignored after a block that came to its end: so does the process.
+    process the `signals` are ignored after the block, however it ended: so does the process, with
+    an exit code that a signal, which the launcher sends to all, must not replace.
     """
     global _state
     _state = _State(grace)
-    done = False
+    launched = "RANK" in os.environ  # else a notebook, say, which goes on
     if threading.current_thread() is not threading.main_thread():  # only there can Python listen
         yield
         return
@@ -78,15 +84,15 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         _follow_launcher()
     try:
         yield
-        done = "RANK" in os.environ  # else a notebook, say, which goes on
     except Preempted:
         ranks.post("preempted")  # for those that got no signal, and lose this rank
         raise
     finally:
         leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
         for name, handler in before.items():
-            ignored = done or leaving
+            ignored = launched or leaving
             signal.signal(getattr(signal, name), signal.SIG_IGN if ignored else handler)
+        _state.stop_timer()
         _state = _State()
 
 
@@ -132,6 +138,7 @@ def leave_loop(step: int) -> None:
     _settle()
     watchdog.after_loop()
     _state.in_loop = False
+    _state.stop_timer()  # the checkpoint is whole
     if _state.agreed:
         ranks.say(f"stopped    by a signal after step {step}; the same command goes on from there")
     if _state.agreed or _state.signal is not None:
@@ -213,9 +220,10 @@ def _limit(cause: str) -> None:
         _write(f"no checkpoint {_state.grace:.0f} s (checkpoint.grace_seconds) after {cause}")
         _end(_state.signal or signal.SIGTERM)
 
-    timer = threading.Timer(_state.grace, end)
-    timer.daemon = True
-    timer.start()
+    _state.stop_timer()
+    _state.timer = threading.Timer(_state.grace, end)
+    _state.timer.daemon = True
+    _state.timer.start()
 
 
 def _end(number: int) -> NoReturn:

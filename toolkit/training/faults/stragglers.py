@@ -3,6 +3,9 @@
 Ranks of synchronous training end each step together, so that their step times say nothing. Who is
 slow finds the others waiting at each collective: it spends the least time in them. What it spends
 less than the others is what it costs them, and its time in data or in computing is that much more.
+
+On a device collectives go on behind the computing, so that a wait need not cost anything, and what
+is left of a step without them is not the computing: that is not told there.
 """
 
 import socket
@@ -78,8 +81,12 @@ class Stragglers:
             return {}
         parts = zip(whole, data, waits, strict=True)
         compute = [max(0.0, seconds - read - waited) for seconds, read, waited in parts]
+        if self._times is not None and self._times.hidden:
+            compute = []
         found = dict[str, float]()
         for name, values in zip(PARTS, (data, compute, waits), strict=True):
+            if not values:
+                continue
             ends = {"": statistics.median(values), "_min": min(values), "_max": max(values)}
             found |= {f"{name}_time{end}": value for end, value in ends.items()}
         self._watch(whole[0], data, compute, waits)
@@ -98,11 +105,14 @@ class Stragglers:
         lost = _others(waits, rank) - waits[rank]
         if kind == "data":
             what = f"waits {data[rank]:.3g} s a step for data, others {_others(data, rank):.3g} s"
+        elif not compute:
+            what = "comes late to collectives"
         else:
             ratio = compute[rank] / max(1e-9, _others(compute, rank))
             what = f"computes {ratio:.1f} x as long as the others"
+        costs = "costs them" if compute else "costs them, less what their computing hides,"
         ranks.say(
-            f"WARNING: rank {rank} ({host}) {what}, which costs them {lost:.3g} s a step "
+            f"WARNING: rank {rank} ({host}) {what}, which {costs} {lost:.3g} s a step "
             f"({lost / step_time:.0%})"
         )
 

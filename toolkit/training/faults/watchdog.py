@@ -5,6 +5,7 @@ which costs a microsecond, and answers in a thread of its own: with its stacks w
 and by leaving when the run is over.
 """
 
+import datetime
 import faulthandler
 import json
 import linecache
@@ -32,8 +33,12 @@ from toolkit.errors import LaunchError, one_line
 from toolkit.training.faults import watcher
 
 _PATIENT = 12  # times train.hang_seconds: outside of steady steps
-_SLOWEST = 10  # times the slowest step so far, where that is longer
+_SLOWEST = 10  # times the slowest step of late, where that is longer
+_FORGET = 0.9  # of the slowest step's seconds that are left after the next: one stall is no rule
+_COLLECTIVE = datetime.timedelta(minutes=10)  # of a step, at least; NCCL then aborts
+_DEBUGGER = datetime.timedelta(days=1)
 _LET_FINISH = 300.0  # seconds for a checkpoint in flight
+_LOST = 15.0  # seconds for one that may want a rank that is gone
 _VERDICT = 5.0  # seconds until a rank that lost another one speaks for itself
 _STARTED = 60.0  # seconds for a watcher to start and reach rank 0's
 _FRAMES = 60
@@ -45,7 +50,10 @@ class _Watch:
     def __init__(self, patience: float, folder: Path, busy: Callable[[], bool]) -> None:
         self.patience, self.busy, self.world = patience, busy, ranks.world_size()
         self.count, self.step, self.doing, self.patient = 0, 0, "start", True
-        self.began, self.slowest = time.monotonic(), 0.0  # this step; seconds of the slowest
+        self.began, self.slowest = (
+            time.monotonic(),
+            0.0,
+        )  # this step; the slowest of late
         self.code: int | None = None  # that this rank ends with
         self.judged = threading.Event()
         self.verdict: int | None = None
@@ -113,9 +121,13 @@ class _Watch:
             "of rank 0's host; train.hang_seconds 0 goes without"
         )
 
+    def steady(self) -> float:
+        """Return the seconds that may pass without progress in steady steps."""
+        return max(self.patience, _SLOWEST * self.slowest)
+
     def progress(self) -> None:
         self.count += 1
-        steady = max(self.patience, _SLOWEST * self.slowest)
+        steady = self.steady()
         patience = max(steady, _PATIENT * self.patience) if self.patient else steady
         watcher.BEAT.pack_into(self.shared, 0, self.count, patience, self.doing.encode()[:112])
 
@@ -127,11 +139,12 @@ class _Watch:
                 elif "leave" in message:
                     self._leave(**message)
 
-    def _leave(self, leave: int, grace: float) -> None:
+    def _leave(self, leave: int, grace: float, lost: bool) -> None:
         """End this process, unless it does so within the grace; a checkpoint gets more."""
         self.verdict = leave
         self.judged.set()
-        until, longest = time.monotonic() + grace, time.monotonic() + _LET_FINISH
+        begun = time.monotonic()
+        until, longest = begun + grace, begun + (_LOST if lost else _LET_FINISH)
         while (now := time.monotonic()) < until or (self.busy() and now < longest):
             if self.busy():
                 self.link.send(more=2 * _VERDICT)
@@ -172,7 +185,7 @@ def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
 
     Args:
         patience: seconds in which all ranks may stand still in steady steps, or ten times the
-            slowest so far; beside them 12 times as long, and children at work or bytes that flow
+            slowest of late; beside them 12 times as long, and children at work or bytes that flow
             count as progress there.
         folder: the report of a hang is written there.
         busy: whether a checkpoint is written behind the loop, which gets the time to become whole.
@@ -180,6 +193,18 @@ def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
     global _watch
     if patience > 0:
         _watch = _Watch(patience, folder, busy)
+    else:
+        ranks.set_timeouts(_DEBUGGER)
+
+
+def collective_timeout(now: datetime.timedelta | None) -> datetime.timedelta | None:
+    """Return the timeout that collectives of steady steps are to have where it is `now`, None where
+    that stays: twice what the watchdog waits, which tells more than NCCL, which aborts.
+    """
+    if _watch is None:
+        return None
+    needed = max(_COLLECTIVE, datetime.timedelta(seconds=2 * _watch.steady()))
+    return needed if now is None or needed > now else None
 
 
 def progress() -> None:
@@ -194,7 +219,7 @@ def in_step(step: int) -> None:
         return
     began, watch.began = watch.began, time.monotonic()
     if not watch.patient:  # the first may compile, and follows the start
-        watch.slowest = max(watch.slowest, watch.began - began)
+        watch.slowest = max(_FORGET * watch.slowest, watch.began - began)
     watch.step, watch.doing, watch.patient = step, f"{watcher.IN_STEP}{step}", False
     watch.progress()
 

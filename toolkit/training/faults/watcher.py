@@ -46,6 +46,8 @@ _SILENT = 20.0  # seconds without a word until a host counts as lost
 _ANSWER = 5.0  # seconds that a rank has to tell its stacks, and then to leave
 _SUSPENDED = 10.0  # a tick that took so long: this machine slept, and others are not to blame
 _IO = 1 << 20  # bytes that count as work
+_BUSY = 0.05  # of a processor, that counts as work: idle workers wake up now and then
+_TICKS = os.sysconf("SC_CLK_TCK")  # of the processor's time, a second
 _LONGEST = 1 << 24  # bytes of a message
 _GRACE = {1: 5.0, PREEMPTED_CODE: 30.0}  # code -> seconds in which ranks may end by themselves
 _HEAR_ALL = 1.5  # seconds after the first end in which a deeper cause may be heard
@@ -88,6 +90,7 @@ class Rank:
         self.pid, self._stacks = pid, stacks
         self._map = mmap.mmap(beat, BEAT.size, access=mmap.ACCESS_READ)
         self._seen: tuple[Any, ...] = ()
+        self._looked = time.monotonic()
         self._kills = _memory_kills()
         self.ends: int | None = None  # a descriptor that is readable when it has ended
         with contextlib.suppress(OSError, AttributeError):  # then that is seen within a tick
@@ -100,10 +103,13 @@ class Rank:
     def beat(self) -> dict[str, Any]:
         """Return whether it got on since the last call, its patience and what it does."""
         count, patience, text = BEAT.unpack(self._map[:])
-        work = _work(self.pid)
+        work, now = _work(self.pid), time.monotonic()
         before, self._seen = self._seen or (count, work), (count, work)
-        moved = count != before[0] or any(
-            new - old >= least for new, old, least in zip(work, before[1], (1, _IO), strict=True)
+        ticks = _BUSY * _TICKS * (now - self._looked)
+        self._looked = now
+        moved = any(
+            new - old >= least
+            for new, old, least in zip(work, before[1], (max(1, ticks), _IO), strict=True)
         )
         doing = text.rstrip(b"\0").decode(errors="replace")
         # Beside steady steps, children at work and bytes that flow are progress, too.
@@ -160,10 +166,12 @@ class Watcher:
                 for message in messages or []:
                     self._take(message, from_rank=key.fileobj is self._link)
                 if messages is None and key.fileobj is self._judge:
-                    self._leave(1, "the watcher of rank 0 is gone, or its host", say=True)
+                    why = "the watcher of rank 0 is gone, or its host"
+                    self._leave(1, why, lost=True, say=True)
             if self._left:
                 return
             if not self._rank.alive():
+                self._hear_last()
                 if not self._ended:
                     doing = self._rank.beat()["doing"]
                     self._judge.send(gone=doing, memory=self._rank.was_killed_for_memory())
@@ -172,13 +180,21 @@ class Watcher:
             if now - begun > _SUSPENDED:
                 self._heard = now
             if now - self._heard > _SILENT:
-                self._leave(1, f"nothing heard of rank 0's host for {_SILENT:.0f} s", say=True)
+                why = f"nothing heard of rank 0's host for {_SILENT:.0f} s"
+                self._leave(1, why, lost=True, say=True)
             if now - self._sent >= self._pace and not self._ended:
                 self._judge.send(beat=self._rank.beat())
                 self._sent = now
             if self._asked is not None and now - self._asked > _ANSWER:
                 self._asked = None
                 self._judge.send(stacks={"state": self._rank.state(), "text": self._rank.dump()})
+
+    def _hear_last(self) -> None:
+        """Take what the rank said after the last look, before it ended."""
+        self._link.link.setblocking(False)
+        while (messages := self._link.receive()) is not None:
+            for message in messages:
+                self._take(message, from_rank=True)
 
     def _take(self, message: dict[str, Any], *, from_rank: bool) -> None:
         if from_rank and "bye" in message:
@@ -197,11 +213,13 @@ class Watcher:
         elif "leave" in message:
             self._leave(**message)
 
-    def _leave(self, leave: int, why: str, *, grace: float = 0.0, say: bool = False) -> None:
-        """Let the rank end, and end it where it does not; then end."""
+    def _leave(
+        self, leave: int, why: str, *, grace: float = 0.0, lost: bool = False, say: bool = False
+    ) -> None:
+        """Let the rank end, and end it where it does not; then end. `lost`: a rank is gone."""
         if say and self._rank.alive() and os.environ.get("LOCAL_RANK", "0") == "0":
             tell(why)
-        self._link.send(leave=leave, grace=grace)
+        self._link.send(leave=leave, grace=grace, lost=lost)
         until = time.monotonic() + grace + _ANSWER
         while self._rank.alive() and time.monotonic() < until:
             time.sleep(0.05)
@@ -227,7 +245,8 @@ class Seen:
 class Judge:
     """Hears all watchers and decides when the run is over."""
 
-    def __init__(self, listener: socket.socket, settings: dict[str, Any]) -> None:
+    def __init__(self, listener: socket.socket, settings: dict[str, Any], rank: Rank) -> None:
+        self._rank = rank  # 0: without it no other watcher comes
         self._listener, self._secret = listener, settings["secret"]
         self._world, self._patience = settings["world"], settings["patience"]
         self._folder = Path(settings["folder"])
@@ -263,7 +282,8 @@ class Judge:
             self._decide()
 
     def _all_left(self) -> bool:
-        return len(self._seen) == self._world and not self._links
+        whole = len(self._seen) == self._world or not self._rank.alive()
+        return whole and not self._links
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -332,8 +352,8 @@ class Judge:
 
     def _decide(self) -> None:
         """End the run for the first of the deepest causes that were heard."""
-        _, _, code, why = min(self._causes, key=lambda cause: cause[0])
-        self._end_all(code, why, _GRACE[code])
+        depth, _, code, why = min(self._causes, key=lambda cause: cause[0])
+        self._end_all(code, why, _GRACE[code], lost=depth == 0)
 
     def _look(self, now: float) -> None:
         """End the run where a rank is silent, or none gets on."""
@@ -373,12 +393,12 @@ class Judge:
             file.write_text("\n".join([*head, "", *stacks_of(running)]) + "\n", "utf-8")
         self._end_all(HANG_CODE, "; ".join(head) + f"; stacks of all ranks: {file}", 0.0)
 
-    def _end_all(self, code: int, why: str, grace: float) -> None:
+    def _end_all(self, code: int, why: str, grace: float, *, lost: bool = False) -> None:
         self._over = True
         if why:
             tell(why)
         for link in self._links.values():
-            link.send(leave=code, why=why, grace=grace)
+            link.send(leave=code, why=why, grace=grace, lost=lost)
 
 
 def summary(ranks: list[Seen]) -> list[str]:
@@ -477,7 +497,7 @@ def main(settings: dict[str, Any]) -> None:
         listener = _listen(settings["one_host"])
         port = listener.getsockname()[1]
         link.send(port=port)
-        judging = threading.Thread(target=Judge(listener, settings).run)
+        judging = threading.Thread(target=Judge(listener, settings, rank).run)
         judging.start()
     host, port = settings["address"] or ("127.0.0.1", port)
     try:
