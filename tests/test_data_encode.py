@@ -4,6 +4,7 @@ number of processes, from the cache, and from a stream.
 
 import json
 import os
+import random
 import signal
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,8 @@ import datasets
 import numpy as np
 import pytest
 from conftest import save_byte_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
@@ -244,9 +246,6 @@ def test_a_tokenizer_with_more_ids_than_the_model(tokenizer):
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory):
     """Two tokenizers of words; offsets with the space before a word, and without it."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     out = []
     for trim in (False, True):
         tokenizer = Tokenizer(models.BPE())
@@ -284,6 +283,36 @@ def test_a_token_across_the_edge_is_not_learned(merging):
             # As the model meets it: one text, then the end.
             whole = tokenizer(prompt + completion)["input_ids"]
             assert example.input_ids.tolist() == [*whole, EOS]
+
+
+def test_white_space_of_the_prompt_is_not_learned_where_offsets_leave_it_out():
+    """A token of spaces and a newline begins before its offsets do."""
+    tokenizers = {}
+    for trim in (False, True):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=400,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(["hello  world  \n\n \t x  \n over\r\n"] * 50, trainer)
+        byte_level = processors.ByteLevel(trim_offsets=trim)
+        around = processors.TemplateProcessing("h $A", special_tokens=[("h", 71)])
+        tokenizer.post_processor = processors.Sequence([byte_level, around])
+        tokenizers[trim] = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    draw, signs = random.Random(0), ["hello", " ", "  ", "\n", "\t", "\r\n", "x", "é"]
+    cases = [("hello  \n", 7)]
+    for _ in range(1500):
+        text = "".join(draw.choices(signs, k=draw.randrange(1, 12)))
+        cases.append((text, draw.randrange(len(text))))
+    texts, spans = [t for t, _ in cases], [[(at, len(t))] for t, at in cases]
+    expected = TextTokenizer(tokenizers[False]).encode(texts, spans)
+    found = TextTokenizer(tokenizers[True]).encode(texts, spans)
+    for case, one, two in zip(cases, expected, found, strict=True):
+        assert (one.spans, one.across) == (two.spans, two.across), case
+    assert found[0].across == 1
+    assert TextTokenizer(tokenizers[True]).around() == ([71], [])
 
 
 def test_every_edge_against_the_offsets(merging):

@@ -5,9 +5,12 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
+from itertools import cycle
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chat_templates import TEMPLATES
 from conftest import save_byte_tokenizer
@@ -17,10 +20,14 @@ from transformers import AutoTokenizer
 
 from toolkit import ranks
 from toolkit.config.settings import (
+    DataConfig,
     FinetuneConfig,
     FinetuneDataConfig,
     FinetuneModelConfig,
     FinetuneTrainConfig,
+    ModelConfig,
+    PretrainConfig,
+    TrainConfig,
 )
 from toolkit.data.feed import shares as dealing
 from toolkit.data.feed.shares import GroupReader, RowPlace, Shares, fewer_lanes
@@ -30,7 +37,7 @@ from toolkit.data.prepare import Choice, read_sources
 from toolkit.data.samples.sequences import SampleShape
 from toolkit.data.sources import tables
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder
+from toolkit.data.tokens.encode import EncodedExample, Encoder
 from toolkit.errors import DataError
 
 LANES, LANE_ROWS = 8, 32
@@ -242,9 +249,97 @@ def test_small_streams_have_fewer_lanes():
     state = of.position.state_dict()
     with pytest.raises(DataError, match=r"counts on data.stream_lanes 4, this run has 2"):
         feed(stream_of(130), lanes=2).position.load_state_dict(state)
-    del state["reading"]["data.stream_lanes"]
-    with pytest.raises(DataError, match=r"a stream without lanes, .* finish the run with the rel"):
-        feed(stream_of(130)).position.load_state_dict(state)
+    for older in (1, None):
+        state["reading"]["the dealing of rows"] = older
+        with pytest.raises(DataError, match=r"in another order; finish the run with the rel"):
+            feed(stream_of(130)).position.load_state_dict(state)
+
+
+def test_a_position_is_taken_up_by_one_rank_alone(monkeypatch):
+    """Another may fail at that moment, and not come to an exchange."""
+    of = feed(stream_of(130))
+    state = of.position.state_dict() | {"samples_seen": 12, "stream": {}}
+    of.position.load_state_dict(state)
+    monkeypatch.setattr(ranks, "gather", lambda value: pytest.fail("an exchange"))
+    of.position.load_state_dict(state)
+
+
+@pytest.mark.parametrize("lengths", [[5, 60], [60, 5, 5, 5], [5, 5, 60]])
+def test_rows_with_a_period_fall_on_all_lanes(lengths):
+    """Questions and answers by turns, say: no lane has the long ones alone."""
+    count, lanes = 4800, 16
+    made = datasets.Dataset.from_dict({"n": range(count)}).to_iterable_dataset()
+
+    def encode(raw, number):
+        length = lengths[raw["n"] % len(lengths)]
+        return EncodedExample(np.full(length, raw["n"], np.int32), [(0, length)])
+
+    source, readers = StreamSource("one", made, encode), {}
+    streams = [
+        SourceStream(source, 0, SampleShape("bfd", 64), 3, 4, Lane(lane, lanes, 64), readers)
+        for lane in range(lanes)
+    ]
+    tokens, seen = sum(lengths) * count // len(lengths), set()
+    for sample in (stream.next() for stream in cycle(streams)):
+        seen |= {int(ids[0]) for ids, _ in sample.pieces}
+        if (tokens := tokens - sample.length) <= 0:
+            break
+    # Some 4 % of the rows are not reached; dealt in turn, it was 17 to 23 % of the first two.
+    assert len(seen) > 0.94 * count
+    waiting = sum(len(c.places) for kept in readers[0]._waiting.values() for c in kept if c)
+    assert waiting < 0.25 * count
+
+
+def test_a_stream_goes_on_with_the_same_files_and_tokens_only(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "bytes"))
+    files = {}
+    for name in "abc":
+        files[name] = tmp_path / f"{name}.jsonl"
+        lines = [json.dumps({"text": f"{name}{i:05d}" * (1 + i % 7)}) for i in range(400)]
+        files[name].write_text("\n".join(lines))
+
+    def made(names: str, **settings) -> StreamFeed:
+        data = DataConfig(
+            train_files=[str(files[n]) for n in names], streaming=True, sequence_length=64,
+            stream_lanes=2, packing="bfd", **settings,
+        )  # fmt: skip
+        train = TrainConfig(max_steps=9, global_batch_size=8)
+        cfg = PretrainConfig(ModelConfig("unused"), data=data, train=train)
+        return read_sources(cfg, Encoder(tokenizer, data, 300), Choice("bfd", "x"), 1)
+
+    state = made("ab").position.state_dict()
+    made("ab").position.load_state_dict(state)
+    for names, settings, what in (
+        ("ac", {}, "the files of "),
+        ("ab", {"append_eos": False}, "what decides tokens of "),
+        ("ab", {"on_bad_row": "skip"}, "what decides tokens of "),
+    ):
+        with pytest.raises(DataError, match=f"counts on {what}"):
+            made(names, **settings).position.load_state_dict(state)
+    three = made("abc").position.state_dict()
+    with pytest.raises(DataError, match="counts on the files of "):
+        made("acb").position.load_state_dict(three)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in "ab":
+        files[name] = files[name].rename(moved / files[name].name)
+    made("ab").position.load_state_dict(state)
+
+
+def test_files_in_parts_and_whole_weigh_alike(tmp_path):
+    """Parts of Parquet count their bytes unpacked, whole files those on the disk."""
+    draw = np.random.default_rng(0)
+    for name, count in (("a", 12_000), ("b", 1_000), ("c", 1_000)):
+        rows = [" ".join(map(str, draw.integers(0, 100, 200))) for _ in range(count)]
+        file = tmp_path / f"{name}.parquet"
+        pq.write_table(
+            pa.table({"text": rows}), file, row_group_size=500, compression="zstd",
+            use_dictionary=False,
+        )  # fmt: skip
+    (source,) = load_sources(DataConfig(train_files=[str(tmp_path)], streaming=True))
+    sizes = source.sizes
+    assert len(sizes) > 3
+    assert sum(sizes[:-2]) == pytest.approx(12 * sizes[-1], rel=0.1)
 
 
 def test_padded_batches_hold_samples_of_like_lengths(monkeypatch):

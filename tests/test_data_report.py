@@ -243,7 +243,7 @@ def test_what_is_evaluated_on_stands_apart(tokenizer):
 
 
 def test_inspecting_a_stream_makes_its_checks_and_splits_nothing_off(
-    tmp_path, tiny_llama, monkeypatch
+    tmp_path, tiny_llama, monkeypatch, capsys
 ):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "e").mkdir()
@@ -272,3 +272,8 @@ def test_inspecting_a_stream_makes_its_checks_and_splits_nothing_off(
         ("a", "train", 20), ("b", "train", 30), ("a", "eval", 10)
     ]  # fmt: skip
     assert made["total"]["examples"] == 50
+    assert "WARNING" not in capsys.readouterr().out
+    (tmp_path / "link.jsonl").symlink_to(files[1])
+    inspect(1.0, eval_files=str(tmp_path / "link.jsonl"))
+    said = f"WARNING: {files[1]} is trained on and evaluated on: evaluations tell what was learned"
+    assert said in capsys.readouterr().out

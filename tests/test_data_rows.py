@@ -525,3 +525,30 @@ def test_text_files_name_the_file_and_others_the_row(tmp_path):
     (source,) = load_sources(DataConfig(dataset_name=str(tmp_path / "saved"), streaming=True))
     where = f"data.dataset_name {tmp_path / 'saved'}"
     assert places(source)[1] == f"{where} row 1 of a shard (counted from 0)"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_that_later_files_have_is_no_silent_loss(tmp_path, streaming):
+    """Without its labels a row would be learned whole."""
+    pq.write_table(pa.table({"input_ids": [[5, 6]], "id": [1]}), tmp_path / "a.parquet")
+    more = {"input_ids": [[5, 6]], "labels": [[-100, 6]], "note": ["x"]}
+    pq.write_table(pa.table(more), tmp_path / "b.parquet")
+    expected = r"b.parquet has other columns than the first file: labels; give it as a source of "
+    with pytest.raises(DataError, match=expected):
+        list(load(str(tmp_path), streaming=streaming)[0].rows)
+    # What is of no use to any format may differ.
+    pq.write_table(pa.table({"input_ids": [[7]], "note": ["x"]}), tmp_path / "b.parquet")
+    assert len(list(load(str(tmp_path), streaming=streaming)[0].rows)) == 2
+
+
+@pytest.mark.parametrize("mask", ["labels", "completion_mask", "assistant_masks"])
+def test_a_row_without_the_mask_that_others_have_is_refused(tmp_path, mask):
+    whole = {"input_ids": [5, 6], mask: [-100, 6] if mask == "labels" else [0, 1]}
+    file = tmp_path / "a.jsonl"
+    for bad in ({"input_ids": [5, 6], mask: None}, {"input_ids": [5, 6]}):
+        file.write_text("".join(json.dumps(row) + "\n" for row in (whole, whole, bad)))
+        (source,) = load(str(file))
+        *good, last = source.rows
+        assert [source.example(row).labels for row in good] == [[-100, 6]] * 2
+        with pytest.raises(BadRow, match=f"expected a column '{mask}'"):
+            source.example(last)

@@ -25,7 +25,7 @@ from toolkit.data.order.position import Position, accumulation_for
 from toolkit.data.report import check_supervised, render, supervision_report
 from toolkit.data.samples.sequences import MicroBatch, Packing, SampleShape
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import EncodedSource, Encoder, encode
+from toolkit.data.tokens.encode import EncodedSource, Encoder, encode, encoding_digest
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, pad_id
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats import assets_of
@@ -114,6 +114,7 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     sources = load_sources(data, documents=not finetune)
     # Read before the training data is encoded, which may take an hour.
     others = load_sources(data, what="eval", documents=not finetune)
+    _warn_of_shared(sources, others)
     rows = train.micro_batch * train.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "seed": cfg.seed,
@@ -127,10 +128,21 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
     streams = [
-        StreamSource(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats, s.sizes)
+        StreamSource(
+            *(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats, s.sizes),
+            {"the files": s.files_digest(), "what decides tokens": encoding_digest(s, encoder)},
+        )
         for s in sources
     ]
     return StreamFeed(streams, shape, lanes=data.stream_lanes, **settings)
+
+
+def _warn_of_shared(train: list[DataSource], evals: list[DataSource]) -> None:
+    trained, evaluated = ({f for s in some for f in s.real_files} for some in (train, evals))
+    if both := sorted(trained & evaluated):
+        more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+        what = f"{both[0]}{more} is trained on and evaluated on"
+        ranks.say(f"WARNING: {what}: evaluations tell what was learned by heart (data.eval_files)")
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,8 @@ def known_columns(text_column: str = "text") -> tuple[str, ...]:
 
 def _layout_of(row: Row, text_column: str) -> Layout | None:
     if "input_ids" in row:
-        return Layout("tokenised", ("input_ids",))
+        masks = [name for name in _MASKS if row.get(name) is not None]
+        return Layout("tokenised", ("input_ids", *masks))
     if text_column != "text" and text_column in row:
         return Layout("text", (text_column,))
     if column := next((c for c in _TURN_COLUMNS if c in row), None):
@@ -193,7 +194,9 @@ def _turn_style(value: Any, column: str) -> RowShape:
 
 def example_of(row: Row, layout: Layout) -> Example:
     """Return what is to be learned of `row`; raise BadRow for the first thing that is wrong."""
-    if missing := [column for column in layout.columns if column not in row]:
+    # A row without the mask that others have would be learned whole.
+    empty = [name for name in _MASKS if name in row and row[name] is None]
+    if missing := [name for name in layout.columns if name not in row or name in empty]:
         what = f"expected a column {missing[0]!r} ({layout}), got {named(row)}"
         raise BadRow(what, "missing column")
     try:

@@ -5,8 +5,9 @@ The files of a pass, large ones in parts (`tables.file_shards`; "file" here is e
 permuted order on a line, each as long as its size. The line is cut into equal parts, one for each
 group of lanes. A file that lies in several parts is dealt out row by row: row k falls on the
 fraction of k times the golden ratio, which fills the file evenly, so each group takes its part of
-any stretch of rows. The rows of a group go to its lanes in turn, which begins at another lane each
-pass. So each row is one lane's in each pass, lanes have as many rows as sizes and rows allow, and
+any stretch of rows. Of as many rows of a group as it has lanes each lane has one; which, is drawn
+for each such stretch and pass, since rows may repeat with a period (questions and answers, say). So
+each row is one lane's in each pass, lanes have as many rows as sizes and rows allow, and
 what is a lane's follows from the numbers of files and rows alone.
 
 There are as many groups as divide the lanes and do not outnumber the files, so that a rank reads
@@ -25,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from datasets.formatting import PythonFormatter
 
-from toolkit.data.order.permutation import permute
+from toolkit.data.order.permutation import drawn, permute
 
 READ_ROWS = 100  # rows that are read together
 _WHOLE = 1 << 32  # of a file
@@ -68,7 +69,7 @@ class Shares:
     rows: datasets.IterableDataset
     sizes: Sequence[int] | None  # of its shards, where they are known
     lanes: int
-    seed: int  # of the order of the files
+    seed: int  # of the order of the files, and of who has which row
 
     @property
     def groups(self) -> int:
@@ -153,7 +154,9 @@ class GroupReader:
 
     def _deal(self, table: pa.Table, mine: np.ndarray, first: RowPlace) -> None:
         """Give each lane its rows of a table, of which the group has those at `mine`."""
-        turns = (first.number + first.epoch + np.arange(len(mine))) % self.turns
+        numbers = first.number + np.arange(len(mine))
+        begins = drawn(numbers // self.turns, self.turns, self.shares.seed, first.epoch)
+        turns = (numbers + begins) % self.turns
         for turn, waiting in self._waiting.items():
             numbers = np.flatnonzero(turns == turn)
             places = [

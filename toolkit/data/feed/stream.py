@@ -48,6 +48,8 @@ class StreamSource:
     weight: float | None = None
     max_repeats: float | None = None  # passes at most: whole ones
     sizes: Sequence[int] | None = None  # of its shards (files), where they are known
+    # What else decides the rows and their tokens, by names for a message.
+    facts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

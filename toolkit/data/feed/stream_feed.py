@@ -16,13 +16,14 @@ from toolkit.data.feed.feed import Batches, Feed, Processes
 from toolkit.data.feed.shares import GroupReader, fewer_lanes
 from toolkit.data.feed.stream import WINDOW, Lane, SourceStream, StreamSample, StreamSource
 from toolkit.data.order.mixture import locate, shares
-from toolkit.data.order.position import LANES, Position
+from toolkit.data.order.position import DEALING, LANES, Position
 from toolkit.data.samples.sequences import IGNORED, SampleShape
 from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
 LANE_ROWS = 128  # of each source, at least: with fewer there are fewer lanes
+_DEALING = 2  # raise it when the same rows come in another order
 _PLACES = "places"
 _ERROR = "error"
 
@@ -59,12 +60,14 @@ class StreamFeed(Feed):
             "data.packing": shape.packing,
             "data.sequence_length": shape.sequence_length,
             LANES: self.lanes,
+            DEALING: _DEALING,
             "the samples of a window": window,
             "the sources": [source.name for source in sources],
         }
         for source in sources:
             reading[f"the shards of {source.name}"] = source.rows.num_shards
             reading[f"the bytes of {source.name}"] = source.sizes and sum(source.sizes)
+            reading |= {f"{what} of {source.name}": value for what, value in source.facts.items()}
             reading[f"the weight of {source.name}"] = source.weight
             reading[f"max_repeats of {source.name}"] = source.max_repeats
         position = Position(None, seed, global_batch, reading)

@@ -11,7 +11,8 @@ from toolkit.data.order.mixture import Mixture
 from toolkit.data.samples.sequences import FILLER
 from toolkit.errors import DataError
 
-LANES = "data.stream_lanes"  # what `Position.reading` calls the number of lanes of streams
+# What `Position.reading` calls the number of lanes of streams, and how rows are dealt to them.
+LANES, DEALING = "data.stream_lanes", "the dealing of rows"
 
 
 def train_batches(
@@ -86,14 +87,18 @@ class Position:
         """Return the position as JSON values, the same on every rank. Collective for streams, of
         which each rank knows the places of its own lanes.
         """
+        if self.n_samples is None and self.samples_seen:
+            self.merge(ranks.gather(self.own))
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        """Return the position as this rank knows it."""
         state: dict[str, Any] = {
             "samples_seen": self.samples_seen,
             "global_batch": self.global_batch,
             "seed": self.seed,
         }
         if self.n_samples is None:
-            if self.samples_seen:
-                self.merge(ranks.gather(self.own))
             return state | {"reading": self.reading, "stream": self.stream}
         return state | {"n_samples": self.n_samples, "reading": self.reading}
 
@@ -109,17 +114,18 @@ class Position:
         """Continue from `state`: its position and its global batch; one of other data or another
         order is a DataError.
         """
-        here = self.state_dict()
+        here = self._state()
         if ("stream" in state) != ("stream" in here):
             kinds = ("data that were prepared before the run", "streams (data.streaming)")
             raise DataError(
                 f"the checkpoint's position is one in {kinds['stream' in state]}, this run reads "
                 f"{kinds['stream' in here]}; give the same, or start anew in another output_dir"
             )
-        if "stream" in state and LANES not in state["reading"]:
+        dealt = [s["reading"].get(DEALING) for s in (state, here)]
+        if "stream" in state and dealt[0] != dealt[1]:
             raise DataError(
-                "the checkpoint's position is one in a stream without lanes, whose samples came in "
-                "another order; finish the run with the release that began it, or export it and "
+                "the checkpoint's position is one in a stream whose samples came in another "
+                "order; finish the run with the release that began it, or export it and "
                 "start anew from its weights in another output_dir"
             )
         saved, now = _depends_on(state), _depends_on(here)

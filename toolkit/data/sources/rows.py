@@ -1,5 +1,6 @@
 """Sources: which rows a config names, in which format, and where each of them stands."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -33,6 +34,15 @@ class DataSource:
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
+
+    @property
+    def real_files(self) -> set[str]:
+        """The files, without links."""
+        return set(map(os.path.realpath, self.files))
+
+    def files_digest(self) -> str:
+        """Return a digest of names and sizes of the files, in order; the folder may move."""
+        return tables.digest_of([(Path(f).name, os.path.getsize(f)) for f in self.files])
 
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a stored row; raise BadRow where it cannot be read."""
@@ -144,5 +154,5 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
     wanted = (*layout.columns, *layout.optional, lines.RAW, lines.FAULT, *_OF_FILES)
-    columns = [name for name in wanted if name in source.rows.column_names]
+    columns = [name for name in dict.fromkeys(wanted) if name in source.rows.column_names]
     return replace(source, layout=layout, rows=source.rows.select_columns(columns))

@@ -33,7 +33,8 @@ RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 Reader: TypeAlias = partial[Iterator[pa.Table]]  # file[, bounds] -> rows, with a column `PLACE`
 Bounds: TypeAlias = tuple[int, int]  # of a part of a file, in bytes or row groups
 Cut: TypeAlias = Callable[[str, int], list[tuple[Bounds, int]]]
-"""A file and a number of parts -> bounds and bytes of about so many; none where it stays whole."""
+"""A file and a number of parts -> bounds and lengths (compared with each other alone) of about so
+many; none where it stays whole."""
 
 FILE, PLACE = "_file", "_place"  # columns: the index of the file, where in it a row stands in words
 
@@ -60,9 +61,10 @@ def file_shards(files: Sequence[Path], cut: Cut | None) -> list[FileShard]:
     for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
         count = min(_SHARDS * size // max(1, sum(sizes)), size // _SHARD_BYTES)
         parts = cut(str(file), count) if cut and count > 1 else []
-        found += [FileShard(str(file), number, part, bounds) for bounds, part in parts] or [
-            FileShard(str(file), number, size)
-        ]
+        total = sum(part for _, part in parts)  # which is not the file's size where it is packed
+        found += [
+            FileShard(str(file), number, part * size // total, bounds) for bounds, part in parts
+        ] or [FileShard(str(file), number, size)]
     return found
 
 
@@ -184,8 +186,10 @@ def _tables(
             for table in reader(file, *([bounds] if bounds else [])):
                 table = table.append_column(FILE, pa.array([at] * len(table), pa.int32()))
                 if schema is not None:
-                    if missing := set(schema.names).difference(table.column_names):
-                        raise ValueError(f"expected the columns of the first file, {missing} lack")
+                    if unlike := set(schema.names).symmetric_difference(table.column_names):
+                        names = ", ".join(sorted(unlike))
+                        what = f"has other columns than the first file: {names}"
+                        raise DataError(f"{file} {what}; give it as a source of its own")
                     table = table_cast(table.select(schema.names), schema)
                 yield f"{at}_{bounds}_{row}", table
                 row += len(table)

@@ -409,6 +409,13 @@ def _lists(values: list[np.ndarray]) -> pa.ListArray:
 
 def _key(source: DataSource, encoder: Encoder) -> str:
     """Return a digest of all that decides the result, the same in every process."""
+    templates = source.layout.format == "conversation" and encoder.tokenizer is not None
+    by = (transformers.__version__, TODAY) if templates else ""
+    return tables.digest_of(source.rows._fingerprint, encoding_digest(source, encoder), by)
+
+
+def encoding_digest(source: DataSource, encoder: Encoder) -> str:
+    """Return a digest of the settings that decide what a row of `source` becomes."""
     tokenizer, cfg = encoder.tokenizer, encoder.cfg
     templates: dict[str, str] = {}
     names = ["on_bad_row", "append_eos"]
@@ -417,13 +424,11 @@ def _key(source: DataSource, encoder: Encoder) -> str:
         if source.layout.format == "conversation" and tokenizer is not None:
             templates = chat_templates(tokenizer, cfg.chat_template)
     return tables.digest_of(
-        source.rows._fingerprint,
         _VERSION,
         source.layout,
         b"" if tokenizer is None else content_of(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
-        (transformers.__version__, TODAY) if templates else "",
         {name: getattr(cfg, name) for name in names},
         encoder.vocab_size if source.layout.format == "tokenised" else "",
     )

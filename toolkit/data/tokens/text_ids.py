@@ -12,15 +12,16 @@ the white space before a word out of the offsets of its token; it is looked for 
 """
 
 import copy
+import json
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sources.row_values import BadRow
@@ -50,7 +51,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.backend = tokenizer, None
         if tokenizer.is_fast:
-            self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
+            self.backend = _with_whole_offsets(tokenizer.backend_tokenizer)
             self.backend.no_truncation()
             self.backend.no_padding()
 
@@ -129,6 +130,20 @@ class TextTokenizer:
                 "tokenizer without offsets",
             )
         return TokenSpans(np.asarray(whole, np.int32), out)
+
+
+def _with_whole_offsets(backend: Tokenizer) -> Tokenizer:
+    """Return a copy, whose offsets hold the spaces of a token, which some leave out."""
+
+    def untrimmed(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {k: k != "trim_offsets" and untrimmed(v) for k, v in part.items()}
+        return [untrimmed(inner) for inner in part] if isinstance(part, list) else part
+
+    content = json.loads(backend.to_str())
+    if (whole := untrimmed(content["post_processor"])) == content["post_processor"]:
+        return copy.deepcopy(backend)
+    return Tokenizer.from_str(json.dumps(content | {"post_processor": whole}))
 
 
 def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
