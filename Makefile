@@ -4,9 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+LONGEST = $(patsubst %,tests/test_%.py,gpu_program published rehearsal chaos planning docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all check format docs bench gpu architectures rehearsals soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures rehearsals soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,12 +28,21 @@ demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge, ask it b
 	@$(BIN)/python recipes/demo.py --finetune --run $(RUN) $(if $(FRESH),--fresh)
 
 test: install  ## Run the tests that need no launcher and no heavy faults (minutes)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --durations=10
+	$(PYTEST) -m 'not slow and not faults and not plans'
 
-test-slow: install  ## Run the others: real launches, kills, faults, many repeats
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations=10
+test-slow: install  ## Run the slow tests: real launches, many repeats
+	$(PYTEST) -m slow
 
-test-all: test test-slow  ## Run all tests
+test-all: test test-slow  ## Run both
+
+test-faults: install  ## Run kills, signals, hangs, lost hosts, mutated files (make soak: the long forms)
+	$(PYTEST) -m faults
+
+test-plans: install  ## Run plans and rehearsals of whole models, and a dry run of make gpu
+	$(PYTEST) -m plans
+
+test-rest: install  ## Run all but what make test does, the longest first
+	$(PYTEST) --no-loadscope-reorder -m 'slow or faults or plans' $(LONGEST) tests
 
 check: install  ## Lint, format, import layers and types
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ import json
 import chaos
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ PROGRAM = ROOT / "benchmarks" / "gpu.py"
 sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_dry_run_of_both_parts(tmp_path):
     import gpu
     import gpu_report

@@ -5,7 +5,7 @@ import pytest
 from rank_faults import prepare
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_rest_goes_on_without_a_lost_host(tmp_path) -> None:
     if why := hosts.available():
         pytest.skip(f"no hosts here: {why}")

@@ -29,7 +29,7 @@ def planned() -> list:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 @pytest.mark.parametrize(("content", "command", "shown"), planned())
 def test_a_plan_is_what_the_page_says(content, command, shown, tmp_path, monkeypatch, capsys):
     (name,) = [name for name in PUBLISHED if f"{name}\n" in content]

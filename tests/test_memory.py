@@ -90,7 +90,7 @@ def test_a_plan_that_fails_ends_no_run(model: Path, monkeypatch: Any) -> None:
     assert said == "note: the memory of a step could not be planned: RuntimeError: no such operator"
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_a_run_that_cannot_fit_is_refused_before_loading(tmp_path: Path, text_file: Path) -> None:
     config = _wide("llama", layers=8)
     config.hidden_size, config.intermediate_size, config.vocab_size = 2048, 4096, 300
@@ -108,7 +108,7 @@ def test_a_run_that_cannot_fit_is_refused_before_loading(tmp_path: Path, text_fi
     assert "random weights" not in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_running_out_of_memory_ends_all_ranks_with_what_would_fit(
     tmp_path: Path, tiny_llama: Path, text_file: Path
 ) -> None:
@@ -185,7 +185,7 @@ def test_a_batch_that_is_chosen_needs_a_global_batch(model: Path) -> None:
         _auto(model, AUTO_RECOMPUTED, "--sharding.activation_offload=true")
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_a_tried_step_that_does_not_fit_says_so(model: Path) -> None:
     cfg = _auto(model, "--train.per_device_train_batch_size=8")
     cpu = torch.device("cpu")
@@ -207,7 +207,7 @@ def _chosen(rank: int, world: int, cfg: Any, memories: list[int]) -> tuple[int, 
     return found.train.micro_batch, found.train.gradient_accumulation_steps
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_ranks_of_unlike_memory_choose_alike(model: Path) -> None:
     cfg, device = _auto(model, *AUTO_BATCH), this_host()
     needs = [make_plan(c, 2, device, None).estimate.memory for c in candidates(cfg, 2)[0]]
@@ -216,7 +216,7 @@ def test_ranks_of_unlike_memory_choose_alike(model: Path) -> None:
     assert run_ranks(_chosen, 2, cfg, [needs[0], needs[1]]) == [(4, 2)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_a_run_keeps_what_it_chose(model: Path, text_file: Path, tmp_path: Path) -> None:
     save_byte_tokenizer(model)
     four = _auto(model, "--train.per_device_train_batch_size=4", "--train.global_batch_size=64")

@@ -14,7 +14,7 @@ from conftest import ROOT
 from mutation_kinds import Kind
 from mutations import Case, Scene, watch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 
 FILE = Path("part/some.json")
 

@@ -141,7 +141,7 @@ def _every(rank: int, world: int, cfgs: list[Config], steps: int) -> list[tuple[
 @pytest.mark.parametrize(
     ("mesh", "kinds"),
     [("2", ("llama", "mixtral"))]
-    + [pytest.param(mesh, EXACT, marks=pytest.mark.slow) for mesh in MESHES],
+    + [pytest.param(mesh, EXACT, marks=pytest.mark.plans) for mesh in MESHES],
 )
 def test_a_rank_holds_what_the_plan_says_to_the_byte(
     mesh: str, kinds: tuple[str, ...], tmp_path: Path
@@ -159,7 +159,7 @@ def test_a_rank_holds_what_the_plan_says_to_the_byte(
         assert largest == ranks[0][i][0].total  # as the report says
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 @pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "muon"])
 def test_the_state_of_every_optimizer_is_exact(name: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **_sizes(3), hidden_size=256, intermediate_size=260)
@@ -171,7 +171,7 @@ def test_the_state_of_every_optimizer_is_exact(name: str, tmp_path: Path) -> Non
     assert state_of(adamw, 3, 0).optimizer > ranks[0][0][0].optimizer
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 @pytest.mark.parametrize("double", ["false", "true"])
 def test_a_base_of_4_bits_is_exact(double: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, hidden_size=64, intermediate_size=128)
@@ -256,7 +256,7 @@ FAST, CALIBRATED = "llama", "llama recomputed in bf16"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != FAST)) for n in PEAKS]
+    "name", [pytest.param(n, marks=[pytest.mark.plans] * (n != FAST)) for n in PEAKS]
 )
 def test_the_peak_is_within_a_tenth_of_what_was_allocated(name: str) -> None:
     cfg, world, held, peak = _measured(name)
@@ -280,7 +280,7 @@ def test_a_plan_of_other_settings_misses() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != CALIBRATED)) for n in PEAKS]
+    "name", [pytest.param(n, marks=[pytest.mark.plans] * (n != CALIBRATED)) for n in PEAKS]
 )
 def test_after_calibration_the_peak_is_within_a_twentieth(name: str, tmp_path: Path) -> None:
     """Calibrated by half as many rows as are judged, both measured without gloo's copies."""
@@ -364,7 +364,7 @@ def test_it_says_what_fits_and_what_makes_it_fit(file: Path, capsys: Any) -> Non
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_layouts_are_compared(file: Path, capsys: Any) -> None:
     code, out, _ = _plan(capsys, file, "--world_size", 2, "--device_memory", "80GB", "--sweep")
     assert code == 0
@@ -389,7 +389,7 @@ def test_every_change_keeps_the_global_batch_and_is_planned_anew(file: Path) -> 
     assert [r["cost"] for r in kept] == sorted(r["cost"] for r in kept)
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_where_no_change_is_enough_one_comes_on_another(file: Path) -> None:
     cfg, device = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100")
     plan = make_plan(cfg, 2, device, None)

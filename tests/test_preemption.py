@@ -87,7 +87,7 @@ FAST = ("a step, one rank", "loading")
 
 
 @pytest.mark.parametrize(
-    "phase", [pytest.param(p, marks=[pytest.mark.slow] * (p not in FAST)) for p in PHASES]
+    "phase", [pytest.param(p, marks=[pytest.mark.faults] * (p not in FAST)) for p in PHASES]
 )
 def test_a_signal_in(tmp_path, tiny_llama, text_file, undisturbed, phase) -> None:
     arguments, saved, cut_short = PHASES[phase]
@@ -202,7 +202,7 @@ def test_a_process_that_goes_on_after_a_run_hears_signals(monkeypatch) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -263,7 +263,7 @@ def wait_for(log: Path, pattern: str, seconds: float = 120.0) -> None:
 FRONT_DOOR = [str(BIN / "toolkit"), "train"]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("sent", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("launcher", ["toolkit train", "accelerate launch"])
@@ -302,7 +302,7 @@ def test_a_wrong_setting_is_above_the_signal_that_follows_it() -> None:
     assert recipes._exit_code({1: 0, 0: 0}) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_wrong_setting_that_the_ranks_find_ends_with_2(
     tmp_path, started, tiny_llama, text_file
 ) -> None:
@@ -315,7 +315,7 @@ def test_a_wrong_setting_that_the_ranks_find_ends_with_2(
     assert "error: " in (tmp_path / "log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_toolkit_train_ends_with_the_code_of_the_rank(
     tmp_path, started, tiny_llama, text_file
 ) -> None:

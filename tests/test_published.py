@@ -107,7 +107,7 @@ def test_the_configs_are_those_of_the_table_and_say_how_they_start() -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(f, id=f.stem, marks=[pytest.mark.slow] * (f.stem not in FAST)) for f in CONFIGS],
+    [pytest.param(f, id=f.stem, marks=[pytest.mark.plans] * (f.stem not in FAST)) for f in CONFIGS],
 )
 def test_a_shipped_config_needs_what_it_says_and_fits(file: Path, tmp_path, capsys) -> None:
     text = file.read_text("utf-8")

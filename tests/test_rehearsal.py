@@ -268,7 +268,7 @@ def edited(recipe: str, *changes: str) -> None:
     Path("recipes", f"{recipe}.py").write_text(text)
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_a_shipped_config_passes_in_time(tmp_path) -> None:
     """The command, on the config as it is shipped; nothing of it stays."""
     command = [sys.executable, "-m", "toolkit", "rehearse", "recipes/configs/pretrain_tiny.yaml"]
@@ -287,7 +287,7 @@ def test_a_shipped_config_passes_in_time(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_adapters_pass(folder) -> None:
     result = rehearse(config(data={"train_files": "rows.jsonl"}, lora={"r": 4}), show=print)
     assert result.ok, result.text()
@@ -297,7 +297,7 @@ def test_adapters_pass(folder) -> None:
     assert result.folder is None
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_7_a_resume_that_is_not_exact(folder) -> None:
     """A generator that the run neither seeds by its step nor saves."""
     edited(
@@ -310,7 +310,7 @@ def test_7_a_resume_that_is_not_exact(folder) -> None:
     refused(config(), "resume", "not the undisturbed one")
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_8_an_export_that_transformers_cannot_load(folder) -> None:
     """Training never looks at the generation config, which goes into the export as it is."""
     Path("model/generation_config.json").write_text('{"max_new_tokens": -5}')

@@ -10,7 +10,7 @@ import pytest
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 
 STEPS = 6
 

@@ -31,7 +31,7 @@ CASES = [("stop", "step", False), ("loop", "step", False), ("kill", "save", True
          ("kill", "start", False), ("stop", "exit", False)]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(("fault", "phase", "behind"), CASES)
 def test_all_ranks_end_and_the_cause_is_told(scene, fault, phase, behind) -> None:
     more = ["--checkpoint.async_save", "true"] if behind else []
@@ -40,7 +40,7 @@ def test_all_ranks_end_and_the_cause_is_told(scene, fault, phase, behind) -> Non
     assert seen["code"] == {"kill": 9, "stop": 70, "loop": 70}.get(fault, 1) or phase == "exit"
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_without_it_the_others_wait(scene, tmp_path) -> None:
     """The control: nobody watches."""
     script, _ = rank_faults.planted(tmp_path, "stop", "step")
@@ -52,7 +52,7 @@ def test_without_it_the_others_wait(scene, tmp_path) -> None:
     assert "watchdog" not in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_launched_run_with_a_stopped_rank_ends_with_one_line(scene, tmp_path) -> None:
     script, _ = rank_faults.planted(tmp_path, "stop", "step")
     ended = subprocess.run(
@@ -252,7 +252,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_rank_killed_before_the_loop_is_started_again(scene, tmp_path) -> None:
     """The agent's SIGTERM to the others is no preemption, after which nothing would be started."""
     script = tmp_path / "loading.py"
