@@ -3,6 +3,7 @@
 The client is told to use its HTTP transport (HF_HUB_DISABLE_XET=1), but for one test of the other.
 """
 
+import ast
 import copy
 import hashlib
 import json
@@ -237,12 +238,15 @@ def test_an_adapter(hub, push, export, tmp_path):
 def test_weights_of_an_older_export_go_in_the_same_commit(hub, push, export, other):
     push("push", other, NAME)
     repo = hub.repos[NAME]
-    hub.add(repo, {"notes.md": b"mine", "model.safetensors": b"old"})
+    read_too = {"added_tokens.json", "chat_template.jinja", "pytorch_model.bin"}
+    assert not read_too & set(contents(export))
+    hub.add(repo, {"notes.md": b"mine"} | dict.fromkeys({"model.safetensors", *read_too}, b"old"))
     old = set(repo.content())
     seen = push("preview", export, NAME)["result"]
     push("push", export, NAME)
     gone = old - set(repo.content())
-    assert gone == {n for n in contents(other) if n.startswith("model-")} | {"model.safetensors"}
+    weights = {n for n in contents(other) if n.startswith("model-")} | {"model.safetensors"}
+    assert gone == weights | read_too  # a reader would take them for the new model's
     assert sorted(gone) == seen["delete"]
     assert holds(repo, export)
     assert repo.content()["notes.md"] == b"mine"
@@ -787,3 +791,43 @@ def test_secrets_are_known_by_name_and_by_look():
         ),
     ):
         assert scrub(text) == text
+
+
+OBTAIN = """
+import sys
+from toolkit.config.settings import ModelConfig
+from toolkit.models import build_on_meta, check_usable
+cfg = ModelConfig("org/base", tokenizer_name_or_path="org/base")
+if sys.argv[1] == "checked":
+    check_usable(cfg, 16, "cpu")
+print(sorted(build_on_meta(cfg).hf_assets.files))
+"""
+
+
+def test_a_hub_id_brings_all_that_an_export_carries(hub, push, tmp_path):
+    """Though nothing of this process has read it: a reader of the export will."""
+    beside = {
+        "generation_config.json": b'{"eos_token_id": [3, 5]}',
+        "chat_template.jinja": b"{{ messages }}",
+        "special_tokens_map.json": b"{}",
+    }
+    folder = save_tiny_model(tmp_path / "base")
+    save_byte_tokenizer(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    hub.make("org/base", private=False, files=contents(folder) | beside)
+    needed = {"tokenizer.json", "tokenizer_config.json", *beside}
+
+    def carried(home: str, *, checked: bool, offline: bool = False) -> tuple[set[str], str]:
+        more = {"HF_HOME": str(tmp_path / home)} | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+        done = subprocess.run(
+            [sys.executable, "-c", OBTAIN, "checked" if checked else "not"],
+            env=push.environment | more, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return set(ast.literal_eval(done.stdout.splitlines()[-1])), done.stdout
+
+    assert carried("one", checked=True)[0] == needed
+    hub.reset()
+    found, said = carried("one", checked=True, offline=True)  # on a node without a network
+    assert found == needed
+    assert "WARNING" not in said
+    assert carried("two", checked=False)[0] < needed  # the control

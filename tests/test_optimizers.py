@@ -10,7 +10,7 @@ from conftest import save_tiny_model
 from distributed import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit import checkpoint
 from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
@@ -271,6 +271,23 @@ def test_what_has_8_bits_and_what_is_orthogonalised(folder):
     turned = own("muon")
     assert {f"{layer}self_attn.o_proj.weight", f"{layer}mlp.experts.down_proj"} <= turned
     assert not [n for n in turned if "norm" in n or "embed" in n or "lm_head" in n]
+
+
+def test_biases_of_experts_and_rates_of_mamba_are_no_matrices():
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    for kind, more in (("gpt_oss", experts | heads), ("mamba", {"state_size": 4})):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small, **more))
+        names = {id(p): n for n, p in model.named_parameters()}
+        groups = build_optimizer(model, config("muon")).param_groups
+        plain = {names[id(p)] for g in groups if not g["weight_decay"] for p in g["params"]}
+        turned = {names[id(p)] for g in groups if g["own"] for p in g["params"]}
+        odd = {n for n in names.values() if n.endswith(("_bias", "A_log"))}
+        assert odd, names.values()
+        assert odd <= plain
+        assert not odd & turned
+        assert any(n.endswith(("experts.down_proj", "in_proj.weight")) for n in turned)
 
 
 def test_groups_have_their_rates_and_decays(folder):

@@ -6,6 +6,7 @@ with gloo on 2 and 4 ranks, against one plain process.
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import gc
 import json
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from conftest import save_tiny_model
 from distributed import run_ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.errors import ModelError, ShardingError
@@ -314,6 +315,48 @@ def test_compiled_code_does_without_cudnn(how, left, folders):
         assert torch.backends.cuda.cudnn_sdp_enabled() is left
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_what_is_kept_is_not_what_biases_of_experts_are_added_to(experts):
+    """transformers adds them in place: kept, they would be added twice where a copy is late."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt_oss", num_hidden_layers=2, hidden_size=32, intermediate_size=32, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
+        vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=experts).train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(0, 64, (2, 16))
+
+    def gradients(mode: str, host: HostMemory | None) -> list[torch.Tensor]:
+        one = copy.deepcopy(model).bfloat16()
+        for layer in one.model.layers if mode == "selective" else ():
+            recompute.recompute_in_backward(layer, selective=True, host=host)
+        one(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad for p in one.parameters()]
+
+    plain = gradients("none", None)
+    for host in (None, HostMemory(pin=False)):
+        assert all(map(torch.equal, gradients("selective", host), plain))
+
+
+def test_writing_to_what_is_copied_to_the_host_is_refused():
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            return torch.mm(x, self.weight).tanh().add_(1) if x.sum() > 0 else self.worse(x)
+
+        def worse(self, x):
+            return torch.mm(x, self.weight).add_(self.bias).tanh()
+
+    layer = Layer(8, 8)
+    recompute.recompute_in_backward(layer, selective=True, host=HostMemory(pin=False))
+    x = torch.ones(4, 8, requires_grad=True)
+    layer(x).sum().backward()  # the control: what it writes to is not kept
+    with pytest.raises(ShardingError, match=r"writes to the result of a product in place .*add_"):
+        layer(-x)
 
 
 @pytest.mark.parametrize("selective", [False, True])

@@ -18,6 +18,7 @@ from toolkit.errors import ConfigError, ExportError, ToolkitError
 
 _RECIPE_OF = {"train": "pretrain", "finetune": "finetune"}
 _TOP = ("--output_dir", "--seed")  # settings outside of a section
+_CODE = "run Python code that comes with the model: with your rights, so read it first"
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
 
 
@@ -102,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--revision", metavar="R", help="branch, created when missing (default: main)")
     add("--public", action="store_true", help="create, or push to, a public repository")
     add("--dry_run", action="store_true", help="send nothing; show the files and the model card")
+    add("--trust_remote_code", action="store_true", help=_CODE)
     return parser
 
 
@@ -129,6 +131,7 @@ def _add_export_commands(command: Callable) -> None:
     add("--max_shard_size", default=MAX_SHARD_SIZE, metavar="SIZE", help=size_help)
     add("--hf_assets", metavar="FOLDER_OR_ID", help=assets)
     add("--merge", action="store_true", help="merge an adapter checkpoint into its base")
+    add("--trust_remote_code", action="store_true", help=_CODE)
 
     add = command(
         _verify,
@@ -141,6 +144,7 @@ def _add_export_commands(command: Callable) -> None:
     add("export", metavar="EXPORT", nargs="?", help="of that checkpoint")
     logits_help = "also load the export with transformers and compute with it; needs its memory"
     add("--logits", action="store_true", help=logits_help)
+    add("--trust_remote_code", action="store_true", help=_CODE)
     add("--hf_assets", metavar="FOLDER_OR_ID", help=assets)
     add("--json", action="store_true", help="print one JSON object")
 
@@ -344,6 +348,7 @@ def _consolidate(args: argparse.Namespace) -> int:
     from toolkit.export import consolidate
 
     _quiet()
+    _trust(args)
     names = ("dtype", "max_shard_size", "hf_assets", "merge")
     with local_copy(args.checkpoint) as source:
         folder = consolidate(source, args.output, **{name: getattr(args, name) for name in names})
@@ -365,6 +370,7 @@ def _verify(args: argparse.Namespace) -> int:
     from toolkit.verify import is_export, verify_checkpoint, verify_export
 
     _quiet(progress=False)
+    _trust(args)
     with local_copy(args.path) as path:
         if args.export is not None:
             report = verify_export(path, args.export, logits=args.logits, hf_assets=args.hf_assets)
@@ -433,6 +439,7 @@ def _push(args: argparse.Namespace) -> int:
     from toolkit.hub import preview, push
 
     _quiet()
+    _trust(args)
     where = {"revision": args.revision, "private": not args.public}
     if not args.dry_run:
         print(push(args.folder, args.repo_id, **where))
@@ -447,6 +454,13 @@ def _push(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     print(f"README.md:\n\n{seen.card}", end="")
     return 0
+
+
+def _trust(args: argparse.Namespace) -> None:
+    if args.trust_remote_code:
+        from toolkit.models import trust_code
+
+        trust_code()
 
 
 def _quiet(progress: bool = True) -> None:

@@ -21,6 +21,7 @@ from toolkit.formats.digests import (
     whole_rows,
 )
 from toolkit.formats.hf_folder import (
+    ASSET_FILES,
     INDEX_FILE,
     MAX_TEMPLATE_BYTES,
     SINGLE_FILE,
@@ -30,6 +31,7 @@ from toolkit.formats.hf_folder import (
     check_config,
     local_folder,
     nested_items,
+    obtain_assets,
     read_config,
     read_weights,
     source_dtypes,

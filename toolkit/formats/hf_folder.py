@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from toolkit.errors import LoadingError, ModelError
+from toolkit import ranks
+from toolkit.errors import LoadingError, ModelError, one_line
 from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
 from toolkit.parsing import parse_json, read_bounded, read_json
@@ -28,15 +31,17 @@ _INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 9
 _VOCABULARY_BYTES = 256 * 2**20
 MAX_TEMPLATE_BYTES = 2**18  # of a chat template
 _TEMPLATE = "chat_template.jinja"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
 _COUNTS = ((re.compile(_DEPTHS), 500), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
 # What an export carries beside the weights, where the source has it.
-_ASSET_FILES = (
+ASSET_FILES = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("tiktoken.model", "spm.model", "sentencepiece.model", "emoji.json", "dict.txt"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *(_TEMPLATE, "chat_template.json"),
 )
 _BY_RUST = ("tokenizer.json", "vocab.json", "tekken.json", "emoji.json")  # large, and flat
@@ -112,7 +117,7 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
         return path
     if path.exists():
         raise ModelError(f"model.name_or_path {path} is a file; give the folder that holds it")
-    beside = len(path.parts) == 2 and path.parent.is_dir()
+    beside = _is_beside(path)
     local = beside or not ask
     try:
         file = cached_file(name_or_path, "config.json", revision=revision, local_files_only=local)
@@ -127,6 +132,11 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
             f"that the Hub gives: {str(error).strip().splitlines()[0]}"
         ) from error
     return Path(str(file)).parent
+
+
+def _is_beside(path: Path) -> bool:
+    """Whether a name that could be a Hub id's begins with a folder that is here."""
+    return len(path.parts) == 2 and path.parent.is_dir()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -174,7 +184,7 @@ def check_config(folder: Path) -> None:
         read_config(folder)
     if (template := folder / _TEMPLATE).is_file():
         read_bounded(template, MAX_TEMPLATE_BYTES, ModelError)
-    for file in [folder / name for name in _ASSET_FILES if name.endswith(".json")]:
+    for file in [folder / name for name in ASSET_FILES if name.endswith(".json")]:
         if file.is_file() and file.name not in _BY_RUST:
             read_json(file, ModelError)
         elif file.is_file() and (size := file.stat().st_size) > _VOCABULARY_BYTES:
@@ -182,9 +192,37 @@ def check_config(folder: Path) -> None:
             raise ModelError(f"{file} has {size:,} bytes, {what}")
 
 
+def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
+    """Download from a Hub id what an export carries beside the weights, as far as it has it; else
+    only what this process happens to read would be in the cache. Says where the Hub does not
+    answer, and offline takes what the cache has. ModelError: the Hub refuses.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists() or _is_beside(path):
+        return
+    for name in ("config.json", *ASSET_FILES):
+        known = try_to_load_from_cache(name_or_path, name, revision=revision)
+        # Of a commit all is known that was asked for once: also that it is not there.
+        if known is not None and revision is not None and _COMMIT.fullmatch(revision):
+            continue
+        try:
+            revision = Path(hf_hub_download(name_or_path, name, revision=revision)).parent.name
+        except LocalEntryNotFoundError as error:
+            if name != "config.json" and not constants.HF_HUB_OFFLINE:
+                what = f"the Hub does not say whether {name_or_path} has {name} ({one_line(error)})"
+                ranks.say(f"WARNING: {what}: exports carry what the cache has")
+            return
+        except EntryNotFoundError:
+            continue
+        except (OSError, HfHubHTTPError) as error:
+            if name == "config.json":  # whether there is such a model, who reads it says
+                return
+            raise ModelError(f"{name_or_path}: {name}: {one_line(error)}") from error
+
+
 def asset_files(folder: Path) -> dict[str, bytes]:
     """Return the files beside the weights: generation config, tokenizer, template, custom code."""
-    names = [n for n in _ASSET_FILES if (folder / n).is_file()]
+    names = [n for n in ASSET_FILES if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
     return {n: plain_file(folder, n, ModelError).read_bytes() for n in names}
 

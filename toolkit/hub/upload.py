@@ -30,6 +30,7 @@ from huggingface_hub.utils import build_hf_headers, validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 
 from toolkit.errors import ExportError, HubError, scrub
+from toolkit.formats import ASSET_FILES
 from toolkit.formats.export_manifest import FILE as MANIFEST
 from toolkit.hub import card as model_card
 from toolkit.hub import retries
@@ -38,7 +39,8 @@ from toolkit.hub.local import CARD, LocalExport, read_export
 _NO_TOKEN = "no Hugging Face token was found; run `hf auth login`, or set HF_TOKEN"
 # Weights and what names them: an older one left beside the new would be loaded, or break the load.
 _WEIGHTS = re.compile(
-    r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json"
+    r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|adapter_config\.json"
 )
 _ANSWER = 30.0  # seconds without a byte of an answer that the Hub gives at once
 # huggingface_hub leaves out what the repository's .gitignore names, unless it is given another.
@@ -154,7 +156,8 @@ class _State:
     def difference(self, export: LocalExport) -> tuple[list[str], list[str]]:
         """Return the names to send and the names to delete."""
         send = [name for name in export.entries if not self._holds(name, export)]
-        stale = [n for n in self.files if _WEIGHTS.fullmatch(n) and n not in export.entries]
+        read = [n for n in self.files if _WEIGHTS.fullmatch(n) or n in ASSET_FILES]
+        stale = [n for n in read if n not in export.entries]
         return send, sorted(stale)
 
     def _holds(self, name: str, export: LocalExport) -> bool:

@@ -7,6 +7,8 @@ from toolkit.models.causal_lm import (
     model_on_meta,
     plain_name,
     prepare,
+    trust_code,
+    trusts_code,
     vocabulary_size,
 )
 from toolkit.models.layers import decoder_layers, tied_families, tied_names

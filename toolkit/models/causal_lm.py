@@ -31,6 +31,7 @@ from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import tied_names
 from toolkit.models.patterns import matching_parameters
 
+_process = {"trusts_code": False}
 _QUANTISED = "quantization_config"
 _GENERATION = "generation_config.json"
 
@@ -41,6 +42,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     Parameters have the storage dtype `cfg.dtype`, or fp32 where transformers keeps them so.
     `model.hf_assets` holds what an export needs. ModelError: no usable config of a causal LM there.
     """
+    if cfg.trust_remote_code:
+        trust_code()
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     model_class = _causal_lm_class(config, cfg, folder)
@@ -108,15 +111,33 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
 
 def model_on_meta(folder: Path) -> PreTrainedModel:
     """Return the model that the config in a folder describes, on meta, for its names and shapes."""
-    return build_on_meta(ModelConfig(name_or_path=str(folder), init="random"))
+    cfg = ModelConfig(name_or_path=str(folder), init="random", trust_remote_code=trusts_code())
+    return build_on_meta(cfg)
+
+
+def trust_code() -> None:
+    """Let `model_on_meta` run code that comes with a model, to the end of this process."""
+    _process["trusts_code"] = True
+
+
+def trusts_code() -> bool:
+    """Return whether this process was told to run code that comes with a model."""
+    return _process["trusts_code"]
+
+
+def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
+    """Refuse what is no causal LM, has too few positions, lacks its weights, or asks for kernels
+    that `device` cannot run, by the config and the headers of the weights. Of a Hub id all that an
+    export carries is downloaded. Collective. Raises ModelError, LoadingError or ConfigError.
+    """
+    ranks.main_first(lambda: formats.obtain_assets(cfg.name_or_path, cfg.revision))
+    if (tokenizer := cfg.tokenizer_name_or_path) not in (None, cfg.name_or_path):
+        ranks.main_first(lambda: formats.obtain_assets(str(tokenizer)))
+    _check_usable(cfg, sequence_length, device)
 
 
 @ranks.collective
-def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
-    """Refuse what is no causal LM, has too few positions, lacks its weights, or asks for kernels
-    that `device` cannot run, by the config and the headers of the weights. Collective. Raises
-    ModelError, LoadingError or ConfigError.
-    """
+def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
     if cfg.kernels == "liger":
         check_kernels(device)
     if cfg.trust_remote_code:
@@ -125,6 +146,9 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     _causal_lm_class(config, cfg, folder)
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        what = "output_router_logits asks for the auxiliary loss of its router"
+        ranks.say(f"WARNING: {cfg.name_or_path}: {what}, which is not trained here")
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < sequence_length:
@@ -172,7 +196,10 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     if kind is not None and kind not in CONFIG_MAPPING and not (has_code and cfg.trust_remote_code):
         advice = f"transformers {transformers.__version__} does not know; install one that does"
         if has_code:
-            advice = "needs its own Python code; read that, then set model.trust_remote_code: true"
+            advice = (
+                "needs its own Python code; read that, then set model.trust_remote_code: true "
+                "(--trust_remote_code of consolidate, verify and push)"
+            )
         raise ModelError(f"{file} is of model_type {kind!r}, which {advice}")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)

@@ -18,7 +18,7 @@ from toolkit.data.order.position import accumulation_for
 from toolkit.planning.changes import Plan, make_plan, with_settings
 from toolkit.planning.devices import Device
 from toolkit.planning.measuring import is_out_of_memory, measure
-from toolkit.planning.simulation import Config
+from toolkit.planning.simulation import Config, PlanningError
 
 _AUTO = (("sharding", "activation_checkpointing"), ("train", "per_device_train_batch_size"))
 _RECOMPUTED = ("none", "selective", "full")
@@ -88,7 +88,8 @@ def candidates(cfg: Config, world_size: int) -> list[list[Config]]:
 
 def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[int, Plan]:
     """Return the place among all candidates of the first that fits by its plan, with that; where
-    none does, of the last. Makes a fake world; a few plans of each recomputation.
+    none does, of the last. What the model cannot be run with does not fit. Makes a fake world; a
+    few plans of each recomputation. PlanningError: nor can it be run as the last.
     """
     groups, passed = candidates(cfg, world_size), 0
     plan = None
@@ -96,8 +97,8 @@ def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[i
         low, high = 0, len(group)  # all before `low` are too large, all from `high` on fit
         while low < high:
             middle = (low + high) // 2
-            found = make_plan(group[middle], world_size, device, memory)
-            if found.fits(memory):
+            found = _plan_or_none(group[middle], world_size, device, memory)
+            if found is not None and found.fits(memory):
                 high, plan = middle, found
             else:
                 low = middle + 1
@@ -105,6 +106,14 @@ def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[i
             return passed + high, plan
         passed += len(group)
     return passed - 1, make_plan(groups[-1][-1], world_size, device, memory)
+
+
+def _plan_or_none(cfg: Config, world_size: int, device: Device, memory: int) -> Plan | None:
+    """Return the plan of a candidate; None where the model cannot be run so."""
+    try:
+        return make_plan(cfg, world_size, device, memory)
+    except PlanningError:
+        return None
 
 
 def tried(

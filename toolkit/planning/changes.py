@@ -243,5 +243,8 @@ def layouts(
                 activation_checkpointing=recomputed,
                 activation_offload=plan.cfg.sharding.activation_offload and recomputed != "none",
             )
-            found.append(make_plan(cfg, world, device, memory, name))
+            try:
+                found.append(make_plan(cfg, world, device, memory, name))
+            except ToolkitError as error:  # as of a model that one of them does not go with
+                say(f"{name}: {one_line(error)}")
     return sorted(found, key=lambda p: (not p.fits(memory), _cost(p)))

@@ -6,15 +6,16 @@ lose that cast).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -33,6 +34,9 @@ _KEPT = (
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
+# Not where experts have biases: transformers adds them in place, so that what was kept would be
+# added to twice.
+_OF_EXPERTS = frozenset(("bmm", "baddbmm", "_grouped_mm", "_scaled_grouped_mm"))
 # Custom operations, there once their library is imported: torch's varlen attention, flash-attn's.
 _KEPT_OF = {
     "torch_attn": ("_varlen_attn",),
@@ -49,6 +53,8 @@ def recompute_in_backward(
     there until the backward.
     """
     forward: Callable = module.forward
+    biased = any(getattr(inner, "has_bias", False) is True for inner in module.modules())
+    operations = _kept_operations(without=_OF_EXPERTS if biased else frozenset())
     draws: bool | None = None  # whether it draws random numbers; not known before the first
 
     @functools.wraps(forward)
@@ -62,9 +68,10 @@ def recompute_in_backward(
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws is not False}
         group = None if host is None else host.group()
         if selective and group is not None:
-            options["context_fn"] = partial(_offloading_contexts, group)
+            options["context_fn"] = partial(_offloading_contexts, group, operations)
         elif selective:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+            keep = partial(_keep_products, operations)
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
         hooks: Any = nullcontext()
         if group is not None:
             hooks = torch.autograd.graph.saved_tensors_hooks(group.keep, lambda kept: kept.get())
@@ -78,50 +85,79 @@ def recompute_in_backward(
 
 
 @functools.cache
-def _kept_operations() -> frozenset[Any]:
+def _kept_operations(without: frozenset[str]) -> frozenset[Any]:
     spaces = [(getattr(torch.ops, space), names) for space, names in _KEPT_OF.items()]
     found = ((torch.ops.aten, _KEPT), *spaces)
-    packets = [getattr(ops, name) for ops, names in found for name in names if hasattr(ops, name)]
+    named = [(ops, name) for ops, names in found for name in names if name not in without]
+    packets = [getattr(ops, name) for ops, name in named if hasattr(ops, name)]
     return frozenset(getattr(p, overload) for p in packets for overload in p.overloads())
 
 
-def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    kept = operation in _kept_operations()
+def _keep_products(
+    operations: frozenset[Any], _context: Any, operation: Any, *_: Any, **__: Any
+) -> CheckpointPolicy:
+    kept = operation in operations
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _offloading_contexts(group: Any) -> tuple["_Keep", "_Reuse"]:
+def _offloading_contexts(group: Any, operations: frozenset[Any]) -> tuple["_Keep", "_Reuse"]:
     # PyTorch's selective checkpointing keeps what it keeps on the device: its offload policy is
     # heeded by the compiler only.
     kept: dict[Any, list[Any]] = {}
-    return _Keep(kept, group), _Reuse(kept)
+    return _Keep(kept, group, operations), _Reuse(kept, operations)
 
 
 class _Keep(TorchDispatchMode):
     """In the forward: copies the results of the kept operations to host memory."""
 
-    def __init__(self, kept: dict[Any, list[Any]], group: Any):
+    def __init__(self, kept: dict[Any, list[Any]], group: Any, operations: frozenset[Any]):
         super().__init__()
-        self._kept, self._group = kept, group
+        self._kept, self._group, self._operations = kept, group, operations
+        self._copied = set[StorageWeakRef]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func in _kept_operations():
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._refuse_writing(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func in self._operations:
             stored = tree_map_only(torch.Tensor, self._group.keep, out)
             self._kept.setdefault(func, []).append(stored)
+            for tensor in tree_leaves(out):
+                self._copied |= _storage(tensor)
         return out
+
+    def _refuse_writing(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse to write to what is being copied: the copy, on a stream of its own, may be late,
+        and hold what was written; the recomputation would write it again.
+        """
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            if any(_storage(tensor) & self._copied for tensor in tree_leaves(given)):
+                raise ShardingError(
+                    f"a layer writes to the result of a product in place ({func}), which "
+                    "activation_checkpointing: selective with activation_offload keeps elsewhere; "
+                    "set activation_checkpointing: full, or activation_offload: false"
+                )
+
+
+def _storage(value: Any) -> set[StorageWeakRef]:
+    plain = isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
+    return {StorageWeakRef(value.untyped_storage())} if plain else set()
 
 
 class _Reuse(TorchDispatchMode):
     """In the recomputation: hands the kept results back instead of computing them."""
 
-    def __init__(self, kept: dict[Any, list[Any]]):
+    def __init__(self, kept: dict[Any, list[Any]], operations: frozenset[Any]):
         super().__init__()
-        self._kept = kept
+        self._kept, self._operations = kept, operations
         self._next: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func not in _kept_operations():
+        if func not in self._operations:
             return func(*args, **(kwargs or {}))
         index = self._next.get(func, 0)
         self._next[func] = index + 1

@@ -39,18 +39,24 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
     """Return the optimizer of `cfg` over the trainable parameters of `model`.
 
-    Matrices decay; vectors and scalars (norms, biases) do not, unless asked. AdamW is exact on
+    Matrices decay; vectors and scalars (norms, biases, also those of experts in one tensor) do not,
+    unless asked. AdamW is exact on
     DTensors, and fused 4 to 6 times faster than the plain loop on CPU; its state is two tensors of
     the parameters' size and dtype. The others: see `sharded_optimizers`.
     """
     reshard(model)
     embeddings, ends = _embeddings(model)
     groups: dict[tuple, list[nn.Parameter]] = {}
-    for parameter in (p for p in model.parameters() if p.requires_grad):
-        decays = parameter.ndim >= 2 or cfg.decay_norms_and_biases
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # Biases of experts are stacked, and Mamba marks its decay rates.
+        unmarked = not getattr(parameter, "_no_weight_decay", False)
+        matrix = parameter.ndim >= 2 and not name.endswith(("_bias", ".A_log")) and unmarked
+        decays = matrix or cfg.decay_norms_and_biases
         own = False
         if cfg.optim == "muon":
-            own = 2 <= parameter.ndim <= 3 and id(parameter) not in embeddings | ends
+            own = matrix and parameter.ndim <= 3 and id(parameter) not in embeddings | ends
         elif cfg.optim == "adamw_8bit":  # embeddings keep 32 bits, as transformers' Trainer has it
             blocks = parameter.ndim >= 2 and parameter.shape[1:].numel() % BLOCK == 0
             own = blocks and parameter.numel() >= _SMALL and id(parameter) not in embeddings

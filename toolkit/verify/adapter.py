@@ -65,7 +65,11 @@ class AdapterCheck(ExportCheck):
             try:
                 base = self._base_on_meta()
             except ToolkitError as error:
-                self.findings.note(f"keys and shapes were not compared with the base: {error}")
+                what = f"keys and shapes were not compared with the base: {error}"
+                if self.source is not None:  # then nothing was compared with the checkpoint either
+                    self.add(CONFIG_FILE, None, what)
+                else:
+                    self.findings.note(what)
                 return
             self.layout = peft_layout(base, self.config)
             self.model = base

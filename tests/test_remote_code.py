@@ -1,0 +1,71 @@
+"""A model whose Python code comes with it: trained, exported and verified where that is allowed."""
+
+import json
+
+import pytest
+from conftest import ROOT, save_byte_tokenizer, save_tiny_model
+from distributed import run_recipe_ranks
+
+from toolkit import cli
+from toolkit.models import causal_lm
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = save_tiny_model(tmp_path / "model", num_hidden_layers=2)
+    save_byte_tokenizer(made)
+    (made / "modeling_own.py").write_text(CODE)
+    config = json.loads((made / "config.json").read_text())
+    config |= {
+        "model_type": "own_llama",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        },
+    }
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.mark.slow
+def test_from_training_to_a_verified_export(folder, tmp_path, monkeypatch, capsys) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    settings = {
+        "model.name_or_path": folder,
+        "model.trust_remote_code": True,
+        "data.train_files": ROOT / "LICENSE",
+        "data.sequence_length": 32,
+        "data.eval_split": 0.0,
+        "sharding.param_dtype": "float32",
+        "train.per_device_train_batch_size": 2,
+        "train.max_steps": 2,
+        "checkpoint.save_steps": 2,
+        "checkpoint.export_at_end": True,
+        "output_dir": run,
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    ended = run_recipe_ranks(ROOT / "recipes" / "pretrain.py", 1, *flags, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setitem(causal_lm._process, "trusts_code", False)
+    (own,) = (run / "exports").iterdir()
+    for command in (["consolidate", run, "--output", out], ["verify", run, own]):
+        arguments = list(map(str, command))
+        assert cli.main(arguments) == 1
+        said = capsys.readouterr()
+        assert "needs its own Python code; read that, then set" in said.err + said.out
+        assert not causal_lm.trusts_code()
+        assert cli.main([*arguments, "--trust_remote_code"]) == 0
+        causal_lm._process["trusts_code"] = False
+    assert cli.main(["verify", str(run), str(out), "--logits", "--trust_remote_code"]) == 0
+    assert (out / "modeling_own.py").read_text() == CODE
