@@ -761,3 +761,4 @@ def test_the_card_names_a_base_on_the_hub(trained) -> None:
         assert (front["base_model_relation"], front["library_name"]) == (relation, library)
         assert "lora" in front["tags"]
     assert "[org/base](https://huggingface.co/org/base) (revision abc)" in card
+    assert 'from_pretrained("org/base", revision="abc", dtype="auto")' in card

@@ -50,10 +50,8 @@ class _Watch:
     def __init__(self, patience: float, folder: Path, busy: Callable[[], bool]) -> None:
         self.patience, self.busy, self.world = patience, busy, ranks.world_size()
         self.count, self.step, self.doing, self.patient = 0, 0, "start", True
-        self.began, self.slowest = (
-            time.monotonic(),
-            0.0,
-        )  # this step; the slowest of late
+        self.began = time.monotonic()  # of this step
+        self.slowest = 0.0  # seconds of the slowest step of late
         self.code: int | None = None  # that this rank ends with
         self.judged = threading.Event()
         self.verdict: int | None = None
