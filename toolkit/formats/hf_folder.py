@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
+from transformers.utils.hub import is_offline_mode
 
 from toolkit import ranks
 from toolkit.errors import LoadingError, ModelError, one_line
@@ -31,7 +30,6 @@ _INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 9
 _VOCABULARY_BYTES = 256 * 2**20
 MAX_TEMPLATE_BYTES = 2**18  # of a chat template
 _TEMPLATE = "chat_template.jinja"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
 _COUNTS = ((re.compile(_DEPTHS), 500), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
@@ -201,23 +199,23 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
     if path.exists() or _is_beside(path):
         return
     for name in ("config.json", *ASSET_FILES):
-        known = try_to_load_from_cache(name_or_path, name, revision=revision)
-        # Of a commit all is known that was asked for once: also that it is not there.
-        if known is not None and revision is not None and _COMMIT.fullmatch(revision):
-            continue
         try:
-            revision = Path(hf_hub_download(name_or_path, name, revision=revision)).parent.name
-        except LocalEntryNotFoundError as error:
-            if name != "config.json" and not constants.HF_HUB_OFFLINE:
-                what = f"the Hub does not say whether {name_or_path} has {name} ({one_line(error)})"
-                ranks.say(f"WARNING: {what}: exports carry what the cache has")
-            return
-        except EntryNotFoundError:
-            continue
-        except (OSError, HfHubHTTPError) as error:
+            file = cached_file(name_or_path, name, revision=revision, local_files_only=False)
+        except OSError as error:
+            cause = error.__cause__  # of a file that is not there none
+            unreachable = type(cause).__name__ == "LocalEntryNotFoundError"
             if name == "config.json":  # whether there is such a model, who reads it says
                 return
-            raise ModelError(f"{name_or_path}: {name}: {one_line(error)}") from error
+            if unreachable and not is_offline_mode():
+                what = f"the Hub does not say whether {name_or_path} has {name} ({one_line(error)})"
+                ranks.say(f"WARNING: {what}: exports carry what the cache has")
+            if unreachable:
+                return
+            if cause is not None:
+                raise ModelError(f"{name_or_path}: {name}: {one_line(error)}") from error
+            continue
+        if file is not None:  # all of one commit; what was said of a commit is not asked again
+            revision = Path(file).parent.name
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
