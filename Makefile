@@ -5,7 +5,6 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
-LONGEST = $(patsubst %,tests/test_%.py,gpu_program published rehearsal chaos planning docs)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures rehearsals soak clean
@@ -41,8 +40,8 @@ test-faults: install  ## Run kills, signals, hangs, lost hosts, mutated files (m
 test-plans: install  ## Run plans and rehearsals of whole models, and a dry run of make gpu
 	$(PYTEST) -m plans
 
-test-rest: install  ## Run all but what make test does, the longest first
-	$(PYTEST) --no-loadscope-reorder -m 'slow or faults or plans' $(LONGEST) tests
+test-rest: install  ## Run all but what make test does
+	$(PYTEST) -m 'slow or faults or plans'
 
 check: install  ## Lint, format, import layers and types
 	$(BIN)/ruff check .
