@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from toolkit.config import FinetuneConfig, PretrainConfig, model_settings, parse
 from toolkit.loading import fill, init_weights
 from toolkit.models import build_on_meta
 from toolkit.models.packed_linear import bitsandbytes
+from toolkit.planning import automatic, changes
 from toolkit.planning.calibration import cache_file, calibration_of, remembered
 from toolkit.planning.changes import make_plan, remedies
 from toolkit.planning.devices import KNOWN, device_of, named_as
@@ -474,3 +476,33 @@ def test_a_device_comes_from_the_table_or_a_file(tmp_path: Path) -> None:
     device = device_of(str(own))
     assert (device.memory, device.link, device.per_node) == (8e9, 1e10, 8)
     assert KNOWN["h100"].bf16 == 989e12
+
+
+def test_what_a_model_cannot_be_run_with_is_left_out(monkeypatch) -> None:
+    """Of `auto` and of a sweep; where nothing else is left, the reason is told."""
+
+    def plan(cfg, *_) -> SimpleNamespace:
+        mode = cfg["activation_checkpointing"]
+        if mode in refused:
+            raise PlanningError(f"{mode} cannot be run")
+        return SimpleNamespace(fits=lambda memory: mode == "full", name=mode)
+
+    modes = ("none", "selective", "full")
+    made = [[{"activation_checkpointing": mode}] for mode in modes]
+    monkeypatch.setattr(automatic, "candidates", lambda cfg, world: made)
+    monkeypatch.setattr(changes, "with_settings", lambda cfg, section, **settings: settings)
+    monkeypatch.setattr(changes, "_cost", lambda plan: 0)
+    for module in (automatic, changes):
+        monkeypatch.setattr(module, "make_plan", plan)
+    refused = {"selective"}
+    assert automatic.choose(None, 1, None, 1)[0] == 2
+    whole = SimpleNamespace(
+        world_size=1, cfg=SimpleNamespace(sharding=SimpleNamespace(activation_offload=False))
+    )
+    said = list[str]()
+    found = changes.layouts(whole, SimpleNamespace(per_node=None), 1, said.append)
+    assert [one.name for one in found] == ["full", "none"]
+    assert any("selective: " in line and "selective cannot be run" in line for line in said), said
+    refused = {"selective", "full"}
+    with pytest.raises(PlanningError, match="full cannot be run"):
+        automatic.choose(None, 1, None, 1)
