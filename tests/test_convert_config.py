@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
 
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, load
@@ -138,8 +140,47 @@ def test_values_mean_what_they_meant() -> None:
         (
             "trainer",
             {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 10}
-            | {"load_best_model_at_end": True},
+            | {"load_best_model_at_end": True, "save_total_limit": 3},
             {"train.eval_steps": 5, "checkpoint.keep_best": True},
+        ),
+        (
+            "trainer",
+            {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True},
+            {"checkpoint.save_total_limit": None, "checkpoint.keep_best": None},
+        ),
+        ("axolotl", {"save_total_limit": None}, {"checkpoint.save_total_limit": 4}),
+        ("axolotl", {}, {"data.sequence_length": 512, "data.too_long": "drop"}),
+        ("axolotl", {"excess_length_strategy": "raise"}, {"data.too_long": "error"}),
+        ("axolotl", {"max_steps": 1000}, {"optim.warmup_steps": 30}),
+        ("axolotl", {"max_steps": 9000}, {"optim.warmup_steps": 100}),
+        ("axolotl", {}, {"optim.warmup_steps": 0.03}),
+        ("axolotl", {"warmup_steps": 0}, {"optim.warmup_steps": 0}),
+        ("axolotl", {"use_wandb": True}, {"metrics.report_to": "wandb"}),
+        (
+            "axolotl",
+            {"datasets": [{"path": "a.jsonl", "type": "completion", "field": "body"}]},
+            {"data.supervise": None, "data.text_column": "body"},
+        ),
+        (
+            "axolotl",
+            {
+                "datasets": [
+                    {"path": "a.jsonl", "type": "chat_template"},
+                    {"path": "b.jsonl", "type": "completion", "field": "body"},
+                ]
+            },
+            {"data.supervise": None, "data.text_column": None},
+        ),
+        (
+            "trainer",
+            {"lr_scheduler_type": "cosine_warmup_with_min_lr"}
+            | {"lr_scheduler_kwargs": {"min_lr_rate": 0.2, "warmup_lr_rate": 0.1}},
+            {"optim.lr_scheduler_type": "cosine_warmup_with_min_lr", "optim.min_lr_rate": 0.2},
+        ),
+        (
+            "trainer",
+            {"lr_scheduler_type": "constant", "warmup_steps": 100},
+            {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": None},
         ),
         ("trainer", {"fsdp": "full_shard offload"}, {"sharding.cpu_offload": True}),
         (
@@ -170,6 +211,8 @@ def test_values_mean_what_they_meant() -> None:
         ({"fsdp": "hybrid_shard"}, "sharding.dp_replicate"),
         ({"torch_dtype": "bfloat16"}, "the optimizer updates weights of that dtype"),
         ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "constant_with_warmup has one"),
+        ({"load_best_model_at_end": True}, "all checkpoints are kept, the best one among them"),
+        ({"datasets": [{"path": "o/a", "field": "b"}, {"path": "o/b"}]}, "one for all sources"),
         ({"load_in_8bit": True, "use_peft": True}, "lora.load_in_4bit: true is the nearest"),
         ({"early_stopping_patience": 3}, "needs train.eval_steps"),
         ({"report_to": "all"}, "one of tensorboard"),
@@ -202,6 +245,28 @@ def test_a_script_is_read_and_never_run(tmp_path) -> None:
     assert "train.num_train_epochs" not in out.settings  # nor TRL's default in its place
     told = [note.split(" (")[0] for note in out.notes if "computed by the script" in note]
     assert sorted(told) == ["**", "num_train_epochs", "weight_decay"]
+
+
+def test_a_script_calls_peft_and_bitsandbytes_with_their_own_defaults(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "quant = BitsAndBytesConfig(load_in_4bit=True)\n"
+        "args = SFTConfig('out', 7, max_length=64)\n"
+        "SFTTrainer('org/m', args, peft_config=LoraConfig(r=16))\n"
+    )
+    out = convert_config(script)
+    lora = {k.removeprefix("lora."): v for k, v in out.settings.items() if k.startswith("lora.")}
+    assert lora.pop("load_in_4bit") is True
+    assert lora == {"r": 16, "lora_alpha": 8, "bnb_4bit_quant_type": "fp4"}
+    peft = LoraConfig(r=16)
+    assert (peft.lora_alpha, peft.lora_dropout) == (8, 0.0)
+    assert BitsAndBytesConfig(load_in_4bit=True).bnb_4bit_quant_type == "fp4"
+    assert out.settings["model.name_or_path"] == "org/m"
+    assert out.settings["output_dir"] == "out"
+    assert "argument 2 of SFTConfig 7: not known to the toolkit" in out.notes
+    # TRL's command line has others.
+    yaml_too = convert({"model_name_or_path": "m", "use_peft": True}, "trl").settings
+    assert (yaml_too["lora.lora_alpha"], yaml_too["lora.lora_dropout"]) == (32, 0.05)
 
 
 @pytest.mark.parametrize(

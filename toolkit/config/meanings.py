@@ -1,7 +1,7 @@
 """What the keys of axolotl, TRL and Trainer mean in settings of the toolkit.
 
 Every key is carried, or named in a note. Names are those of `names`; here is what values mean, and
-what a tool does where a key is missing.
+what a tool does where a key is missing is in `unsaid`.
 """
 
 import re
@@ -14,22 +14,10 @@ from toolkit.config.accelerate_yaml import translate
 from toolkit.config.names import leaves_of, renamed, why_left
 from toolkit.config.outputs import Tracker
 from toolkit.config.settings import FinetuneConfig, Schedule
+from toolkit.config.unsaid import LORA, UNSAID, axolotl_warmup
 from toolkit.errors import ConfigError, LaunchError, is_secret_name, looks_secret
 
 TOOLS = ("axolotl", "trl", "trainer")
-# What a tool does where its key is not given, and this toolkit would not.
-_UNSAID: dict[str, dict[str, Any]] = {
-    "axolotl": {"sample_packing": False, "lr_scheduler": "cosine", "val_set_size": 0.0}
-    | {"micro_batch_size": 1, "train_on_inputs": False, "bf16": "auto"},
-    "trl": {"num_train_epochs": 3.0, "learning_rate": 2e-5, "max_length": 1024, "packing": False}
-    | {"gradient_checkpointing": True, "bf16": True, "eval_strategy": "no"},
-    "trainer": {"num_train_epochs": 3.0, "bf16": False, "packing": False, "eval_strategy": "no"},
-}
-_UNSAID_LORA: dict[str, dict[str, Any]] = {
-    "axolotl": {"bnb_4bit_use_double_quant": True},
-    "trl": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
-    "trainer": {"lora_r": 8, "lora_alpha": 8, "bnb_4bit_quant_type": "fp4"},
-}
 _TOP = ("output_dir", "seed")
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _PRECISIONS = ("bf16", "fp16", "bfloat16", "float16")
@@ -74,11 +62,12 @@ def convert(
     """Return what the keys of a config are here, not yet as a text, and not yet parsed.
 
     Args:
-        computed: keys whose values only the run of a script knows, each with its note.
+        computed: of a script: keys whose values only its run knows, each with its note.
     """
-    computed = computed or {}
-    out = Conversion(tool or _tool_of(given), notes=list(computed.values()))
-    _Converter(given, set(computed), out).run()
+    out = Conversion(tool or _tool_of(given), notes=list((computed or {}).values()))
+    # A script calls PEFT itself, whose defaults are not those of TRL's command line.
+    lora = LORA[out.tool if computed is None else "trainer"]
+    _Converter(given, set(computed or ()), out, lora).run()
     return out
 
 
@@ -92,11 +81,13 @@ def _tool_of(given: Mapping[str, Any]) -> str:
 class _Converter:
     """Takes key after key out of `left`; what nothing takes is named at the end."""
 
-    def __init__(self, given: dict[str, Any], computed: set[str], out: Conversion) -> None:
+    def __init__(
+        self, given: dict[str, Any], computed: set[str], out: Conversion, lora: dict[str, Any]
+    ) -> None:
         self.left = {key: _number(value) for key, value in given.items()}
-        self.out, self.tool = out, out.tool
+        self.out, self.tool, self.lora = out, out.tool, lora
         self.adapted = any(given.get(key) for key in ("adapter", "use_peft", "r"))
-        unsaid = _UNSAID[self.tool] | (_UNSAID_LORA[self.tool] if self.adapted else {})
+        unsaid = UNSAID[self.tool] | (lora if self.adapted else {})
         said = {key for key, value in given.items() if value is not None} | computed
         names = {self.setting_of(key) for key in said - {"use_peft"}} | said
         for key, value in unsaid.items():
@@ -109,7 +100,9 @@ class _Converter:
         return renamed(key) or (found[0] if len(found) == 1 else key)
 
     def run(self) -> None:
-        empty = [key for key, value in self.left.items() if value in (None, "", [], {})]
+        nothing: tuple[Any, ...] = (None, "", [], {})
+        # A limit that is empty keeps all checkpoints, here as there.
+        empty = [k for k, v in self.left.items() if v in nothing and k != "save_total_limit"]
         for key in empty:
             del self.left[key]
         if empty:
@@ -290,6 +283,8 @@ class _Converter:
             self.set("data.packing", way if found[1] else "none")
             if found[1] and strategy and strategy[1] not in ("bfd", "wrapped"):
                 self.note("packing_strategy", "packed by best fit decreasing (bfd)", strategy[1])
+        if found := self.take("excess_length_strategy"):
+            self.set("data.too_long", "error" if found[1] == "raise" else found[1])
         self.supervision()
         self.template()
         self.sources()
@@ -347,7 +342,8 @@ class _Converter:
         if not isinstance(entries, list):
             where = mixture[0] if mixture else "datasets"
             raise ConfigError(f"{where}: expected a list of data sets, got {entries!r}")
-        found = [self.source(entry, i) for i, entry in enumerate(entries)]
+        several = len(entries) > 1
+        found = [self.source(entry, i, several) for i, entry in enumerate(entries)]
         if len(found) > 1:
             self.set("data.sources", found)
         for source in found[:1] if len(found) == 1 else ():
@@ -360,7 +356,7 @@ class _Converter:
         if isinstance(name, str) and _is_file(name):
             self.set("data.train_files", self.out.settings.pop("data.dataset_name"))
 
-    def source(self, entry: Any, index: int) -> dict[str, Any]:
+    def source(self, entry: Any, index: int, several: bool) -> dict[str, Any]:
         """Return one data set as a mapping of `data.sources`; names what of it is not carried."""
         out: dict[str, Any] = {}
         entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
@@ -381,7 +377,10 @@ class _Converter:
         for key, value in entry.items():
             if value is None or (key == "ds_type" and "files" in out):
                 continue
-            if key == "field":
+            if key == "field" and several:
+                what = "data.text_column is one for all sources; rename the column to text"
+                self.note(f"{where}.field", what, value)
+            elif key == "field":
                 self.set("data.text_column", value)
             elif key == "type":
                 self.kind(f"{where}.type", value)
@@ -400,11 +399,9 @@ class _Converter:
 
     def kind(self, key: str, value: Any) -> None:
         kind = str(value).partition(".")[0]
-        if kind == "completion":
-            self.set("data.supervise", "all")
-        elif kind == "alpaca":
+        if kind == "alpaca":
             self.note(key, "rendered by the chat template, not in Alpaca's own words", value)
-        elif kind not in ("chat_template", "sharegpt"):
+        elif kind not in ("completion", "chat_template", "sharegpt"):  # texts are learned whole
             self.note(key, "rows are recognised by their columns (docs/finetuning.md)", value)
 
     # ---- Optimiser and schedule
@@ -431,20 +428,26 @@ class _Converter:
         more = dict(kwargs[1]) if kwargs and isinstance(kwargs[1], dict) else {}
         least = self.take("cosine_min_lr_ratio") or ("", more.pop("min_lr_rate", None))
         if least[1] is not None:
-            self.set("optim.lr_scheduler_type", "cosine_with_min_lr")
+            if self.out.settings.get("optim.lr_scheduler_type") != "cosine_warmup_with_min_lr":
+                self.set("optim.lr_scheduler_type", "cosine_with_min_lr")
             self.set("optim.min_lr_rate", least[1])
         if more:
             self.set("optim.lr_scheduler_kwargs", more)
         steps, ratio = self.take("warmup_steps"), self.take("warmup_ratio")
-        if warmup := (steps if steps and steps[1] else ratio):
+        if warmup := (steps if steps and steps[1] else ratio or steps):
             self.set("optim.warmup_steps", warmup[1])
+        elif self.tool == "axolotl":
+            value, what = axolotl_warmup(self.left.get("max_steps"))
+            self.set("optim.warmup_steps", value)
+            self.note("warmup_steps", what)
         if steps and steps[1] and ratio:
             self.note("warmup_ratio", "warmup_steps wins, as there", ratio[1])
         if self.out.settings.get("optim.warmup_steps") and (
             self.out.settings.get("optim.lr_scheduler_type") == "constant"
         ):
-            what = "`constant` has no warm-up, as in transformers"
-            self.note("warmup", f"{what}; constant_with_warmup has one")
+            given = self.out.settings.pop("optim.warmup_steps")
+            what = "`constant` ignores it, as in transformers; constant_with_warmup has one"
+            self.note("warmup_steps", what, given)
 
     def schedule_of_run(self) -> None:
         strategies = ("eval_strategy", "evaluation_strategy")
@@ -469,11 +472,13 @@ class _Converter:
         if (found := self.take("logging_strategy")) and found[1] != "steps":
             self.note(found[0], "train.logging_steps counts steps", found[1])
         if found := self.take("save_total_limit"):
-            self.set("checkpoint.save_total_limit", max(2, found[1]))
-            if found[1] < 2:
+            self.set("checkpoint.save_total_limit", found[1] and max(2, found[1]))
+            if found[1] is not None and found[1] < 2:
                 self.note(found[0], "at least 2: one is whole while another is written", found[1])
         if (found := self.take("load_best_model_at_end")) and found[1]:
-            if self.left.get("eval_steps") or "train.eval_steps" in self.out.settings:
+            if self.out.settings.get("checkpoint.save_total_limit", 2) is None:
+                self.note(found[0], "all checkpoints are kept, the best one among them", found[1])
+            elif self.left.get("eval_steps") or "train.eval_steps" in self.out.settings:
                 self.set("checkpoint.keep_best", True)
             else:
                 self.note(found[0], "checkpoint.keep_best needs train.eval_steps", found[1])
@@ -518,7 +523,7 @@ class _Converter:
             if found := self.take(*names):
                 if "lora.load_in_4bit" in self.out.settings:
                     self.set(setting, found[1])
-                elif found[0] not in _UNSAID_LORA[self.tool]:
+                elif found[0] not in self.lora:
                     self.note(found[0], "the base is not in 4 bits", found[1])
         if (found := self.take("bnb_4bit_compute_dtype")) and found[1] != "bfloat16":
             self.note(found[0], "sharding.param_dtype is what is computed in", found[1])
@@ -552,6 +557,7 @@ class _Converter:
         for key, tracker in (("use_wandb", "wandb"), ("wandb_project", "wandb")):
             if self.left.get(key) and tracker not in known:
                 known.append(tracker)
+        self.left.pop("use_wandb", None)
         if known:
             self.set("metrics.report_to", known if len(known) > 1 else known[0])
         if self.left.get("push_to_hub") and not self.left.get("hub_model_id"):

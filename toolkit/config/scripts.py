@@ -19,6 +19,15 @@ _OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "proc
     "peft_config",
     "quantization_config",
 }
+# What the first argument of a call is, where it has no name.
+_FIRST = {
+    "TrainingArguments": "output_dir",
+    "Seq2SeqTrainingArguments": "output_dir",
+    "SFTConfig": "output_dir",
+    "SFTTrainer": "model",
+    "Trainer": "model",
+    "from_pretrained": "model_name_or_path",
+}
 _BUILDERS = ("json", "csv", "text", "parquet")
 
 
@@ -44,8 +53,9 @@ def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if name == "LoraConfig":
             found["use_peft"] = True
         for key, node in _arguments(call, name, bound):
-            if key in _OBJECTS:
+            if key in _OBJECTS and not (key == "model" and _is_text(node, bound)):
                 continue
+            key = "model_name_or_path" if key == "model" else key
             where = f"{key} ({name}, line {call.lineno})"
             try:
                 value = _value(node, bound)
@@ -79,15 +89,17 @@ def _is_model(func: ast.expr) -> bool:
 def _arguments(
     call: ast.Call, name: str, bound: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
-    first = call.args[:1]
-    if name == "from_pretrained" and first:
-        yield "model_name_or_path", first[0]
-    elif name == "load_dataset" and first:
-        builder = isinstance(first[0], ast.Constant) and first[0].value in _BUILDERS
-        if not builder:
-            yield "dataset_name", first[0]
-        if len(call.args) > 1:
-            yield "dataset_config_name", call.args[1]
+    positional = [_FIRST.get(name)]
+    if name == "load_dataset":
+        first = call.args[0] if call.args else None
+        builder = isinstance(first, ast.Constant) and first.value in _BUILDERS
+        positional = ["builder" if builder else "dataset_name", "dataset_config_name"]
+    for i, node in enumerate(call.args):
+        key = positional[i] if i < len(positional) else None
+        if key not in ("builder", None):
+            yield key, node
+        elif key is None and name not in ("SFTTrainer", "Trainer"):  # which takes objects
+            yield f"argument {i + 1} of {name}", node
     names = {"split": "dataset_split", "data_files": "train_files", "name": "dataset_config_name"}
     for keyword in call.keywords:
         if keyword.arg is not None:
@@ -127,6 +139,13 @@ def _value(node: ast.expr, bound: dict[str, ast.expr], depth: int = 0) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError) as error:
         raise _NotLiteral from error
+
+
+def _is_text(node: ast.expr, bound: dict[str, ast.expr]) -> bool:
+    try:
+        return isinstance(_value(node, bound), str)
+    except _NotLiteral:
+        return False
 
 
 def _last(node: ast.expr) -> str:
