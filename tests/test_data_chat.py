@@ -4,8 +4,10 @@ tokenizer; templates that leave things out, or run away, end in an error.
 
 import argparse
 import datetime
+import json
 import random
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import chat_templates as templates
@@ -103,11 +105,13 @@ def test_what_is_learned_is_what_the_assistant_says(name, vocabulary):
     for (kind, chat), text, tokens in zip(chats.items(), rendered, encoded, strict=True):
         turns = expected(name, chat.messages)
         assert said(text) == turns, kind
-        assert not text.notes, kind
+        # DeepSeek's prompt opens a reasoning that these answers do not have.
+        assert not text.notes or (name == "deepseek" and set(text.notes) == {masks.OTHER_PROMPT})
         # From the tokens, and all others are exactly the rest.
         decoded = [tokenizer.decode(tokens.input_ids[b:e]) for b, e in tokens.spans]
-        if kind == "spaced" and tokens.notes:  # a token of the header's and the answer's newline
-            assert tokens.notes == {ACROSS: 1}
+        of_tokens = Counter(tokens.notes) - text.notes
+        if kind == "spaced" and of_tokens:  # a token of the header's and the answer's newline
+            assert of_tokens == {ACROSS: 1}
             turns = ["  indented\n" + turns[0].removeprefix("\n  indented\n"), *turns[1:]]
         assert decoded == turns, kind
         assert tokenizer.decode(tokens.input_ids) == text.text, kind
@@ -216,6 +220,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
 
 
 _EACH = "{%% for m in messages %%}%s{%% endfor %%}"
+_LOOP = "{%% for m in messages %%}%s{%% endfor %%}"
 _ASKED = "{%% if add_generation_prompt %%}%s{%% endif %%}"
 _PLAIN_TURN = "<|sh|>{{ m.role }}<|eh|>{{ m.content }}<|e|>"
 _LINE_TURN = "<|sh|>{{ m.role }}<|eh|>{{ '\\n' }}{{ m.content }}<|e|>{{ '\\n' }}"
@@ -298,7 +303,8 @@ def test_what_follows_the_prompt_is_learned(case, vocabulary):
         (turn % c).replace("{turn}", str(i + 1)).replace("{length}", str(len(c)))
         for i, c in numbered
     ]
-    assert not result.notes
+    thoughtful = case in ("prompt_of_an_empty_thought", "prompt_of_words")
+    assert result.notes == ({masks.OTHER_PROMPT: 1} if thoughtful else {})
 
 
 def test_what_the_prompt_holds_is_no_answer(vocabulary):
@@ -374,6 +380,75 @@ def test_template_arguments_of_a_row(vocabulary):
     assert said(fixed) == said(given)
 
 
+# A tool's result repeats the name of the function, as Gemma 4's does.
+_WITH_CALLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|r|>response:{{ m.name }}{{ m.content }}<|e|>"
+    "{% else %}<|sh|>{{ m.role }}<|eh|>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<|im_start|>call:{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}<|im_end|>{% endfor %}"
+    "<|e|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|sh|>assistant<|eh|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("last", [True, 1.5, None, [], {}, [False], "text", 3, "nothing at all"])
+@pytest.mark.parametrize("amid", [False, True])
+def test_the_end_of_a_call_whatever_its_last_argument(vocabulary, last, amid):
+    arguments = {} if last == "nothing at all" else {"word": "tuple", "last": last}
+    asked = [user("What is a tuple?"), assistant(None, tool_calls=[call("abcdefghi", **arguments)])]
+    found = {"role": "tool", "tool_call_id": "abcdefghi", "name": "look_up", "content": "found: 1"}
+    rest = [found, assistant("A fixed sequence.")] if amid else []
+    result = hard_chat(vocabulary, _WITH_CALLS).render(Conversation([*asked, *rest]))
+    said_by_call = f"<|im_start|>call:look_up{json.dumps(arguments)}<|im_end|><|e|>"
+    assert said(result) == [said_by_call, "A fixed sequence.<|e|>"][: 1 + amid]
+    assert not result.notes
+
+
+def test_a_call_whose_edges_are_not_found_is_not_spelled_otherwise(vocabulary):
+    """The text that would be found is not what the tokenizer renders."""
+    length = "{{ (m.content or m.tool_calls[0].function.arguments.word) | length }}<|e|>"
+    varies = _WITH_CALLS.replace("{% endfor %}<|e|>", "{% endfor %}" + length)
+    chat = [user("What is a tuple?"), assistant(None, tool_calls=[call("abcdefghi", word="tuple")])]
+    result = hard_chat(vocabulary, varies).render(Conversation(chat))
+    assert isinstance(result, BadRow)
+    assert "cannot tell where turn 1 (assistant) ends" in str(result)
+
+
+def test_special_tokens_with_words_between_close_a_turn_together(vocabulary):
+    """As Kimi K3 does."""
+    close = "<|e|>response<|r|><|e|>message<|r|><|im_end|>"
+    each = _LOOP % ("<|sh|>{{ m.role }}<|eh|>{{ m.content }}" + close)
+    result = hard_chat(vocabulary, each + _ASKED % "<|sh|>assistant<|eh|>").render(
+        Conversation(PLAIN)
+    )
+    assert said(result) == [m["content"] + close for m in PLAIN[1::2]]
+    assert not result.notes
+
+
+def test_a_turn_whose_prompt_holds_its_beginning_is_refused(vocabulary):
+    """As DeepSeek V3.2 without `thinking`: `</think>` ends the prompt, and is printed once."""
+    each = (
+        _LOOP % "<|sh|>{{ m.role }}<|eh|>{{ '</think>' * (m.role == 'assistant') }}"
+        "{{ m.content }}<|e|>"
+    )
+    asked = _ASKED % "<|sh|>assistant<|eh|><think></think>"
+    result = hard_chat(vocabulary, each + asked).render(Conversation(PLAIN[:2]))
+    assert isinstance(result, BadRow)
+    assert "holds '</think>' already" in str(result)
+
+
+def test_markers_confirm_what_is_learned_and_do_not_move_it(vocabulary):
+    """Templates often mark what the prompt holds, and the newline behind the stop token."""
+    wide = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|sh|>assistant<|eh|>"
+        "{% generation %}<think>\n\n</think>\n\n{{ m.content }}<|e|>\n{% endgeneration %}"
+        "{% else %}<|sh|>{{ m.role }}<|eh|>{{ m.content }}<|e|>\n{% endif %}{% endfor %}"
+    )
+    asked = _ASKED % "<|sh|>assistant<|eh|><think>\n\n</think>\n\n"
+    result = hard_chat(vocabulary, wide + asked).render(Conversation(PLAIN))
+    assert said(result) == [m["content"] + "<|e|>" for m in PLAIN[1::2]]
+    assert not result.notes
+
+
 def test_a_template_without_a_stop_token_is_noted(vocabulary):
     base = TEMPLATES["chatml"]
     bare = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
@@ -389,7 +464,6 @@ def test_a_template_without_a_stop_token_is_noted(vocabulary):
 
 # ---- What is refused
 
-_LOOP = "{%% for m in messages %%}%s{%% endfor %%}"
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 REFUSED = {
     "no_content": (_LOOP % "<|im_start|>{{ m.role }}<|im_end|>", PLAIN, "content of turn 0 (user)"),

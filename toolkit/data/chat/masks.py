@@ -47,6 +47,8 @@ from toolkit.data.chat.rendering import (
 from toolkit.data.sources.row_values import BadRow
 
 NO_STOP = "assistant turns without a stop token"
+_LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
+OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 
 class NotFound(BadRow):
@@ -90,6 +92,7 @@ class _Search:
         self.view, self.wanted, self.specials, self.known = view, wanted, specials, known
         self.text, self.messages, self.words = view.text, view.messages, view.words
         self.notes: Counter[str] = Counter()
+        self.asked = ""  # the prompt for the turn that is looked at
 
     def found(self) -> Rendered:
         """Return the turns with their edges, after the checks on them."""
@@ -99,6 +102,8 @@ class _Search:
             stop = self._stop(i, end, call)
             begin, exactly = self._start(i, low, end, before)
             self._check(i, begin, stop, before, exactly)
+            if not exactly:
+                self._compare_prompt(i, begin, stop)
             spans.append((begin, stop))
             before = stop
         return Rendered(self.text, spans, self.notes)
@@ -128,18 +133,11 @@ class _Search:
         plain = [f(message, w) for f in (with_content, only_content) for w in self.words]
         tried = [self.view.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
         low = common_start(self.text, *(text for text in tried if text is not None))
-        for where in ("argument", "name"):
-            pairs = zip(self.words, NUMBERS, strict=True)
-            tries = (with_call(message, -1, where, word, number) for word, number in pairs)
-            changes = [change for change in tries if change is not None]
-            if not changes:
-                continue
-            try:
-                inner, end = self._between(i, changes)
-            except NotFound:
-                continue
-            if self._before_next(i, end):
-                return min(low, inner), end, changes[0]
+        pairs = zip(self.words, NUMBERS, strict=True)
+        changes = [with_call(message, -1, "argument", word, number) for word, number in pairs]
+        inner, end = self._between(i, changes)
+        if self._before_next(i, end):
+            return min(low, inner), end, changes[0]
         raise NotFound(f"cannot tell where {self.view.named(i)} ends in the rendering")
 
     def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
@@ -200,10 +198,15 @@ class _Search:
 
     def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
         """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
+        amid = i < len(self.messages) - 1
+        if amid and self.messages[i].get("tool_calls"):
+            ended = self.view.tried(self.messages[: i + 1]) or ""
+            known = self.text[: len(self.text) - len(rest)]
+            if ended.startswith(known):
+                return ended[len(known) :], rest
         word = [*self.view.words_like(self.messages[i].get("content") or ""), self.words[0]][0]
         message, word = call or (only_content(self.messages[i], word), word)
         turns = [*self.messages[:i], message]
-        amid = i < len(self.messages) - 1
         following = [] if amid else [{"role": "user", "content": self.words[1]}]
         text = self.view.tried([*turns, *following])
         if text is not None and word in text:
@@ -219,6 +222,7 @@ class _Search:
     def _start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
         """Return where turn `i` begins, after its prompt, and whether all before is that prompt."""
         asked = self.view.tried(self.messages[:i], prompt=True)
+        self.asked = asked or ""
         if asked is not None and i and not self.text.startswith(asked):
             return self._after_the_turn_before(i), False
         if asked is None or not self.text.startswith(asked):
@@ -307,6 +311,19 @@ class _Search:
         return shared
 
     # ---- Checks
+
+    def _compare_prompt(self, i: int, begin: int, end: int) -> None:
+        """Refuse a turn of which the prompt holds the beginning; note a last one whose prompt the
+        text does not hold: earlier ones may be printed otherwise than they were asked for.
+        """
+        asked, inside = self.asked, self.text[begin:end]
+        most = min(len(inside), _LONGEST_PROMPT)
+        shared = next((k for k in range(most, 0, -1) if asked.endswith(inside[:k])), 0)
+        if pattern_of(self.specials, tags=True).search(inside[:shared]):
+            what = f"the prompt for {self.view.named(i)} holds {inside[:shared][:60]!r} already"
+            raise NotFound(f"{what}, the conversation prints it once")
+        if i == len(self.messages) - 1 and loose_start(asked, self.text)[0] < len(asked):
+            self.notes[OTHER_PROMPT] += 1
 
     def _check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
         """Refuse a span that is empty, overlaps the one before, or holds what others said."""

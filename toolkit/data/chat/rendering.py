@@ -103,10 +103,9 @@ def _check_calls(view: Rendering) -> None:
         name = _calls(view.messages[i])[at]["function"]["name"]
         text, mark = view.text, name
         for where in ("argument", "name"):
-            change = with_call(view.messages[i], at, where, view.words[0], NUMBERS[0])
-            changed = change and view.changed({i: change[0]})
-            if change and changed is not None:
-                text, mark = changed, change[1]
+            message, changed_to = with_call(view.messages[i], at, where, view.words[0], NUMBERS[0])
+            if (changed := view.changed({i: message})) is not None:
+                text, mark = changed, changed_to
                 break
         if mark not in text:
             raise _not_printed(f"tool call {name!r} of {view.named(i)}", "tool call")
@@ -138,22 +137,22 @@ def only_content(message: Message, content: str) -> Message:
     return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
 
 
-def with_call(
-    message: Message, at: int, where: str, word: str, number: int
-) -> tuple[Message, str] | None:
+def with_call(message: Message, at: int, where: str, word: str, number: int) -> tuple[Message, str]:
     """Return the message with its tool call `at` changed, and the text to look for.
 
-    `where`: `name`, or `argument`: the last value in the arguments, however deep. `word` takes the
-    place of text, `number` of an integer; None for other values.
+    `where`: `name`, or `argument`: the last value in the arguments, however deep, a new one where
+    there are none. `word` takes the place of text, `number` of any other value.
     """
     message = copy.deepcopy(message)
     inner: Any = message["tool_calls"][at]["function"]
     key: Any = "name" if where == "name" else "arguments"
     while isinstance(inner[key], dict | list) and inner[key]:
         inner, key = inner[key], (list(inner[key])[-1] if isinstance(inner[key], dict) else -1)
-    if isinstance(inner[key], bool) or not isinstance(inner[key], str | int):
-        return None
-    inner[key] = word if isinstance(inner[key], str) else number
+    if inner[key] == {}:
+        inner, key = inner[key], word
+        inner[key] = number
+    else:
+        inner[key] = word if isinstance(inner[key], str) else number
     return message, str(inner[key])
 
 
@@ -272,6 +271,10 @@ def closings_of(
     `last` follows the turn at the end of a conversation, `middle` amid it. With `calls`, special
     tokens apart from each other may end the turn.
     """
+    whole = last.rstrip()
+    ends = any(s and whole.endswith(s) and s not in openers for s in specials)
+    if ends and middle.startswith(whole) and pattern_of(specials).sub("", whole).strip():
+        return (whole,)  # words between special tokens, which close the turn together
     both = last[: uncut(last, common_start(last, middle), specials)]
     end = None
     for special in pattern_of(specials).finditer(both):

@@ -24,7 +24,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.masks import NotFound, Rendered, mark
-from toolkit.data.chat.rendering import REFUSED, Habits, Marks, Message, Span, habits, pattern_of
+from toolkit.data.chat.rendering import (
+    REFUSED,
+    TEMPLATE_ERRORS,
+    Habits,
+    Marks,
+    Message,
+    Span,
+    habits,
+    pattern_of,
+)
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError
@@ -112,6 +121,8 @@ class Template:
         for messages in _spellings(conversation.messages):
             try:
                 return self._marked(replace(conversation, messages=messages), wanted)
+            except NotFound:
+                raise  # of this very text; another spelling would be another text
             except BadRow as error:
                 if refusal is None or refusal.reason == REFUSED:
                     refusal = error
@@ -126,6 +137,13 @@ class Template:
             return mark(render, messages, wanted, **options)
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         unchecked = False
+
+        def known_prompt(i: int) -> str:
+            try:
+                return render(messages[:i], prompt=True)
+            except TEMPLATE_ERRORS:
+                return ""
+
         try:
             found = mark(render, messages, every, **options)
         except NotFound:
@@ -134,7 +152,9 @@ class Template:
             found, unchecked = mark(render, messages, [], **options), True
         kwargs = conversation.template_kwargs
         markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
-        if unchecked:
+        if unchecked:  # but for what the prompts hold
+            prompts = [len(p) for p in map(known_prompt, every) if found.text.startswith(p)]
+            markers = [(max([b, *(at for at in prompts if b < at < e)]), e) for b, e in markers]
             return Rendered(found.text, markers, found.notes + Counter([UNCHECKED]))
         turns = dict(zip(every, found.spans, strict=True))
         spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
@@ -170,10 +190,11 @@ class Template:
 def _by_markers(
     text: str, turns: dict[int, Span], markers: list[Span], wanted: list[int], specials: Marks
 ) -> list[Span]:
-    """Return the turns `wanted` as the template's own generation markers have them.
+    """Return the turns `wanted`, which the template's own generation markers confirm.
 
     `turns` are all of the assistant's, as the search found them. At the edges the two may differ in
-    special tokens, tags, white space and the prompt.
+    special tokens, tags, white space and the prompt: markers often begin within the prompt, or end
+    before or behind the stop token.
     """
 
     def only_marks(begin: int, end: int) -> bool:
@@ -202,7 +223,7 @@ def _by_markers(
         if not marked[i]:
             raise disagreement(f"leave out turn {i} (assistant)")
         (b, e), (begin, end) = turns[i], (marked[i][0][0], marked[i][-1][1])
-        spans.append((begin, end))
+        spans.append((b, e))
         gaps = [(x[1], y[0]) for x, y in pairwise(marked[i])]
         for low, high in [(min(b, begin), max(b, begin)), (min(e, end), max(e, end)), *gaps]:
             if not only_marks(low, high):

@@ -39,6 +39,7 @@ _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
 _VERSION = 5  # part of the cache key: raise it when the same row gives other tokens or counts
+_MASKS = 2  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
@@ -410,7 +411,7 @@ def _lists(values: list[np.ndarray]) -> pa.ListArray:
 def _key(source: DataSource, encoder: Encoder) -> str:
     """Return a digest of all that decides the result, the same in every process."""
     templates = source.layout.format == "conversation" and encoder.tokenizer is not None
-    by = (transformers.__version__, TODAY) if templates else ""
+    by = (transformers.__version__, TODAY, _MASKS) if templates else ""
     return tables.digest_of(source.rows._fingerprint, encoding_digest(source, encoder), by)
 
 
