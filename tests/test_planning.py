@@ -35,6 +35,7 @@ from toolkit.planning.calibration import cache_file, calibration_of, remembered
 from toolkit.planning.changes import make_plan, remedies
 from toolkit.planning.devices import KNOWN, device_of, named_as
 from toolkit.planning.measuring import calibrate_here, measure
+from toolkit.planning.planning import plan_run
 from toolkit.planning.report import PlanReport
 from toolkit.planning.simulation import (
     Config,
@@ -371,6 +372,70 @@ def test_layouts_are_compared(file: Path, capsys: Any) -> None:
     code, out, _ = _plan(capsys, file, "--world_size", 2, "--device_memory", "80GB", "--sweep")
     assert code == 0
     assert "2 x 1, recompute full" in out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--checkpoint.async_save=true"],  # which adapters refuse
+        ["--sharding.accumulation=keep_gathered", "--sharding.reshard_after_forward=false"],
+    ],
+)
+def test_a_change_that_the_other_settings_refuse_is_left_out(file: Path, flags) -> None:
+    cfg = parse(FinetuneConfig, ["--config", str(file), *flags])
+    device = device_of("h100")
+    plan = make_plan(cfg, 2, device, None)
+    found, _ = remedies(plan, device, plan.estimate.memory - 20_000_000, lambda _: None)
+    assert any(p.change.startswith("activation_checkpointing full") for p in found)
+    assert not any("lora" in p.change for p in found if cfg.checkpoint.async_save)
+    assert not any(p.change == "reshard_after_forward true" for p in found if not flags[1:])
+
+
+def test_changes_are_put_on_each_other_without_what_cannot_be_run(file: Path, monkeypatch) -> None:
+    def refuse(cfg: Config, *args: Any, **more: Any) -> Any:
+        if cfg.sharding.activation_checkpointing == "selective":
+            raise PlanningError("selective cannot be run")
+        return simulate(cfg, *args, **more)
+
+    monkeypatch.setattr(changes, "simulate", refuse)
+    cfg, device, said = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100"), []
+    plan = make_plan(cfg, 2, device, None)
+    kinds = (changes._selective_recomputation, changes._recomputation, changes._offloaded_state)
+    monkeypatch.setattr(changes, "_ORDER", kinds)
+    alone, failed = remedies(plan, device, plan.estimate.memory - 20_000_000, said.append)
+    assert [name for name, _ in failed] == ["activation_checkpointing selective"]
+    memory = min(p.estimate.memory for p in alone if p.kept) - 1
+    together = remedies(plan, device, memory, said.append)[0]
+    assert "activation_checkpointing selective: selective cannot be run" in said
+    assert together[0].change == "activation_checkpointing full + cpu_offload true"
+    assert together[0].fits(memory)
+
+
+def test_a_sweep_leaves_out_what_the_settings_refuse(file: Path) -> None:
+    """Modules to recompute, without any recomputation."""
+    flags = ("--sharding.activation_checkpointing=full",)
+    flags += ("--sharding.activation_checkpointing_modules=['model.layers.*']",)
+    cfg, device, said = (
+        parse(FinetuneConfig, ["--config", str(file), *flags]),
+        device_of("h100"),
+        [],
+    )
+    plan = make_plan(cfg, 1, device, None)
+    found = changes.layouts(plan, device, None, said.append)
+    assert {p.change for p in found} >= {"1 x 1, recompute full"}
+    assert "1 x 1, recompute none" not in {p.change for p in found}
+    assert any("recompute none: " in line and "does nothing without" in line for line in said)
+
+
+def test_the_last_rank_is_planned_for_the_same_device(tmp_path: Path) -> None:
+    """`frozen: auto` replicates a base where there is room, as on an infinite GPU."""
+    folder = _save(_wide("llama"), tmp_path / "m")
+    cfg = _config(folder, "--lora.r=8", "--model.dtype=float32")
+    for device, replicated in (("cpu", False), ("h100", True)):
+        report = plan_run(cfg, 4, device_of(device), None)
+        assert (report.plan.sim.sharding.frozen == "replicated") is replicated
+        first, last = report.plan.sim.state, report.last
+        assert abs(first.parameters - last.parameters) < 0.05 * first.parameters
 
 
 def test_every_change_keeps_the_global_batch_and_is_planned_anew(file: Path) -> None:

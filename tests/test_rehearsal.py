@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,13 @@ from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 
 from toolkit import cli
 from toolkit.config import DataConfig, PretrainConfig, ShardingConfig
-from toolkit.config.settings import FinetuneConfig, ModelConfig
+from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig
 from toolkit.rehearsal import Result, launches, rehearse
 from toolkit.rehearsal.preflight import real_world
 from toolkit.rehearsal.settings import rehearsal_config
 from toolkit.rehearsal.shrunk import Shrunk, shrink
 from toolkit.rehearsal.stages import STAGES
+from toolkit.training import check_optimizer
 
 CHAT = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token }}{% endfor %}"
 BASE = {
@@ -239,6 +241,26 @@ def test_settings_for_gpus_are_mapped_and_named() -> None:
     for what in (*gone, "between device and host"):
         assert what in said
     assert real_world(cfg.sharding, 2) == 32
+
+
+def test_a_schedule_is_cut_to_the_steps_of_a_rehearsal() -> None:
+    optim = OptimConfig(
+        lr_scheduler_type="warmup_stable_decay",
+        warmup_steps=500,
+        lr_scheduler_kwargs={"num_decay_steps": 1000, "min_lr_ratio": 0.1},
+    )
+    cfg = PretrainConfig(ModelConfig("real"), optim=optim)
+    shrunk = Shrunk(Path("small"), 10**8, (2, 32), 1, "float32")
+    files = ([Path("a.jsonl")], [])
+    own, lost = rehearsal_config(cfg, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
+    check_optimizer(own.optim, own.train.max_steps)
+    assert own.optim.lr_scheduler_kwargs["min_lr_ratio"] == 0.1
+    said = "\n".join(lost)
+    for what in ("warmup_steps 500 of the schedule: 2", "num_decay_steps 1000 of the schedule: 2"):
+        assert what in said
+    share = replace(cfg, optim=OptimConfig(warmup_steps=0.1))
+    own, _ = rehearsal_config(share, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
+    assert own.optim == share.optim
 
 
 def test_the_cause_and_its_stage_are_found_in_a_log() -> None:

@@ -1,5 +1,6 @@
 """Changes to a run that save memory, each planned anew, and layouts to compare."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config.settings import FinetuneConfig
-from toolkit.errors import ToolkitError, one_line
+from toolkit.errors import ConfigError, ToolkitError, one_line
 from toolkit.planning.calibration import Calibration, remembered
 from toolkit.planning.devices import Device
 from toolkit.planning.estimates import Estimate, estimate
@@ -40,6 +41,9 @@ class _Change:
     cfg: Config
     world_size: int
     kept: bool = True
+
+
+_Kind = Callable[[Config, int], Iterator[_Change]]
 
 
 def make_plan(
@@ -102,11 +106,15 @@ def _together(
     """Yield the run with one change after the other put on, up to the first that fits."""
     cfg, world, names = plan.cfg, plan.world_size, list[str]()
     for kind in _ORDER:
-        while change := next((c for c in kind(cfg, world) if c.kept), None):
-            cfg, world = change.cfg, change.world_size
-            names = [n for n in names if n.split()[0] != change.name.split()[0]] + [change.name]
-            say(" + ".join(names))
-            new = make_plan(cfg, world, device, memory, " + ".join(names))
+        while change := next((c for c in _possible(kind, cfg, world) if c.kept), None):
+            put_on = [n for n in names if n.split()[0] != change.name.split()[0]] + [change.name]
+            say(" + ".join(put_on))
+            try:
+                new = make_plan(change.cfg, change.world_size, device, memory, " + ".join(put_on))
+            except ToolkitError as error:  # the next kind is put on what went before
+                say(f"{change.name}: {one_line(error)}")
+                break
+            cfg, world, names = change.cfg, change.world_size, put_on
             if new.fits(memory):
                 yield new
                 return
@@ -116,6 +124,12 @@ def _together(
 
 def _changes(cfg: Config, world: int) -> Iterator[_Change]:
     for kind in (*_ORDER, _adapters):
+        yield from _possible(kind, cfg, world)
+
+
+def _possible(kind: _Kind, cfg: Config, world: int) -> Iterator[_Change]:
+    """Yield the changes of a kind up to one that the other settings refuse."""
+    with contextlib.suppress(ConfigError):
         yield from kind(cfg, world)
 
 
@@ -139,11 +153,14 @@ def _smaller_batch(cfg: Config, world: int) -> Iterator[_Change]:
         yield _Change(name, with_settings(cfg, "train", **new), world)
 
 
-def _recomputation(cfg: Config, world: int) -> Iterator[_Change]:
-    now = cfg.sharding.activation_checkpointing
-    if now in _NONE and cfg.model.kernels == "none":
+def _selective_recomputation(cfg: Config, world: int) -> Iterator[_Change]:
+    if cfg.sharding.activation_checkpointing in _NONE and cfg.model.kernels == "none":
         new = with_settings(cfg, "sharding", activation_checkpointing="selective")
         yield _Change("activation_checkpointing selective", new, world)
+
+
+def _recomputation(cfg: Config, world: int) -> Iterator[_Change]:
+    now = cfg.sharding.activation_checkpointing
     if now not in ("full", True, 1):
         new = with_settings(cfg, "sharding", activation_checkpointing="full")
         yield _Change("activation_checkpointing full", new, world)
@@ -216,6 +233,7 @@ _ORDER = (
     _smaller_batch,
     _resharding,
     _fewer_replicas,
+    _selective_recomputation,
     _recomputation,
     _small_state,
     _offloaded_activations,
@@ -233,17 +251,13 @@ def layouts(
     found = []
     for shard in sorted(shards, reverse=True):
         for recomputed in ("none", "selective", "full"):
-            settings = {"dp_replicate": world // shard, "dp_shard": shard}
+            settings: dict[str, Any] = {"dp_replicate": world // shard, "dp_shard": shard}
             name = f"{world // shard} x {shard}, recompute {recomputed}"
             say(name)
-            cfg = with_settings(
-                plan.cfg,
-                "sharding",
-                **settings,
-                activation_checkpointing=recomputed,
-                activation_offload=plan.cfg.sharding.activation_offload and recomputed != "none",
-            )
+            offload = plan.cfg.sharding.activation_offload and recomputed != "none"
+            settings |= {"activation_checkpointing": recomputed, "activation_offload": offload}
             try:
+                cfg = with_settings(plan.cfg, "sharding", **settings)
                 found.append(make_plan(cfg, world, device, memory, name))
             except ToolkitError as error:  # as of a model that one of them does not go with
                 say(f"{name}: {one_line(error)}")

@@ -1,5 +1,7 @@
 """`toolkit plan`: a run, and where it does not fit, what makes it fit."""
 
+from dataclasses import replace
+
 from tqdm import tqdm
 
 from toolkit.planning.automatic import accumulated, choose, chosen_names, in_words
@@ -38,7 +40,8 @@ def plan_run(
         else:
             cfg = accumulated(cfg, world)
             plan = make_plan(cfg, world, device, memory)
-        last = state_of(cfg, world, world - 1) if world > 1 else plan.sim.state
+        decided = replace(cfg, sharding=plan.sim.sharding)  # what `auto` is on this device
+        last = state_of(decided, world, world - 1) if world > 1 else plan.sim.state
         found: list[Plan] = []
         failed: list[tuple[str, str]] = []
         if memory is not None and not plan.fits(memory):

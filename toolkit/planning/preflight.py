@@ -222,7 +222,9 @@ def outlook(cfg: Config, world_size: int, device: Device, memory: int, failed: b
     if plan.fits(memory):
         return Outlook(needs, plan.sim.phase, "")
     found, _ = remedies(plan, device, memory, lambda _: None, patience=patience)
-    return Outlook(needs, plan.sim.phase, _in_words(plan, [p for p in found if p.fits(memory)]))
+    said = _in_words(plan, [p for p in found if p.fits(memory)])
+    none = f"none that was found within {patience:.0f} s; `toolkit plan` takes as long as it needs"
+    return Outlook(needs, plan.sim.phase, said or none)
 
 
 def _in_words(plan: Plan, found: list[Plan]) -> str:
@@ -232,7 +234,7 @@ def _in_words(plan: Plan, found: list[Plan]) -> str:
         f"{p.estimate.device_time / now:.2f}{'' if p.kept else ', another training'})"
         for p in found[:_LISTED]
     ]
-    return "; ".join(said) or "none that the plan knows"
+    return "; ".join(said)
 
 
 def _refuse(cfg: Config, world: int, device: Device, memory: int, parts: dict[str, int]) -> None:

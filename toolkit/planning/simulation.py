@@ -133,7 +133,7 @@ def simulate(
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "model_flops_per_token": training_flops(model, cfg.data.sequence_length),
             "largest_tensor": max(p.numel() * p.element_size() for p in model.parameters()),
-            "checkpoint": checkpoint_bytes(model, world_size),
+            "checkpoint": checkpoint_bytes(model, world_size, cfg.optim),
             "export": export_bytes(model),
         }
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory

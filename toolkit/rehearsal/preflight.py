@@ -246,6 +246,6 @@ def check_sharding(cfg: Any, model: Any, world_size: int) -> tuple[Any, str]:
 def check_disk(cfg: Any, model: Any, world_size: int) -> str:
     """Refuse a disk too small for what the real run writes; `model` is sharded and on meta."""
     steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
-    need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, world_size)
+    need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, world_size, cfg.optim)
     disk.refuse_overflow(need, cfg.checkpoint)
     return str(need)

@@ -16,6 +16,7 @@ EVERY, LAST = 4, 12
 _FLOPS = 1e10  # of a step on one process
 _LEAST = 64  # tokens of a sample
 _ROWS, _REPEATS = 2, 2  # of a micro-batch, and micro-batches of a step, at most
+_SCHEDULED = 2  # steps of warm-up, or decay
 _GPU_ATTENTION = ("flash", "paged", "/")  # in names of kernels
 _ALWAYS = "GPU kernels, NCCL, the real model's memory and speed: `toolkit plan CONFIG`"
 
@@ -80,6 +81,7 @@ def rehearsal_config(
         sharding=replace(own.sharding, **sharding),
         data=replace(own.data, sequence_length=length, **_data(cfg, files, length)),
         train=replace(own.train, **_train(own)),
+        optim=replace(own.optim, **_optim(cfg, lost)),
         checkpoint=replace(own.checkpoint, **_checkpoint(cfg, lost)),
         metrics=replace(own.metrics, report_to="none", disable_tqdm=True),
         hub=type(own.hub)(),
@@ -149,6 +151,17 @@ def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> 
         if length < cfg.data.sequence_length:
             changed["too_long"] = "truncate"
     return changed
+
+
+def _optim(cfg: RunConfig, lost: list[str]) -> dict[str, Any]:
+    """Return the schedule's own numbers of steps, cut to a run of `LAST`."""
+    warmup, kwargs = cfg.optim.warmup_steps, cfg.optim.lr_scheduler_kwargs
+    given = {"warmup_steps": warmup} | {k: v for k, v in kwargs.items() if k.endswith("_steps")}
+    cut = {k: _SCHEDULED for k, v in given.items() if isinstance(v, int) and v > _SCHEDULED}
+    for name in cut:
+        lost.append(f"{name} {given[name]} of the schedule: {_SCHEDULED} here")
+    changed: dict[str, Any] = {"warmup_steps": cut.pop("warmup_steps", warmup)}
+    return {**changed, "lr_scheduler_kwargs": kwargs | cut}
 
 
 def _train(cfg: RunConfig) -> dict[str, Any]:
