@@ -25,7 +25,7 @@ DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
 
 def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
-    folder = RunFolder(cfg)
+    folder = RunFolder(cfg, run)  # keeps other starts out
     models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.lora.r else None)
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
@@ -39,7 +39,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     training.check_prompts(base, data.tokenizer, cfg.train)
     model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
-    folder.hold(model, data.max_steps, run)
+    folder.check_disk(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position

@@ -24,7 +24,7 @@ DEMO = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 
 def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
-    folder = RunFolder(cfg)
+    folder = RunFolder(cfg, run)  # keeps other starts out
     hub.check(cfg.hub, run.say)
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
     models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
@@ -35,7 +35,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
-    folder.hold(model, data.max_steps, run)
+    folder.check_disk(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position

@@ -29,7 +29,8 @@ from distributed import run_recipe_ranks
 
 from toolkit import adapters, cli, config, loading, models, ranks
 from toolkit.adapters.peft_folder import read_as_peft
-from toolkit.checkpoint import RunFolder, TrainState, find, restore
+from toolkit.checkpoint import TrainState, find, restore
+from toolkit.checkpoint.run_folder import claim as claim_folder
 from toolkit.config import FinetuneConfig, PretrainConfig, accelerate_yaml, model_settings
 from toolkit.data.prepare import inspect_data, prepare_data
 from toolkit.data.report import render
@@ -407,7 +408,7 @@ def calibrate() -> None:
 
 def claim() -> None:
     """Start on a folder that holds a run."""
-    RunFolder(settings("pretrain"))
+    claim_folder(settings("pretrain"))
 
 
 def cut() -> None:

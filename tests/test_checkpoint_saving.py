@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zipfile
@@ -661,6 +662,17 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
     written = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
     assert 0.9 * predicted < written <= predicted
 
+    for step, name in enumerate(("muon", "adamw_8bit", "adafactor"), start=2):
+        optim = OptimConfig(optim=name)
+        optimizer = build_optimizer(model, optim)
+        optimizer.step()
+        state = checkpoint.TrainState(model, optimizer, step=step)
+        with tempfile.TemporaryDirectory() as other:
+            other_path = Path(checkpoint.save(state, other, SYNC))
+            size = sum(f.stat().st_size for f in other_path.rglob("*") if f.is_file())
+        assert 0.9 * disk.checkpoint_bytes(model, 1, optim) < size, name
+        assert size <= disk.checkpoint_bytes(model, 1, optim), name
+
     cfg = CheckpointConfig(save_steps=10, save_total_limit=3)
     for changes, max_steps, expected in (
         ({}, 100, 4),
@@ -672,6 +684,18 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
     ):
         changed = CheckpointConfig(**{"save_steps": 10, "save_total_limit": 3, **changes})
         assert disk.checkpoints_kept(changed, max_steps) == expected, changes
+    # Those that were there and are gone, to an archive, are not needed again.
+    every = CheckpointConfig(save_steps=100, save_total_limit=None, save_permanent_steps=None)
+    for steps, expected in (
+        ((), 100),
+        ((9900,), 2),
+        (range(100, 10_000, 100), 100),
+        ((10_000,), 1),
+    ):
+        assert disk.checkpoints_kept(every, 10_000, steps) == expected, steps
+    limited = CheckpointConfig(save_steps=100, save_total_limit=2, save_permanent_steps=1000)
+    assert disk.checkpoints_kept(limited, 10_000, (9800, 9900)) == 3  # and 10,000 is permanent
+    assert disk.checkpoints_kept(limited, 10_000, (9000, 9800)) == 4
 
     def need(free: int) -> disk.DiskEstimate:
         with mock.patch.object(disk.shutil, "disk_usage") as usage:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from toolkit import config
-from toolkit.checkpoint import commit, retention
+from toolkit.checkpoint import commit, newest, retention
 from toolkit.checkpoint.retention import expendable, prune, sweep
 from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
@@ -119,20 +119,88 @@ def test_other_names_are_no_checkpoints(tmp_path):
     assert kinds(tmp_path).count("bad") == 1
 
 
-def test_damage_is_named_also_where_the_disk_cannot_read(tmp_path, monkeypatch):
+def unreadable(monkeypatch, name: str, number: int) -> None:
+    """Let no file of that name be opened."""
+    real = Path.open
+
+    def fails(file, *args, **kwargs):
+        if file.name == name:
+            raise OSError(number, os.strerror(number), str(file))
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", fails)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["data", "COMMIT", "manifest.json"])
+def test_what_cannot_be_read_just_now_is_not_damaged(tmp_path, monkeypatch, name, number):
+    for step in (1, 2):
+        save(tmp_path, step)
+    with monkeypatch.context() as patch:
+        unreadable(patch, name, number)
+        with pytest.raises(
+            CheckpointError, match=rf"/{name} cannot be read: {os.strerror(number)}"
+        ):
+            newest(tmp_path)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert newest(tmp_path).name == "step-00000002"
+
+
+def test_what_is_no_file_is_damaged(tmp_path):
+    """The control of the test above."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    data = tmp_path / "checkpoints/step-00000002/dcp/data"
+    data.unlink()
+    data.mkdir()
+    assert newest(tmp_path).name == "step-00000001"
+    assert kinds(tmp_path) == ["bad"]
+
+
+def test_damage_is_named(tmp_path):
     checkpoint = save(tmp_path, 3)
     assert commit.damaged_files(checkpoint) == []
     assert commit.damaged_files(checkpoint, only=["more"]) == [("more", "is not in the manifest")]
-    real = Path.open
 
-    def unreadable(file, *args, **kwargs):
-        if str(file).endswith("dcp/data"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(file, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", unreadable)
-    said = commit.damaged_files(checkpoint)
-    assert said == [("dcp/data", "cannot be read: Input/output error")]
+def test_a_stray_file_costs_no_checkpoint(tmp_path):
+    checkpoint = save(tmp_path, 3)
+    (checkpoint / ".DS_Store").write_text("x")
+    assert newest(tmp_path) == checkpoint
+    assert commit.damaged_files(checkpoint) == [(".DS_Store", "is not in the manifest")]
+
+
+@pytest.mark.parametrize("move", [shutil.copytree, shutil.move])
+def test_a_step_under_another_name_is_refused_and_not_moved(tmp_path, move):
+    for step in (1, 2):
+        save(tmp_path, step)
+    root = tmp_path / "checkpoints"
+    move(root / "step-00000002", root / "step-00000900")
+    before = names(tmp_path)
+    said = "step-00000900 is the checkpoint of step 2, .* give it back the name step-00000002"
+    for look in (newest, commit.find_checkpoint, commit.committed_steps):
+        with pytest.raises(CheckpointError, match=said):
+            look(tmp_path)
+    assert names(tmp_path) == before
+    # By its own path it is what it is.
+    assert commit.find_checkpoint(root / "step-00000900") == root / "step-00000900"
+
+
+def test_a_manifest_that_nobody_would_read_is_not_committed(tmp_path, monkeypatch):
+    """Hashes of blobs are left out where it would be too long; then it is refused."""
+    entry = {"size": 1, "sha256": commit.sha256_of(save(tmp_path, 1) / "dcp/data")}
+    folder = commit.begin(tmp_path, 2)
+    (folder / "data").write_text("x")
+    manifest = {"step": 2, "files": {"data": entry | {"blobs": "ab" * 500}}, "tensors": {}}
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "MAX_JSON_BYTES", 100)
+        with pytest.raises(CheckpointError, match="more than the 100 that are read: not committed"):
+            commit.commit(folder, 2, manifest)
+        assert list(commit.committed_steps(tmp_path)) == [1]
+        patch.setattr(commit, "MAX_JSON_BYTES", 500)
+        path = commit.commit(folder, 2, manifest)
+    assert commit.read_manifest(path)["files"] == {"data": entry}
+    assert newest(tmp_path) == path
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,20 +439,54 @@ def test_large_files_are_compared_by_size(tmp_path, monkeypatch):
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
 
 
-def test_what_cannot_be_deleted_is_named(tmp_path, monkeypatch):
-    for step in (1, 2, 3):
+def test_what_cannot_be_deleted_is_a_warning_and_keeps_nothing_else(tmp_path, monkeypatch, capsys):
+    """As a file that somebody has open does on NFS, where the folder then is not empty."""
+    for step in (1, 2, 3, 4):
         save(tmp_path, step)
+    real = shutil.rmtree
 
     def busy(path):
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        if path.name.startswith("step-00000001"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        real(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
-        with pytest.raises(CheckpointError, match=r"could not be deleted: Device or resource busy"):
-            prune(tmp_path, CheckpointConfig())
-    assert list(commit.committed_steps(tmp_path)) == [2, 3]
+        for clean in (lambda: prune(tmp_path, CheckpointConfig()), lambda: sweep(tmp_path)):
+            clean()
+            said = capsys.readouterr().out
+            assert said.startswith("WARNING: ")
+            assert "could not be deleted: Directory not empty" in said
+        assert list(commit.committed_steps(tmp_path)) == [3, 4]
+        assert kinds(tmp_path) == ["trash"]
+        save(tmp_path, 5)  # nor is it in the way of a save
     prune(tmp_path, CheckpointConfig())
-    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_an_old_checkpoint_that_cannot_be_read_hinders_no_deletion(tmp_path, monkeypatch):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    real = commit.sha256_of
+
+    def fails(file):
+        if "step-00000002" in str(file):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return real(file)
+
+    monkeypatch.setattr(commit, "sha256_of", fails)
+    prune(tmp_path, CheckpointConfig())
+    assert list(commit.committed_steps(tmp_path)) == [2, 3, 4]
+
+
+def test_an_old_state_that_is_no_json_ends_nothing(tmp_path, monkeypatch):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    state = tmp_path / "checkpoints/step-00000001/state.json"
+    state.write_text("x" * state.stat().st_size)
+    monkeypatch.setattr(retention, "_AFFORDABLE", 0)  # it is not hashed
+    prune(tmp_path, CheckpointConfig())
+    assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]  # not sound: not deleted
 
 
 def test_what_a_killed_deletion_left_goes_with_the_next_start(tmp_path):

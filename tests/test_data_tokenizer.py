@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from conftest import save_byte_tokenizer
 from feeds import samples
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
@@ -28,6 +29,7 @@ from toolkit.data.tokens.tokenizer import (
     train_tokenizer,
 )
 from toolkit.errors import ConfigError, DataError, ModelError
+from toolkit.formats import asset_files
 
 TEXTS = [Path(f).read_text() for f in (datasets.__file__, json.__file__, logging.__file__)]
 CFG = DataConfig()
@@ -401,3 +403,21 @@ def test_of_a_stream_the_first_rows_are_enough(tmp_path, monkeypatch):
     assert prepare_tokenizer(model, data, tmp_path / "none") == model
     with pytest.raises(DataError, match=r"expected text .* the rows hold none"):
         prepare([json.dumps({"text": ""})] * 3)
+
+
+def test_named_chat_templates_come_along(tmp_path):
+    """transformers keeps them in a folder; checkpoints and exports have files only."""
+    save_byte_tokenizer(tmp_path / "plain")
+    assert "tokenizer_config.json" in asset_files(tmp_path / "plain")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    templates = {"default": "D{{ messages }}", "tool_use": "T{{ messages }} – é"}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(tmp_path / "source")
+    assert (tmp_path / "source/additional_chat_templates/tool_use.jinja").is_file()
+    for copied in ("checkpoint", "export"):  # the second one of the first
+        source = tmp_path / ("source" if copied == "checkpoint" else "checkpoint")
+        (tmp_path / copied).mkdir()
+        for name, content in asset_files(source).items():
+            (tmp_path / copied / name).write_bytes(content)
+        assert AutoTokenizer.from_pretrained(tmp_path / copied).chat_template == templates
+    assert asset_files(tmp_path / "export") == asset_files(tmp_path / "checkpoint")

@@ -761,6 +761,16 @@ def test_the_card_has_the_batch_and_the_evaluation(tmp_path):
     assert (result["metrics"][0]["type"], result["metrics"][0]["value"]) == ("loss", 1.5)
 
 
+def test_the_card_has_the_versions_of_the_machine_that_trained(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    here = run_facts(tmp_path, 10)["versions"]
+    starts = [{"step": step, "versions": {"torch": f"9.{step}"}} for step in (0, 5, 10)]
+    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in starts))
+    assert run_facts(tmp_path, 10)["versions"] == {"torch": "9.5"}, "step 10 came before"
+    assert run_facts(tmp_path)["versions"] == {"torch": "9.10"}
+    assert here["torch"].startswith("2."), "where no start is recorded"
+
+
 @pytest.mark.parametrize("facts", [{"versions": ["torch"]}, {"hyperparameters": "none"}])
 def test_facts_that_make_no_card_are_one_error(facts, tmp_path):
     make_export(tmp_path / "export")

@@ -1,5 +1,6 @@
 """One process at a time has a run's folder: refused, taken over, lost, given back."""
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -15,8 +16,11 @@ from distributed import run_ranks
 
 from toolkit import checkpoint
 from toolkit.checkpoint import lock, run_folder
-from toolkit.config import CheckpointConfig
+from toolkit.checkpoint.commit import committed_steps
+from toolkit.config import CheckpointConfig, PretrainConfig, dump
+from toolkit.config.settings import ModelConfig
 from toolkit.errors import CheckpointError, ConfigError, LaunchError
+from toolkit.training import Run
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +143,73 @@ def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path):
     with pytest.raises(CheckpointError, match="was removed or emptied"):
         checkpoint.save(state, tmp_path, CheckpointConfig())
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def start(cfg: PretrainConfig) -> tuple[run_folder.RunFolder, contextlib.ExitStack]:
+    run = Run(None, torch.device("cpu"), 0, 1, job="77")
+    return run_folder.RunFolder(cfg, run), run.at_end
+
+
+def settings(tmp_path: Path, root: str | None = None, name: str = "run") -> PretrainConfig:
+    saving = CheckpointConfig(root=root)
+    return PretrainConfig(ModelConfig("m"), checkpoint=saving, output_dir=str(tmp_path / name))
+
+
+def as_another_process() -> None:
+    """Forget what this one holds; the kernel goes on locking it."""
+    lock._held.clear()
+
+
+def test_a_start_has_the_folder_before_it_writes_anything(tmp_path):
+    """Also before it trains a tokenizer there, which a second start would replace."""
+    folder, ended = start(settings(tmp_path))
+    mine = dict(lock._held)
+    as_another_process()
+    with pytest.raises(ConfigError, match=r"output_dir .* is in use by process .*, job 77"):
+        start(settings(tmp_path))
+    lock._held.update(mine)
+    ended.close()
+    assert not folder.path.exists()  # one that was refused leaves nothing
+    _, ended = start(settings(tmp_path))
+    (folder.path / "config.yaml").touch()
+    ended.close()
+    assert sorted(p.name for p in folder.path.iterdir()) == ["config.yaml", "run.lock"]
+
+
+def test_one_root_of_checkpoints_has_one_run(tmp_path):
+    root = str(tmp_path / "root")
+    _, ended = start(settings(tmp_path, root, "a"))
+    mine = dict(lock._held)
+    as_another_process()
+    with pytest.raises(ConfigError, match=rf"checkpoint.root {root} is in use by process"):
+        start(settings(tmp_path, root, "b"))
+    lock._held.update(mine)
+    ended.close()
+
+
+def test_of_two_runs_on_one_store_the_earlier_saves_no_more(tmp_path, capsys):
+    url = f"memory://bucket/{tmp_path.name}"
+    state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=1)
+    first, ended = start(settings(tmp_path, url, "a"))
+    checkpoint.save(state, first.root, CheckpointConfig())
+    mine = dict(lock._held)
+    as_another_process()
+    capsys.readouterr()
+    (first.root / "config.yaml").write_bytes(dump(settings(tmp_path, url, "b")).encode())
+    second, _ = start(settings(tmp_path, url, "b"))
+    said = capsys.readouterr().out
+    assert f"{url} was in use by process {os.getpid()}" in said
+    assert "if that still runs, it saves no more" in said
+    theirs = dict(lock._held)
+    as_another_process()
+    lock._held.update(mine)
+    state.step = 2
+    with pytest.raises(CheckpointError, match=r"this run has lost its folder"):
+        checkpoint.save(state, first.root, CheckpointConfig())
+    ended.close()
+    lock._held.update(theirs)
+    checkpoint.save(state, second.root, CheckpointConfig())  # the first one took no note away
+    assert sorted(committed_steps(second.root)) == [1, 2]
 
 
 def look(rank: int, world: int, root: str, alone: bool) -> str:

@@ -368,6 +368,23 @@ def test_settings_of_another_schedule_are_refused(settings, message):
         check_optimizer(OptimConfig(**settings))
 
 
+def test_a_run_that_ends_within_its_warm_up_is_told(capsys):
+    assert max(rates(10, warmup_steps=20)) < 0.5
+    assert "WARNING: the run has 10 steps, and optim.warmup_steps are 20" in capsys.readouterr().out
+    assert rates(1, warmup_steps=0.01) == [1.0]  # a share never takes all steps
+    assert rates(2, warmup_steps=0.01) == [0.0, 1.0]
+    assert rates(10, warmup_steps=9)[-1] == 1.0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_least_rate_that_the_schedule_does_not_know_is_told(capsys):
+    check_optimizer(OptimConfig(min_lr_rate=0.3, lr_scheduler_type="cosine_with_min_lr"))
+    check_optimizer(OptimConfig())
+    assert capsys.readouterr().out == ""
+    check_optimizer(OptimConfig(min_lr_rate=0.3))
+    assert "optim.min_lr_rate 0.3 has no effect with linear" in capsys.readouterr().out
+
+
 def test_a_schedule_longer_than_the_run_is_refused():
     cfg = OptimConfig(
         lr_scheduler_type="warmup_stable_decay",

@@ -333,7 +333,9 @@ def test_toolkit_train_ends_with_the_code_of_the_rank(
     process = started(command)
     assert process.wait(120) == 128 + 9
     log = (tmp_path / "log").read_text()
-    assert "was ended by SIGKILL" in log.splitlines()[-1]
+    # Beside it, in any order, what the watchers of the ranks say; and no traceback.
+    assert any("was ended by SIGKILL" in line for line in log.splitlines()[-3:]), log
+    assert "Traceback" not in log
     bad = started([*command, "--data.train_files", "/nowhere"])
     assert bad.wait(120) == 1
     log = (tmp_path / "log").read_text()

@@ -51,6 +51,22 @@ def test_a_start_with_nothing_to_do_leaves_the_settings(stored: Path) -> None:
     assert "random weights" not in said
 
 
+def test_exports_of_steps_that_are_trained_anew_are_set_aside(stored: Path) -> None:
+    """As after a damaged last checkpoint: what the first attempt exported are other weights."""
+    exports = stored / "run/exports"
+    for step in (4, 6):
+        (exports / f"step-{step:08d}").mkdir(parents=True)
+        (exports / f"step-{step:08d}/config.json").write_text("{}")
+    said = start(stored, "--checkpoint.export_at_end", "true", "--optim.learning_rate", "0.02")
+    assert "NOTE: run/exports/step-00000006 was there already; it is now run/exports/step" in said
+    assert "exported run/exports/step-00000006" in said
+    assert (exports / "step-00000006/model.safetensors").is_file()
+    assert [p.name for p in (exports / "step-00000004").iterdir()] == ["config.json"]
+    said = start(stored, "--checkpoint.export_at_end", "true", "--optim.learning_rate", "0.02")
+    assert "exported" not in said  # nothing to do
+    assert "NOTE" not in said
+
+
 def test_the_settings_are_printed_once_by_any_number_of_processes(tmp_path: Path) -> None:
     flags = ("--model.name_or_path", "here", "--print_config")
     done = run_recipe_ranks("pretrain", 2, *flags, cwd=tmp_path)

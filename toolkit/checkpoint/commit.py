@@ -36,6 +36,7 @@ promise.
 """
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -51,7 +52,7 @@ from typing import Any
 from toolkit.checkpoint import store
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, is_inner_path
-from toolkit.parsing import parse_json
+from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 CHECKPOINTS = "checkpoints"
 EXPORTS = "exports"  # of a run that writes them itself
@@ -66,6 +67,12 @@ LEFT_OVER = ("tmp", "trash")  # kinds of attempts that killed saves and deletion
 _PREPARED = "COMMIT.prepared"
 _ON_DISK = re.compile(r"step-([0-9]{8,})(?:\.(tmp|old|bad|trash)-[0-9a-f]{8})?")
 _ON_STORE = re.compile(r"step-([0-9]{8,})(?:\.try-([0-9]{4,})-[0-9a-f]{8})?")
+_STEP = re.compile(rb'^ "step": ([0-9]+)', re.MULTILINE)  # in a manifest, as it is written
+# Faults of what lies there, not of the disk that is asked: no second look finds something else.
+_NO_FILE = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP),
+    errno.ENAMETOOLONG,
+}
 _AT_ONCE = 8  # small objects under way
 _THREADS = min(4, os.cpu_count() or 1)  # that hash
 # What a folder has that can be read as a checkpoint.
@@ -99,13 +106,18 @@ def committed_steps(run: str | store.Folder) -> dict[int, Any]:
 
 
 def broken_steps(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
-    """Return step -> (folder, fault) where COMMIT or manifest was changed or lost: no kill does."""
+    """Return step -> (folder, fault) where COMMIT or manifest was changed or lost: no kill does.
+    Raises as `is_committed`.
+    """
     saved = [(a, _committed(a.folder)[1]) for a in attempts_of(run) if a.kind == "saved"]
     return {a.step: (a.folder, fault) for a, fault in saved if fault is not None}
 
 
 def is_committed(checkpoint: store.Folder) -> bool:
-    """Whether COMMIT is there and is, to the byte, the hash of the manifest that is there."""
+    """Whether COMMIT is there and is, to the byte, the hash of the manifest that is there.
+
+    CheckpointError: the disk does not let itself be read just now, so that nobody can tell.
+    """
     return _committed(checkpoint)[1] is None
 
 
@@ -187,6 +199,7 @@ def damaged_files(
 
     Looks at the files named in `only`, else at all, also those that the manifest does not know, and
     reads those in `hashed`, else all. `files` are the manifest's where they are known already.
+    Raises as `damage`.
     """
     files = read_manifest(folder)["files"] if files is None else files
     only = None if only is None else list(only)
@@ -207,20 +220,24 @@ def verifies(checkpoint: store.Folder, budget: int) -> tuple[bool, int]:
     """Return whether all files have their sizes, and up to `budget` bytes of them their hashes, the
     smallest first; and the bytes read.
     """
+    read, hashed = 0, set()
     try:
         files = read_manifest(checkpoint)["files"]
-    except CheckpointError:
-        return False, 0
-    read, hashed = 0, set()
-    for name in sorted(files, key=lambda n: files[n]["size"]):
-        if read + files[name]["size"] <= budget:
-            read += files[name]["size"]
-            hashed.add(name)
-    return not damaged_files(checkpoint, files, hashed=hashed, files=files), read
+        for name in sorted(files, key=lambda n: files[n]["size"]):
+            if read + files[name]["size"] <= budget:
+                read += files[name]["size"]
+                hashed.add(name)
+        return not damaged_files(checkpoint, files, hashed=hashed, files=files), read
+    except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
+        return False, read
 
 
 def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
-    """Return what is wrong with a file of `size` bytes (-1: it is none); None where nothing is."""
+    """Return what is wrong with a file of `size` bytes (-1: it is none); None where nothing is.
+
+    CheckpointError: it cannot be read just now (too many open files, a stale handle, no permission,
+    a failing disk): that says nothing about its bytes.
+    """
     if size < 0:
         return "is missing"
     if size != expected["size"]:
@@ -230,7 +247,7 @@ def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: b
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
+        return _fault_of(file, error)
     return None if same else "has other bytes than were saved"
 
 
@@ -253,11 +270,18 @@ def _committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
             found.append(store.read_plain(checkpoint / name))
         except FileNotFoundError:
             return b"", f"{name} missing"
-        except OSError as error:  # not to be read, so that it cannot be used
-            return b"", f"{name} cannot be read: {error.strerror}"
+        except OSError as error:
+            return b"", f"{name} {_fault_of(checkpoint / name, error)}"
     if found[0] != seal(found[1]).encode():
         return b"", f"{COMMIT} is not that of {MANIFEST}: one of them was changed"
     return found[1], None
+
+
+def _fault_of(file: store.Folder, error: OSError) -> str:
+    """Return what is wrong with a file that is none; raise where only the disk cannot be read."""
+    if error.errno in _NO_FILE:
+        return f"cannot be read: {error.strerror}"
+    raise store.disk_error(f"{file} cannot be read", error) from error
 
 
 # ---- Writing
@@ -275,11 +299,13 @@ def begin(run: str | store.Folder, step: int) -> Any:
             root.mkdir(parents=True, exist_ok=True)
             store.sync_above(root)
         attempts = attempts_of(run)
-        delete(a.folder for a in attempts if a.kind in LEFT_OVER)
+        # What cannot be deleted now is in nobody's way; `prune` says so.
+        with contextlib.suppress(OSError, CheckpointError):
+            delete(a.folder for a in attempts if a.kind in LEFT_OVER)
         if isinstance(root, store.Place):
             number = max((a.order for a in attempts if a.step == step), default=0) + 1
             return root / f"{step_name(step)}.try-{number:04d}-{os.urandom(4).hex()}"
-        folder = _beside(root / step_name(step), "tmp")
+        folder = beside(root / step_name(step), "tmp")
         folder.mkdir()
         return folder
 
@@ -313,6 +339,12 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     committed before is as it was, and `folder` is there to be removed.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
+    if len(text) > MAX_JSON_BYTES:  # which no reader would take: 4 million blobs do it
+        manifest = _without_blobs(manifest)
+        text = json.dumps(manifest, indent=1, sort_keys=True)
+    if len(text) > MAX_JSON_BYTES:
+        what = f"has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} that are read"
+        raise CheckpointError(f"{MANIFEST} of step {step} {what}: not committed")
     if isinstance(folder, store.Place):
         (folder / MANIFEST).write_bytes(text.encode())
         _check_whole(folder, manifest)
@@ -338,6 +370,12 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     return target
 
 
+def _without_blobs(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the hashes by which `verify` finds the tensor that damage of a file has hit."""
+    files = {n: {k: v for k, v in e.items() if k != "blobs"} for n, e in manifest["files"].items()}
+    return manifest | {"files": files}
+
+
 def _check_whole(folder: store.Folder, manifest: dict[str, Any]) -> None:
     """Refuse to commit a folder that holds other files, or of other sizes, than its manifest."""
     for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
@@ -350,16 +388,16 @@ def _step_aside(target: Path, step: int) -> Path | None:
         return None
     aside = None
     if _unfinished(target):
-        os.rename(target, _beside(target, "trash"))
+        os.rename(target, beside(target, "trash"))
     elif verifies(target, 0)[0]:
         for a in attempts_of(target.parent.parent):
             if a.step == step and a.kind == "old":  # superseded: from now on there is another
-                os.rename(a.folder, _beside(target, "trash"))
+                os.rename(a.folder, beside(target, "trash"))
                 store.sync(target.parent)
-        aside = _beside(target, "old")
+        aside = beside(target, "old")
         os.rename(target, aside)
     else:
-        os.rename(target, _beside(target, "bad"))
+        os.rename(target, beside(target, "bad"))
     store.sync(target.parent)
     return aside
 
@@ -381,7 +419,7 @@ def quarantine(checkpoint: Any) -> Any:
     if isinstance(checkpoint, store.Place):
         (checkpoint / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
         return checkpoint / BAD
-    bad = _beside(checkpoint, "bad")
+    bad = beside(checkpoint, "bad")
     with store.disk_errors(f"{checkpoint} cannot be set aside"):
         os.rename(checkpoint, bad)
         store.sync(bad.parent)
@@ -389,27 +427,39 @@ def quarantine(checkpoint: Any) -> Any:
 
 
 def delete(folders: Iterable[Any]) -> None:
-    """Delete so that at no moment a half-deleted folder is taken for a checkpoint."""
+    """Delete so that at no moment a half-deleted folder is taken for a checkpoint. Where one
+    resists (a file that somebody has open, on NFS), the others go, and its error is raised.
+    """
     doomed = []
     for folder in folders:
         if isinstance(folder, Path) and not re.search(r"\.(tmp|trash)-", folder.name):
-            trash = _beside(folder, "trash")
+            trash = beside(folder, "trash")
             os.rename(folder, trash)
             store.sync(folder.parent)
             folder = trash
         doomed.append(folder)
+    resisted = []
     for folder in doomed:
-        if isinstance(folder, store.Place):
+        try:
+            _remove(folder)
+        except (OSError, CheckpointError) as error:
+            resisted.append(error)
+    if resisted:
+        raise resisted[0]
+
+
+def _remove(folder: Any) -> None:
+    if isinstance(folder, store.Place):
+        (folder / COMMIT).unlink()
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(lambda name: (folder / name).unlink(), folder.files()))
+    elif folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
+    else:
+        if os.path.lexists(folder / COMMIT):
             (folder / COMMIT).unlink()
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
-                list(pool.map(lambda name, f=folder: (f / name).unlink(), folder.files()))
-        elif folder.is_symlink() or not folder.is_dir():
-            folder.unlink()
-        else:
-            if os.path.lexists(folder / COMMIT):
-                (folder / COMMIT).unlink()
-                store.sync(folder)
-            shutil.rmtree(folder)
+            store.sync(folder)
+        shutil.rmtree(folder)
 
 
 # ---- Names
@@ -445,8 +495,21 @@ def _on_store(root: store.Place) -> Iterator[Attempt]:
 
 
 def counting(attempts: list[Attempt]) -> dict[int, Attempt]:
-    """Return step -> the committed attempt that counts."""
-    return {a.step: a for a in attempts if a.kind in ("saved", "old") and is_committed(a.folder)}
+    """Return step -> the committed attempt that counts.
+
+    CheckpointError: one bears the name of another step than it was saved at.
+    """
+    found = {}
+    for a in attempts:
+        content, fault = _committed(a.folder) if a.kind in ("saved", "old") else (b"", "")
+        if fault is None:
+            said = _STEP.search(content)
+            if said and int(said[1]) != a.step:
+                what = f"is the checkpoint of step {int(said[1])}, renamed or copied by hand"
+                advice = f"give it back the name {step_name(int(said[1]))}, or move it away"
+                raise CheckpointError(f"{a.folder} {what}; {advice}")
+            found[a.step] = a
+    return found
 
 
 def _unfinished(path: Path) -> bool:
@@ -454,6 +517,6 @@ def _unfinished(path: Path) -> bool:
     return os.path.lexists(path / _PREPARED) and not os.path.lexists(path / COMMIT)
 
 
-def _beside(folder: Path, kind: str) -> Path:
+def beside(folder: Path, kind: str) -> Path:
     """Return a new name of a kind; of `step-N.old-*`, too, which would still count otherwise."""
     return folder.with_name(f"{folder.name.partition('.')[0]}.{kind}-{os.urandom(4).hex()}")

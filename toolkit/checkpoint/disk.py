@@ -3,23 +3,26 @@
 import math
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS
+from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.store import Place, bytes_below, where
-from toolkit.config.settings import CheckpointConfig
+from toolkit.config.settings import CheckpointConfig, OptimConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import DTYPES, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
+from toolkit.training.optim import state_bytes
 
-_MOMENTS = 2  # AdamW's, of the parameter's size and dtype
+_MOMENTS = 2  # tensors of state for each parameter
 _PER_CHUNK = 2048  # a blob's headers, its entries in .metadata and in the manifest
 _PER_RANK = 32 * 1024  # random state
+_ADAMW = OptimConfig()
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,22 @@ def need(
     cfg: CheckpointConfig,
     max_steps: int | None,
     world_size: int,
+    optim: OptimConfig = _ADAMW,
 ) -> DiskEstimate:
-    """Return what the run needs and finds, for a model on meta or not; reads no file.
+    """Return what the run still needs and finds, for a model on meta or not; reads no tensor.
 
     `max_steps` are those of the whole run, None where they are not known yet: permanent checkpoints
-    are not counted then.
+    are not counted then. Checkpoints and exports of earlier steps that are gone from here, to an
+    archive perhaps, are not needed again.
     """
     run, root = Path(output_dir), where(output_dir if cfg.root is None else cfg.root)
+    steps = sorted(committed_steps(root)) if isinstance(root, Path) else []
+    done = max(steps, default=0)
     exports, there, every = 1, 0, cfg.export_steps  # of no others, the one made after the run
     if every is not None and max_steps is not None:
         at_end = cfg.export_at_end and max_steps % every != 0
-        exports = max(1, max_steps // every + at_end)
+        present = [f for f in (run / EXPORTS).glob("step-*") if ".old-" not in f.name]
+        exports = max(1, len(present) + max_steps // every - done // every + at_end)
     folder = home = existing(run)
     if isinstance(root, Path):
         folder, there = existing(root), _counted(root / CHECKPOINTS, ".bad-")
@@ -72,8 +80,8 @@ def need(
     else:
         exports = 0  # on another disk than the checkpoints, which fill theirs first
     return DiskEstimate(
-        checkpoint_bytes(model, world_size),
-        checkpoints_kept(cfg, max_steps),
+        checkpoint_bytes(model, world_size, optim),
+        checkpoints_kept(cfg, max_steps, steps),
         exports * export_bytes(model),
         there,
         free_bytes(folder),
@@ -96,31 +104,38 @@ def refuse_overflow(need: DiskEstimate, cfg: CheckpointConfig) -> None:
         )
 
 
-def checkpoint_bytes(model: nn.Module, world_size: int) -> int:
-    """Return the bytes of a checkpoint: parameters in storage dtype, buffers, AdamW's moments."""
+def checkpoint_bytes(model: nn.Module, world_size: int, optim: OptimConfig = _ADAMW) -> int:
+    """Return the bytes of a checkpoint: parameters in storage dtype, buffers, optimizer state."""
     tensors = model_tensors(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     chunks = len(tensors) + _MOMENTS * len(trained)
     return (
         sum(t.numel() * t.itemsize for t in tensors.values())
-        + _MOMENTS * sum(p.numel() * p.itemsize for p in trained)
+        + state_bytes(model, optim)
         + chunks * world_size * _PER_CHUNK
         + world_size * _PER_RANK
         + sum(map(len, assets_of(model).files.values()))
     )
 
 
-def checkpoints_kept(cfg: CheckpointConfig, max_steps: int | None) -> int:
+def checkpoints_kept(
+    cfg: CheckpointConfig, max_steps: int | None, steps: Sequence[int] = ()
+) -> int:
     """Return how many checkpoints lie on the disk at most: one more than the limit, since the new
-    one is whole before an old one goes, those that stay for good, and the best.
+    one is whole before an old one goes, those that stay for good, and the best. `steps` are those
+    that lie there already.
     """
-    saved = None if max_steps is None else math.ceil(max_steps / cfg.save_steps)
+    done, permanent = max(steps, default=0), cfg.save_permanent_steps
+    saved = len(steps)  # there or still to come
+    if max_steps is not None and done < max_steps:
+        saved += math.ceil(max_steps / cfg.save_steps) - done // cfg.save_steps
     if cfg.save_total_limit is None:
         return saved or 1
     kept = cfg.save_total_limit + 1 + int(cfg.keep_best)
-    if cfg.save_permanent_steps is not None and max_steps is not None:
-        kept += max_steps // cfg.save_permanent_steps
-    return kept if saved is None else min(kept, saved)
+    if permanent is not None and max_steps is not None:
+        kept += sum(step % permanent == 0 for step in steps)
+        kept += max(0, max_steps // permanent - done // permanent)
+    return kept if max_steps is None else min(kept, saved)
 
 
 def export_bytes(model: nn.Module) -> int:

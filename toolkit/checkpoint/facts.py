@@ -9,7 +9,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS, step_name
 from toolkit.checkpoint.run_folder import CONFIG, plain_config
 from toolkit.checkpoint.store import read_object
 from toolkit.errors import ConfigError, is_secret_name, scrub
-from toolkit.formats.metrics_file import METRICS, read_metrics
+from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics
 from toolkit.parsing import parse_yaml
 from toolkit.training.starts import versions
 
@@ -31,11 +31,14 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     Returns:
         `base_model` {name, hub_id, revision, init, license}, `data` {name: ...},
         `hyperparameters` {dotted setting: value}, `metrics` (the last line's values, and the last
-        evaluation's), `versions`, `steps`, `tokens`, `global_batch` (samples) and `devices`.
+        evaluation's), `versions` (that trained it), `steps`, `tokens`, `global_batch` (samples)
+        and `devices`.
     """
     run = Path(run_dir)
     config = plain_config(run)
-    lines = [x for x in read_metrics(_home(run, config)) if step is None or x["step"] <= step]
+    home = _home(run, config)
+    lines = [x for x in read_metrics(home) if step is None or x["step"] <= step]
+    starts = [x for x in read_lines(home / STARTS) if step is None or x["step"] < step]
     if not config and not lines:
         return {}
     # The last evaluation may be of an earlier line than the last loss.
@@ -45,7 +48,8 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
         "data": _data(_mapping(config, "data"), finetuned="lora" in config),
         "hyperparameters": _settings(config),
         "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
-        "versions": versions(),
+        # Of the machine that trained, which need not be the one that exports.
+        "versions": _mapping(starts[-1], "versions") if starts else versions(),
         "steps": final.get("step"),
         "tokens": final.get("tokens"),
         **_batch(run, step),

@@ -6,6 +6,8 @@ where it is of this very kernel. Of another host nobody knows: some network file
 to one host, or have none. So the owner touches the file every few seconds, and who wants it watches
 for longer, by a clock of its own: no two clocks are compared. Where two hosts take it in the same
 moment on such a file system, the later note stays, and the other one's next save is refused.
+
+An object store has no locks at all: there, too, the later note stays.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.store import disk_errors
+from toolkit.checkpoint.store import Folder, Place, disk_errors
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.training import background
 
@@ -32,24 +34,26 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class _Held:
-    file: Path
-    descriptor: int  # open, and thus locked, until the process ends
+    file: Folder
+    descriptor: int  # open, and thus locked, until the process ends; -1 on a store
     token: str
     ended: threading.Event
 
 
-_held: dict[Path, _Held] = {}
+_held: dict[Folder, _Held] = {}
 
 
-def take(folder: Path, job: str = "") -> str:
+def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
     """Keep the folder for this process until its end, or `release`; return a line where an owner
-    that is gone had it, or the file system has no locks. `job` is told to others. Costs 75 s after
-    an owner on another host.
+    that is gone had it, or there are no locks. `job` is told to others, `setting` names the folder
+    in errors. Costs 75 s after an owner on another host, on a store two requests.
 
-    ConfigError: somebody else has it (named). CheckpointError: the disk refuses.
+    ConfigError: somebody else has it (named). CheckpointError: the disk or store refuses.
     """
-    if folder.resolve() in _held:
+    if _key(folder) in _held:
         return ""
+    if isinstance(folder, Place):
+        return _take_place(folder, job)
     file = folder / LOCK
     with contextlib.ExitStack() as undo, disk_errors(f"{file} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,34 +63,54 @@ def take(folder: Path, job: str = "") -> str:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _in_use(folder, _note(file)) from None
+            raise _in_use(setting, folder, _note(file)) from None
         except OSError as error:
             exact, line = False, f"note: {folder} has no locks ({error.strerror}): {_ALONE}"
+        if not (file.exists() and os.path.samestat(os.fstat(descriptor), file.stat())):
+            raise _in_use(setting, folder, {})  # its owner has just removed it
         before = _note(file)
         here = exact and before.get("kernel") == _kernel()
         if before and not here and _is_touched(file, before):
-            raise _in_use(folder, before)
+            raise _in_use(setting, folder, before)
         held = _Held(file, descriptor, os.urandom(8).hex(), threading.Event())
-        owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel()}
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        text = json.dumps({**owner, "since": since, "token": held.token}) + "\n"
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
+        os.pwrite(descriptor, _text(job, held), 0)
         os.fsync(descriptor)
         undo.pop_all()
-    _held[folder.resolve()] = held
-    threading.Thread(target=_beat, args=(held,), name="lock", daemon=True).start()
+    _held[_key(folder)] = held
+    threading.Thread(target=_beat, args=(held, file), name="lock", daemon=True).start()
     return f"note: {folder} was in use by {_said(before)}, which is gone" if before else line
 
 
-def release(folder: Path) -> None:
+def _take_place(place: Place, job: str) -> str:
+    """Leave a note on a store; return a line where another one lies there."""
+    held = _Held(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
+    before = _note(held.file)
+    held.file.write_bytes(_text(job, held))
+    _held[place] = held
+    if not before:
+        return ""
+    return f"note: {place} was in use by {_said(before)}: if that still runs, it saves no more"
+
+
+def release(folder: Folder) -> None:
     """Give the folder back, where this process has it. A save in flight keeps it to the end of the
     process, and then the next owner finds a stale note.
     """
-    if not background.busy() and (held := _held.pop(folder.resolve(), None)):
-        held.ended.set()
-        with contextlib.suppress(OSError):  # as stale as that of a process that was killed
+    if background.busy() or (held := _held.pop(_key(folder), None)) is None:
+        return
+    held.ended.set()
+    # Where it cannot be written any more, the note is as stale as that of a killed process.
+    with contextlib.suppress(OSError, CheckpointError):
+        if isinstance(held.file, Place):
+            if _note(held.file).get("token") == held.token:
+                held.file.unlink()
+        else:
             os.ftruncate(held.descriptor, 0)
+            if os.listdir(held.file.parent) == [LOCK]:  # a start that was refused leaves nothing
+                held.file.unlink()
+                held.file.parent.rmdir()
+    if held.descriptor >= 0:
         os.close(held.descriptor)
 
 
@@ -104,9 +128,20 @@ def check() -> None:
             )
 
 
-def _in_use(folder: Path, owner: dict[str, Any]) -> ConfigError:
-    advice = "wait for it, end it, or give another output_dir"
-    return ConfigError(f"output_dir {folder} is in use by {_said(owner)}; {advice}")
+def _in_use(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
+    advice = f"wait for it, end it, or give another {setting}"
+    return ConfigError(f"{setting} {folder} is in use by {_said(owner)}; {advice}")
+
+
+def _key(folder: Folder) -> Folder:
+    return folder.resolve() if isinstance(folder, Path) else folder
+
+
+def _text(job: str, held: _Held) -> bytes:
+    """Return the note of this process."""
+    owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel()}
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return (json.dumps({**owner, "since": since, "token": held.token}) + "\n").encode()
 
 
 def _said(owner: dict[str, Any]) -> str:
@@ -117,7 +152,7 @@ def _said(owner: dict[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}{job}"
 
 
-def _note(file: Path) -> dict[str, Any]:
+def _note(file: Folder) -> dict[str, Any]:
     """Return the note of the owner, {} where there is none or it was cut off."""
     # Opened anew each time: a client of NFS then asks the server.
     try:
@@ -152,11 +187,11 @@ def _touched(file: Path) -> int:
         return os.fstat(f.fileno()).st_mtime_ns
 
 
-def _beat(held: _Held) -> None:
+def _beat(held: _Held, file: Path) -> None:
     """Touch the file until it is given back or lost."""
     while not held.ended.wait(_BEAT):
         # What else is written there says what is wrong with the disk.
-        with contextlib.suppress(OSError), open(held.file, "rb") as f:
+        with contextlib.suppress(OSError), open(file, "rb") as f:
             if _parsed(f.read()).get("token") != held.token:
                 return
             os.utime(f.fileno())
@@ -170,7 +205,8 @@ def _kernel() -> str:
 def _forget() -> None:
     """Leave the lock to the parent: a worker that outlives it for some seconds must not keep it."""
     while _held:
-        os.close(_held.popitem()[1].descriptor)
+        if (held := _held.popitem()[1]).descriptor >= 0:
+            os.close(held.descriptor)
 
 
 os.register_at_fork(after_in_child=_forget)

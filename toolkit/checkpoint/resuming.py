@@ -88,6 +88,9 @@ def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     One that fails is named loudly and set aside; of checkpoints nothing is deleted, only what
     killed deletions have left. Reads and hashes every file, split over the ranks by size; where it
     is to `verify` "sizes", of the shards their sizes only. Rank 0 says how long that took.
+
+    CheckpointError: one bears another step's name, or cannot be read just now. Neither says that
+    it is damaged, and nothing is set aside.
     """
     background.wait()
     run = ranks.on_all(lambda: where(run_dir))
@@ -112,7 +115,9 @@ def refuse_lost(run_dir: str | Folder) -> None:
     attempts = commit.attempts_of(run_dir)
     aside = [a.folder.name for a in attempts if a.kind == "bad"]
     if aside and not commit.counting(attempts):
-        what = f"{', '.join(aside[:4])}. To begin anew give another output_dir, or move those away"
+        back = "To go on from one, give it back its name (step-N) and start again"
+        what = f"{', '.join(aside[:4])}. {back}; to begin anew give another output_dir, or move "
+        what += "those away"
         raise CheckpointError(f"no checkpoint of {run_dir} verifies; what failed is kept: {what}")
 
 
@@ -131,7 +136,8 @@ def _verify(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
     def look() -> tuple[commit.Files, list[tuple[str, str]]]:
         files = commit.read_manifest(checkpoint)["files"]
         told = {n: {key: entry[key] for key in ("size", "sha256")} for n, entry in files.items()}
-        return told, commit.damaged_files(checkpoint, hashed=(), files=files)
+        # What else lies there (a note, .DS_Store) is no fault of the checkpoint.
+        return told, commit.damaged_files(checkpoint, files, hashed=(), files=files)
 
     # The others neither read the manifest nor list the folder.
     files, damage = ranks.on_main(look)

@@ -1,14 +1,17 @@
 """Which checkpoints of a run stay, and the deletion of the others."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from toolkit import ranks
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
 from toolkit.checkpoint.store import Folder, Place, disk_errors, read_object, where
 from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import CheckpointConfig
+from toolkit.errors import CheckpointError
 
 # What `prune` reads again at most, over all checkpoints: a fraction of a second.
 _AFFORDABLE = 128 * 2**20
@@ -42,10 +45,10 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
     A checkpoint counts as kept only when it verifies: its files have the sizes of the manifest, and
     the hashes too as far as 128 MB go (16 on a store), newest checkpoint and smallest files first;
     `resume` hashes everything. One that does not verify is not deleted, nor are links: somebody
-    else put them there. CheckpointError where something cannot be deleted.
+    else put them there. What cannot be deleted makes a warning.
     """
     run = where(run)
-    with disk_errors(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
+    with _warns(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = counting(attempts)
         budget = _AFFORDABLE_ON_STORE if isinstance(run, Place) else _AFFORDABLE
@@ -55,10 +58,11 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
             if not (isinstance(folder, Path) and folder.is_symlink()):
                 sound, read = commit.verifies(folder, budget)
                 budget -= read
-                if sound:
+                with contextlib.suppress(CheckpointError):  # its state is damaged: not sound
                     metrics = (read_object(folder / STATE) or {}).get("metrics")
                     found = metrics.items() if isinstance(metrics, dict) else ()
-                    verified[step] = {k: v for k, v in found if isinstance(v, int | float)}
+                    if sound:
+                        verified[step] = {k: v for k, v in found if isinstance(v, int | float)}
         gone = [a.folder for a in attempts if a.kind in commit.LEFT_OVER]
         for a in attempts:
             superseded = a.step in verified and a.order < newest[a.step].order
@@ -73,10 +77,20 @@ def sweep(run: str | Folder) -> None:
     """Delete what a killed deletion left of checkpoints that are older than the newest.
 
     A start that has nothing to do saves nothing, and so neither `begin` nor `prune` would. Leaves
-    alone what another process may be writing. Raises as `prune`.
+    alone what another process may be writing. What cannot be deleted makes a warning.
     """
-    with disk_errors(f"leftovers in {where(run) / CHECKPOINTS} could not be deleted"):
+    with _warns(f"leftovers in {where(run) / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = max(counting(attempts), default=0)
         gone = [a for a in attempts if a.kind == "trash" or (a.kind == "tmp" and a.step < newest)]
         commit.delete(a.folder for a in gone)
+
+
+@contextlib.contextmanager
+def _warns(what: str) -> Iterator[None]:
+    """Say what went wrong, and go on: a run that has saved does not end over an old checkpoint."""
+    try:
+        with disk_errors(what):
+            yield
+    except CheckpointError as error:
+        ranks.show(f"WARNING: {error}. The next save tries again")

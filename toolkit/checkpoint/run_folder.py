@@ -21,7 +21,14 @@ from torch import nn
 
 from toolkit import config, ranks
 from toolkit.checkpoint import disk, lock
-from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, find_checkpoint
+from toolkit.checkpoint.commit import (
+    CHECKPOINTS,
+    EXPORTS,
+    beside,
+    committed_steps,
+    find_checkpoint,
+    step_name,
+)
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import (
     BLOCK,
@@ -59,9 +66,19 @@ class RunFolder:
     Every method is collective. Raises as `claim` and `check_shared` do.
     """
 
-    def __init__(self, cfg: RunConfig) -> None:
+    def __init__(self, cfg: RunConfig, run: Run) -> None:
+        """Claim the folder, and keep every other run out to the end of this one: ConfigError names
+        the one that is there.
+        """
         self._cfg, self.before = cfg, ranks.on_all(lambda: claim(cfg))
         self.path, self.root = Path(cfg.output_dir), root_of(cfg)
+        # Before anything is written or tokenised that a second start would do as well.
+        ranks.say(ranks.on_main(lambda: lock.take(self.path, run.job)))
+        run.at_end.callback(lock.release, self.path)
+        if self.root != self.path:
+            named = "checkpoint.root"
+            ranks.say(ranks.on_main(lambda: lock.take(self.root, run.job, setting=named)))
+            run.at_end.callback(lock.release, self.root)
         if isinstance(self.root, Path):  # else the hosts may have nothing in common but the store
             check_shared(self.path)
             if self.root != self.path:
@@ -74,21 +91,19 @@ class RunFolder:
         """Record these settings, in which `auto` is decided, instead of those asked for."""
         self._cfg = cfg
 
-    def hold(self, model: nn.Module, max_steps: int, run: Run) -> None:
-        """Say what the run will write, refuse a disk that is too small (CheckpointError), and keep
-        every other run out to the end of this one (ConfigError names the one that is there).
+    def check_disk(self, model: nn.Module, max_steps: int) -> None:
+        """Say what the run will write, and refuse a disk that is too small (CheckpointError).
         `max_steps` is -1 where it is not known yet.
         """
         cfg, steps = self._cfg.checkpoint, None if max_steps == -1 else max_steps
 
         def needed() -> str:
-            estimate = disk.need(model, self.path, cfg, steps, ranks.world_size())
+            world = ranks.world_size()
+            estimate = disk.need(model, self.path, cfg, steps, world, self._cfg.optim)
             disk.refuse_overflow(estimate, cfg)
             return str(estimate)
 
         ranks.say(f"disk       {ranks.on_main(needed)}")
-        ranks.say(ranks.on_main(lambda: lock.take(self.path, run.job)))
-        run.at_end.callback(lock.release, self.path)
 
     def record(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
         """Write the settings that hold from here on, and say which of them an earlier start did not
@@ -114,6 +129,13 @@ class RunFolder:
             cfg = dataclasses.replace(cfg, train=train)
         ranks.on_main(lambda: record(cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
+        ranks.say(*ranks.on_main(lambda: self._set_exports_aside(state.step)))
+
+    def _set_exports_aside(self, after: int) -> list[str]:
+        """Rename the exports of later steps: this start trains those anew."""
+        folders = sorted((self.path / EXPORTS).glob("step-" + "[0-9]" * 8))
+        with disk_errors(f"exports of {self.path} cannot be renamed"):
+            return [set_export_aside(f) for f in folders if f.name > step_name(after)]
 
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
         """Return what a run prints at its end: where things are, and the command that exports."""
@@ -123,6 +145,13 @@ class RunFolder:
             f"checkpoint {self.root / CHECKPOINTS}  (newest: step {step})",
             f"next       {export}" + ("   (--merge: with the base)" if adapted else ""),
         ]
+
+
+def set_export_aside(export: Path) -> str:
+    """Rename an export of other weights to `step-N.old-*`; return the line that says so."""
+    old = beside(export, "old")
+    os.rename(export, old)
+    return f"NOTE: {export} was there already; it is now {old}"
 
 
 def root_of(cfg: Any) -> Folder:

@@ -21,6 +21,7 @@ from toolkit.adapters.base import adapter_entry
 from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
+from toolkit.checkpoint.run_folder import set_export_aside
 from toolkit.checkpoint.store import is_refusal
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
@@ -109,12 +110,10 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
 
     def prepare() -> dict[str, Any] | None:
         if os.path.lexists(target):
-            old = target.with_name(f"{target.name}.old-{os.urandom(4).hex()}")
             try:
-                os.rename(target, old)
+                ranks.show(set_export_aside(target))
             except OSError as error:
                 raise ExportError(f"{target} cannot be renamed: {error.strerror}") from error
-            ranks.show(f"NOTE: {target} was there already; it is now {old}")
         return run_facts(run_dir, step) or None
 
     origin = {"step": step, "run": ranks.on_main(prepare)}
@@ -123,7 +122,9 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
 
 
 def exported(run_dir: str | Path, step: int) -> bool:
-    """Whether the run has an export of `step`; the same on every rank. Collective."""
+    """Whether the run has an export of `step`: a start sets those of later steps than its first
+    aside. The same on every rank. Collective.
+    """
     return ranks.on_main((Path(run_dir) / EXPORTS / step_name(step)).exists)
 
 

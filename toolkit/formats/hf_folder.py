@@ -29,7 +29,7 @@ _LONGEST_NAME = 255  # bytes, of file systems
 _INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 92,000 in 9 MB
 _VOCABULARY_BYTES = 256 * 2**20
 MAX_TEMPLATE_BYTES = 2**18  # of a chat template
-_TEMPLATE = "chat_template.jinja"
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
 _COUNTS = ((re.compile(_DEPTHS), 500), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
@@ -222,7 +222,39 @@ def asset_files(folder: Path) -> dict[str, bytes]:
     """Return the files beside the weights: generation config, tokenizer, template, custom code."""
     names = [n for n in ASSET_FILES if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
-    return {n: plain_file(folder, n, ModelError).read_bytes() for n in names}
+    files = {n: plain_file(folder, n, ModelError).read_bytes() for n in names}
+    return _with_named_templates(folder, files)
+
+
+def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the files with the chat templates of a folder of them in tokenizer_config.json.
+
+    transformers writes those that are not the default into a folder. It reads a list in that file
+    as well, where no file has the default, and checkpoints and exports have no folders.
+    """
+    more = sorted((folder / _TEMPLATES).glob("*.jinja"))
+    if not more or "tokenizer_config.json" not in files:
+        return files
+    texts = {}
+    for file in more:
+        content = plain_file(file.parent, file.name, ModelError).read_bytes()
+        if len(content) > MAX_TEMPLATE_BYTES:
+            what = f"has {len(content):,} bytes, more than the {MAX_TEMPLATE_BYTES:,} expected"
+            raise ModelError(f"the chat template {file} {what}")
+        texts[file.stem] = content
+    if _TEMPLATE in files:
+        texts["default"] = files[_TEMPLATE]
+    config = parse_json(files["tokenizer_config.json"], folder, ModelError)
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / 'tokenizer_config.json'} holds no JSON object")
+    try:
+        listed = [{"name": n, "template": t.decode()} for n, t in sorted(texts.items())]
+    except UnicodeDecodeError as error:
+        raise ModelError(f"a chat template of {folder} is no UTF-8: {error}") from error
+    config["chat_template"] = listed
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    others = {name: content for name, content in files.items() if name != _TEMPLATE}
+    return {**others, "tokenizer_config.json": text.encode()}
 
 
 def weight_files(

@@ -6,6 +6,7 @@ Build the optimizer after sharding, so that its state is born sharded.
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from toolkit import ranks
 from toolkit.config.settings import OptimConfig
 from toolkit.errors import ConfigError
 from toolkit.formats import reshard
@@ -33,7 +35,11 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
     if cfg.optim == "muon":
         orthogonal(torch.eye(2))
     steps = max_steps if max_steps > 0 else 10**9
-    build_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
+    _schedule(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
+    least = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+    if cfg.min_lr_rate != type(cfg).min_lr_rate and cfg.lr_scheduler_type not in least:
+        what = f"optim.min_lr_rate {cfg.min_lr_rate} has no effect with {cfg.lr_scheduler_type}"
+        ranks.say(f"WARNING: {what}; optim.lr_scheduler_type {least[0]} ends at it")
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
@@ -45,22 +51,8 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     the parameters' size and dtype. The others: see `sharded_optimizers`.
     """
     reshard(model)
-    embeddings, ends = _embeddings(model)
     groups: dict[tuple, list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        # Biases of experts are stacked, and Mamba marks its decay rates.
-        unmarked = not getattr(parameter, "_no_weight_decay", False)
-        matrix = parameter.ndim >= 2 and not name.endswith(("_bias", ".A_log")) and unmarked
-        decays = matrix or cfg.decay_norms_and_biases
-        own = False
-        if cfg.optim == "muon":
-            own = matrix and parameter.ndim <= 3 and id(parameter) not in embeddings | ends
-        elif cfg.optim == "adamw_8bit":  # embeddings keep 32 bits, as transformers' Trainer has it
-            blocks = parameter.ndim >= 2 and parameter.shape[1:].numel() % BLOCK == 0
-            own = blocks and parameter.numel() >= _SMALL and id(parameter) not in embeddings
-        end = cfg.embedding_learning_rate is not None and id(parameter) in ends
+    for parameter, decays, own, end in _kinds(model, cfg):
         # One call does not take sharded and replicated parameters together.
         key = (end, own, not isinstance(parameter, DTensor), not decays)
         groups.setdefault(key, []).append(parameter)
@@ -83,6 +75,45 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     if cfg.optim == "adamw_torch_fused":
         return torch.optim.AdamW(listed, fused=True, **adam)
     return {"adamw_8bit": AdamW8bit, "muon": Muon}[cfg.optim](listed, **adam)
+
+
+def _kinds(model: nn.Module, cfg: OptimConfig) -> Iterator[tuple[nn.Parameter, bool, bool, bool]]:
+    """Yield each trained parameter, and whether it decays, whether the optimizer has its own way
+    with it, not AdamW's, and whether it has the learning rate of the embedding.
+    """
+    embeddings, ends = _embeddings(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # Biases of experts are stacked, and Mamba marks its decay rates.
+        unmarked = not getattr(parameter, "_no_weight_decay", False)
+        matrix = parameter.ndim >= 2 and not name.endswith(("_bias", ".A_log")) and unmarked
+        own = False
+        if cfg.optim == "muon":
+            own = matrix and parameter.ndim <= 3 and id(parameter) not in embeddings | ends
+        elif cfg.optim == "adamw_8bit":  # embeddings keep 32 bits, as transformers' Trainer has it
+            blocks = parameter.ndim >= 2 and parameter.shape[1:].numel() % BLOCK == 0
+            own = blocks and parameter.numel() >= _SMALL and id(parameter) not in embeddings
+        end = cfg.embedding_learning_rate is not None and id(parameter) in ends
+        yield parameter, matrix or cfg.decay_norms_and_biases, own, end
+
+
+def state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
+    """Return the bytes of the state of `build_optimizer`'s optimizer, of all ranks together, for a
+    model on meta or not.
+    """
+
+    def nbytes(parameter: nn.Parameter, own: bool) -> int:
+        values, shape = parameter.numel(), parameter.shape
+        if cfg.optim == "adafactor":  # of a matrix sums of rows and columns
+            return 4 * (values // shape[-1] + values // shape[-2] if len(shape) > 1 else values)
+        if not own:
+            return 2 * values * parameter.itemsize
+        if cfg.optim == "adamw_8bit":
+            return 2 * values + 8 * values // BLOCK
+        return values * parameter.itemsize
+
+    return sum(nbytes(parameter, own) for parameter, _, own, _ in _kinds(model, cfg))
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
@@ -110,10 +141,26 @@ def _embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
 def build_scheduler(
     optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
 ) -> LRScheduler:
-    """Return transformers' schedule over `max_steps`; ConfigError: `lr_scheduler_kwargs`."""
-    kind, warmup = cfg.lr_scheduler_type, int(cfg.warmup_steps)
-    if cfg.warmup_steps < 1:
-        warmup = math.ceil(cfg.warmup_steps * max_steps)
+    """Return transformers' schedule over `max_steps`; ConfigError: `lr_scheduler_kwargs`. Says
+    where the run ends within its warm-up.
+    """
+    warmup = _warmup(cfg, max_steps)
+    if 0 < max_steps <= warmup:
+        ranks.say(
+            f"WARNING: the run has {max_steps} steps, and optim.warmup_steps are {warmup}: it ends "
+            f"before its learning rate has risen to {cfg.learning_rate:g}"
+        )
+    return _schedule(optimizer, cfg, max_steps)
+
+
+def _warmup(cfg: OptimConfig, max_steps: int) -> int:
+    if cfg.warmup_steps >= 1:
+        return int(cfg.warmup_steps)
+    return min(math.ceil(cfg.warmup_steps * max_steps), max(max_steps - 1, 0))  # a share of 1 step
+
+
+def _schedule(optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int) -> LRScheduler:
+    kind, warmup = cfg.lr_scheduler_type, _warmup(cfg, max_steps)
     if kind == "constant" and warmup > 0:
         kind = "constant_with_warmup"  # transformers' `constant` would ignore the warm-up
     extra: dict[str, Any] = dict(cfg.lr_scheduler_kwargs)

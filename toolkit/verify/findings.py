@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from toolkit.checkpoint import commit
+from toolkit.errors import CheckpointError
 from toolkit.formats import is_cached
 
 Finding = tuple[str, str | None, str]  # file in what was verified, tensor, what is wrong
@@ -112,8 +113,9 @@ def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) 
         if not is_regular(file, in_cache=in_cache):
             return "is no regular file" if os.path.lexists(file) else "is missing"
         return commit.damage(file, file.stat().st_size, expected, hashed=True)
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
+    except (OSError, CheckpointError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        return f"cannot be read: {getattr(cause, 'strerror', None) or error}"
 
 
 def is_regular(file: Path, *, in_cache: bool = False) -> bool:
