@@ -332,8 +332,10 @@ class Expectation:
                 self.steps[step] = self.steps[step] | {stamp}
             self.possible.setdefault(step, set()).add(stamp)
             self.begun = (step, stamp)
-            # Retention follows the commit, before the report.
-            self.until_committed = self._drop({step})
+            # Retention follows the commit, before the report; of a step that a kill kept from it,
+            # and that is now written again, nobody sees then whether it was committed.
+            dropped = self._drop({step})
+            self.until_committed = {} if step in dropped else dropped
         else:
             self.begun = None
             self.steps[step] = self.possible[step] = {stamp}
