@@ -42,11 +42,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
     try:
         warm_processes(world)
         with tempfile.TemporaryDirectory() as folder:
-            started = [
-                _warm[r].start(_entry, r, *_name(fn), world, folder, group, args)
-                for r in range(world)
-            ]
-            _wait(started, folder)
+            for rank in range(world):
+                _warm[rank].start(_entry, rank, *_name(fn), world, folder, group, args)
+            _wait(world, folder)
             return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world)]
     except (ProcessRaisedException, ProcessExitedException):
         raise
@@ -94,10 +92,8 @@ def run_recipe_ranks(
     known = Path(__file__).parent.parent / "recipes" / f"{recipe}.py"
     script = str(known if isinstance(recipe, str) else recipe)
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            _warm[r].start(_recipe_entry, r, world, port, script, flags, str(cwd), folder)
-            for r in range(world)
-        ]
+        for rank in range(world):
+            _warm[rank].start(_recipe_entry, rank, world, port, script, flags, str(cwd), folder)
         codes, running, failed = [0] * world, set(range(world)), False
         deadline = None if kill_after is None else time.monotonic() + kill_after
         while running:
@@ -110,7 +106,7 @@ def run_recipe_ranks(
                 codes[rank] = abs(_warm[rank].ended())
             if patience is not None and not ready:
                 for other in running:
-                    os.kill(started[other], signal.SIGKILL)
+                    _warm[other].send(signal.SIGKILL)
                 deadline = None
             failed = any(codes)
         out, err = (
@@ -141,9 +137,9 @@ def _end() -> None:
         _warm.pop().close()
 
 
-def _wait(started: list[int], folder: str) -> None:
-    """Wait for all ranks, given their process ids; raise where one failed."""
-    running = set(range(len(started)))
+def _wait(world: int, folder: str) -> None:
+    """Wait for all ranks; raise where one failed."""
+    running = set(range(world))
     failed: list[tuple[int, int]] = []
     killed = False
     while running:
@@ -159,10 +155,10 @@ def _wait(started: list[int], folder: str) -> None:
         if failed and not killed and (cause or not ready):
             killed = True
             for other in running:  # they wait for those that failed
-                os.kill(started[other], signal.SIGKILL)
+                _warm[other].send(signal.SIGKILL)
     if failed:
         rank, code = min(failed, key=lambda one: _lost_connection(folder, one[0]))
-        _raise(folder, rank, code, started[rank])
+        _raise(folder, rank, code, _warm[rank].pid)
 
 
 def _lost_connection(folder: str, rank: int) -> bool:

@@ -1,8 +1,12 @@
 """Forks of a process that has used torch."""
 
+import os
+import select
+import signal
 import subprocess
 import sys
 
+import distributed
 import pytest
 
 _PROGRAM = """
@@ -52,3 +56,14 @@ def test_threads_of_a_fork_find_a_thread_pool():
     without, with_pool = map(int, done.stdout.split())
     assert with_pool == 0
     assert without > 0  # torch mends it some day: then the helper can go
+
+
+def test_a_signal_to_a_rank_that_has_just_ended_is_no_error():
+    """Its process is gone before anybody has read that it ended."""
+    (process,) = distributed.warm_processes(1)
+    process.start(os.getcwd)
+    select.select([process], [], [])
+    with pytest.raises(ProcessLookupError):  # the control
+        os.kill(process.pid, signal.SIGKILL)
+    process.send(signal.SIGKILL)
+    assert process.ended() == 0

@@ -46,6 +46,8 @@ does not live through a fork."""
 class Warm:
     """The parent's side: one process, and the rank that it runs at the moment."""
 
+    pid: int  # of the rank
+
     def __init__(self) -> None:
         mine, theirs = socket.socketpair()
         self._socket = mine
@@ -56,17 +58,20 @@ class Warm:
         )
         theirs.close()
 
-    def start(self, fn: Callable[..., Any], *args: Any) -> int:
-        """Call `fn(*args)` in a fork, whose output goes where this process's goes now; return its
-        process id.
-        """
+    def start(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Call `fn(*args)` in a fork, whose output goes where this process's goes now."""
         place = (dict(os.environ), sys.path, sys.argv, os.getcwd())
         request = pickle.dumps((place, fn.__module__, fn.__qualname__, pickle.dumps(args)))
         sys.stdout.flush()
         sys.stderr.flush()
         socket.send_fds(self._socket, [struct.pack("<Q", len(request))], [1, 2])
         self._socket.sendall(request)
-        return int(self._received(8))
+        self.pid = int(self._received(8))
+
+    def send(self, number: int) -> None:
+        """Send the rank a signal, unless it has ended and the process has seen that already."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def fileno(self) -> int:
         """Return what becomes readable when the rank has ended."""

@@ -135,7 +135,8 @@ class Rank:
 
     def kill(self) -> None:
         if self.alive():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class Watcher:
