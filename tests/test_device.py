@@ -108,6 +108,20 @@ def test_an_accelerator_without_collectives_is_no_accelerator(monkeypatch, capsy
     )
 
 
+@pytest.mark.parametrize(
+    ("times", "words"), [(54.2, "take 54 times as long in bfloat16"), (2.0, "")]
+)
+def test_a_cpu_that_is_slow_in_bfloat16_is_told(monkeypatch, times: float, words: str) -> None:
+    cpu, before = torch.device("cpu"), torch.get_rng_state()
+    device.slow_dtype(cpu, "bfloat16")  # as this machine is
+    assert torch.equal(torch.get_rng_state(), before)
+    seconds = {torch.float32: 1e-3, torch.bfloat16: times * 1e-3}
+    monkeypatch.setattr(device, "_layer_seconds", seconds.__getitem__)
+    assert words in device.slow_dtype(cpu, "bfloat16")
+    assert bool(words) == bool(device.slow_dtype(cpu, "bfloat16"))
+    assert device.slow_dtype(cpu, "float32") == device.slow_dtype(CUDA, "bfloat16") == ""
+
+
 # ---- For the whole run ---------------------------------------------------------------------------
 
 

@@ -470,6 +470,7 @@ def test_where_no_change_is_enough_one_comes_on_another(file: Path) -> None:
 def test_a_measured_step_is_remembered_and_corrects_later_plans(
     file: Path, tmp_path: Path, capsys: Any
 ) -> None:
+    file.write_text(file.read_text() + "sharding: {param_dtype: float32}\n")  # fast on every CPU
     argv = [file, "--world_size", 1, "--json"]
     flags = ["--device", "cpu"]
     before = json.loads(_plan(capsys, *argv, *flags)[1])

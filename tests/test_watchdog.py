@@ -92,7 +92,7 @@ def test_the_report_names_the_unit_the_missing_rank_and_its_samples(tmp_path, ca
     with pytest.raises(Exception, match="exited with 70"):
         run_ranks(_stuck, 2, str(tmp_path))
     line = next(x for x in capfd.readouterr().err.splitlines() if x.startswith("watchdog: "))
-    assert re.search(r"no rank got on for \d s, at: step 7", line)
+    assert re.search(r"no rank got on for \d+ s, at: step 7", line)
     assert re.search(r"waiting in \w+ of unit \S+: rank 0", line)
     assert re.search(r"missing: rank 1 \(test_watchdog.py:\d+ in _stuck\)", line)
     assert "samples of rank 1: row 7 of rank 1" in line

@@ -8,6 +8,7 @@ import datetime
 import gc
 import os
 import socket
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from toolkit.training.faults import watchdog
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50
+_SLOW = 5.0  # times the seconds of float32, from where a run is told
 _timeout: datetime.timedelta | None = None  # of collectives, once steps are steady
 
 
@@ -65,6 +67,30 @@ def refuse_shared(device: torch.device) -> None:
                 raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
 
     ranks.on_main(check)
+
+
+def slow_dtype(device: torch.device, dtype: str) -> str:
+    """Return a warning where a CPU computes much slower in `dtype` than in float32, as one without
+    instructions for bfloat16 does. Measured, in half a second there.
+    """
+    if device.type != "cpu" or dtype == "float32":
+        return ""
+    times = _layer_seconds(getattr(torch, dtype)) / _layer_seconds(torch.float32)
+    if times < _SLOW:
+        return ""
+    what = f"linear layers take {times:.0f} times as long in {dtype} as in float32 on this CPU"
+    return f"WARNING: {what}; for a run on it: --sharding.param_dtype float32"
+
+
+def _layer_seconds(dtype: torch.dtype) -> float:
+    """Return the seconds of a linear layer, forward and backward, by ones: nothing is drawn."""
+    weight, batch = (torch.ones(n, 256, dtype=dtype, requires_grad=True) for n in (512, 128))
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        torch.nn.functional.linear(batch, weight).sum().backward()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 @contextlib.contextmanager

@@ -187,7 +187,8 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             preemption.listening(signals, grace),
             start(deterministic=cfg.train.deterministic) as run,
         ):
-            run.say(rendezvous.restart_line())
+            slow = device.slow_dtype(run.device, cfg.sharding.param_dtype) if run.rank == 0 else ""
+            run.say(rendezvous.restart_line(), slow)
             watchdog.begin(cfg.train.hang_seconds, Path(cfg.output_dir), background.busy)
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
