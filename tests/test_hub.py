@@ -814,6 +814,7 @@ print(sorted(build_on_meta(cfg).hf_assets.files))
 """
 
 
+@pytest.mark.slow
 def test_a_hub_id_brings_all_that_an_export_carries(hub, push, tmp_path):
     """Though nothing of this process has read it: a reader of the export will."""
     beside = {

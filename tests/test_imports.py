@@ -84,8 +84,8 @@ def test_help_knows_no_torch() -> None:
 
 def test_a_recipe_imports_no_peft_before_it_has_a_device() -> None:
     # PEFT imports bitsandbytes, which starts CUDA on the first device, on every rank.
-    code = "import sys, runpy; runpy.run_path('recipes/{}.py'); print('peft' in sys.modules)"
-    for name in ("pretrain", "finetune"):
-        command = [sys.executable, "-c", code.format(name)]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert result.stdout.split() == ["False"], name
+    code = "import sys, runpy\nfor name in ('pretrain', 'finetune'):\n"
+    code += "    runpy.run_path(f'recipes/{name}.py'); print('peft' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]

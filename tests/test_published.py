@@ -84,8 +84,7 @@ def test_flops_of_dense_models_leave_out_only_the_embedding() -> None:
 CONFIGS = sorted((ROOT / "recipes/configs").glob("*_*gpu.yaml")) + sorted(
     (ROOT / "recipes/configs").glob("*nodes.yaml")
 )
-# One of each kind in the fast tests.
-FAST = ("mistral_7b_full_8gpu",)
+CONTROL = "mistral_7b_full_8gpu"
 _PLANNED = re.compile(
     r"# Planned: ([\d.]+) GB of each device's (\d+)GB \(toolkit plan FILE --world_size (\d+) "
     r"--device_memory (\d+)GB\)"
@@ -105,10 +104,8 @@ def test_the_configs_are_those_of_the_table_and_say_how_they_start() -> None:
             assert word in text, file.name
 
 
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(f, id=f.stem, marks=[pytest.mark.plans] * (f.stem not in FAST)) for f in CONFIGS],
-)
+@pytest.mark.plans
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_shipped_config_needs_what_it_says_and_fits(file: Path, tmp_path, capsys) -> None:
     text = file.read_text("utf-8")
     needed, memory, world, again = (float(n) for n in _PLANNED.search(text).groups())  # type: ignore[union-attr]
@@ -126,7 +123,7 @@ def test_a_shipped_config_needs_what_it_says_and_fits(file: Path, tmp_path, caps
     assert found["memory"] / 1e9 == pytest.approx(needed, abs=max(0.1, 0.02 * needed))
     assert found["parameters"] >= PUBLISHED[name].parameters
     assert memory - needed > 0.02 * memory  # a margin
-    if file.stem == FAST[0]:  # the control: a smaller device is said to be too small
+    if file.stem == CONTROL:  # a smaller device is said to be too small
         short = int(needed * 0.9e9)
         cfg = load(FinetuneConfig, local)
         assert not make_plan(cfg, int(world), device_of("rtx4090"), short).fits(short)
