@@ -327,6 +327,10 @@ MODEL_CASES = {
         ["config.json cannot be used", "ZeroDivisionError", "correct it"],
     ),
     "value of another type": (spoil_config(hidden_size="wide"), ["hidden_size", "wide"]),
+    "an adapter beside the weights": (
+        write("adapter_config.json", "{}"),
+        ["holds an adapter (adapter_config.json) beside its weights", "Merge it"],
+    ),
     "code of its own": (
         spoil_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
         ["trust_remote_code"],

@@ -22,19 +22,19 @@ SAFE = {
     "deepseek_v3": {},  # dense layers first, then experts in groups
     "gemma2": {},
     "gemma3_text": {},
-    "phi3": {
-        "num_hidden_layers": 3,
-        "pad_token_id": 0,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 48,
-            "long_factor": [2.0] * 48,
-            "original_max_position_embeddings": 4096,
-        },
-    },
     "cohere2": {},
     "opt": {},  # by the borders of documents only
+}
+LONGROPE = {
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 48,
+        "long_factor": [2.0] * 48,
+        "original_max_position_embeddings": 4096,
+    },
 }
 LEAKING = ["mamba", "bloom", "mpt", "gpt_oss", "recurrent_gemma", "xglm"]
 
@@ -42,6 +42,22 @@ LEAKING = ["mamba", "bloom", "mpt", "gpt_oss", "recurrent_gemma", "xglm"]
 @pytest.mark.parametrize("kind", SAFE)
 def test_types_that_keep_packed_samples_apart(kind):
     verdict = keeps_apart(CONFIG_MAPPING[kind](**SAFE[kind]))
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize(("length", "ok"), [(4096, True), (8192, False)])
+def test_longrope_depends_on_the_longest_sample(length, ok):
+    """Above the length that the model was first trained at its factors are others, for all samples
+    of a micro-batch.
+    """
+    verdict = keeps_apart(CONFIG_MAPPING["phi3"](**LONGROPE), sequence_length=length)
+    assert verdict.ok == ok
+    assert ok or "does not come out as it does by itself" in verdict.why
+
+
+@pytest.mark.parametrize("size", [65, 127, 128])
+def test_small_vocabularies(size):
+    verdict = keeps_apart(CONFIG_MAPPING["llama"](vocab_size=size))
     assert verdict.ok, verdict.why
 
 

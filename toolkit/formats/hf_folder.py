@@ -115,6 +115,8 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
         return path
     if path.exists():
         raise ModelError(f"model.name_or_path {path} is a file; give the folder that holds it")
+    if path.is_absolute() or str(name_or_path).startswith("."):  # no Hub id
+        raise ModelError(f"there is no folder {name_or_path} (current folder: {Path.cwd()})")
     beside = _is_beside(path)
     local = beside or not ask
     try:

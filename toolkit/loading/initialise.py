@@ -69,7 +69,8 @@ def drawn(
     unwritten = []
     for path, leaves in modules.items():
         for leaf, value in _drawn_in(built, path, leaves, seed).items():
-            if value.is_floating_point() and value.sum().isnan():
+            # Integers, which hold no NaN, are tables of the constructor: nobody draws them.
+            if not value.is_floating_point() or value.sum().isnan():
                 unwritten.append((path, leaf))
             else:
                 yield leaves[leaf], value

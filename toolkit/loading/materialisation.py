@@ -97,7 +97,11 @@ def settle(model: nn.Module, device: torch.device) -> None:
     assets = getattr(model, "hf_assets", None)
     for alias, owner in (assets.tied if assets else {}).items():
         if by_name.get(alias) is not by_name.get(owner):
-            raise LoadingError(f"{alias} is no longer tied to {owner}")
+            raise LoadingError(
+                f"{alias} is no longer tied to {owner}: the weights hold another value for each "
+                "(set tie_word_embeddings: false in config.json), or the model's own code ties "
+                "them and names them in no _tied_weights_keys"
+            )
     for name, buffer in list(model.named_buffers()):
         if buffer.device != device:
             replace(model, name, buffer.to(device))

@@ -146,6 +146,17 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     _causal_lm_class(config, cfg, folder)
+    if cfg.init == "pretrained" and (folder / "adapter_config.json").is_file():
+        what = (
+            "transformers would load weights and adapter together, this toolkit the weights alone"
+        )
+        raise ModelError(
+            f"{folder} holds an adapter (adapter_config.json) beside its weights: {what}. Merge it "
+            "into them (PEFT's merge_and_unload), or move it away"
+        )
+    if cfg.attn_implementation == "flex_attention" and torch.device(device).type == "cpu":
+        what = "has no backward on CPUs"
+        raise ModelError(f"model.attn_implementation flex_attention {what}; leave it out for sdpa")
     if getattr(config.get_text_config(), "output_router_logits", False):
         what = "output_router_logits asks for the auxiliary loss of its router"
         ranks.say(f"WARNING: {cfg.name_or_path}: {what}, which is not trained here")
@@ -243,8 +254,10 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
         return getattr(torch, cfg.dtype or "float32")
     stored = getattr(config, "dtype", None)
     if stored is None:
-        source = formats.source_dtypes(folder) or {}
-        return torch.float32 if set(source.values()) == {"F32"} else torch.bfloat16
+        kinds = {*(formats.source_dtypes(folder) or {}).values()}
+        if "F16" not in kinds or "BF16" in kinds:
+            return torch.float32 if kinds == {"F32"} else torch.bfloat16
+        stored = torch.float16
     dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     if dtype == torch.float16:
         what = "is stored in float16, in which AdamW's second moment underflows to 0"

@@ -45,6 +45,7 @@ _INNER = (
     *("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"),
     *("shared_intermediate_size", "intermediate_size_mlp", "dense_intermediate_size"),
 )
+_ROPES, _TRAINED_LENGTH = ("rope_parameters", "rope_scaling"), "original_max_position_embeddings"
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 # What is cut by one factor, so that the ratios stay: heads, and widths that are a multiple of them.
 _HEADS = (
@@ -160,19 +161,37 @@ def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
     vocabularies = [name for name in vars(section) if "vocab_size" in name]
     sizes = ((_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64))
-    for names, most in (
-        sizes if real_text else (*sizes, (_POSITIONS, 512), (vocabularies, VOCABULARY))
-    ):
+    for names, most in sizes if real_text else (*sizes, (_POSITIONS, 512)):
         _each(section, names, functools.partial(min, most))
     if real_text:
         _each(section, ("hidden_size_per_layer_input",), functools.partial(min, 16))
         return
-    _each(section, _WINDOWS, lambda n: n if length is not None and n >= length else min(n, _WINDOW))
+    _each(section, vocabularies, lambda _: VOCABULARY)  # tokens are drawn from all of it
+
+    def cut(n: int) -> int:
+        return n if length is not None and n >= length else min(n, _WINDOW)
+
+    _each(section, _WINDOWS, cut)
+    if _cut_longrope(section, cut):
+        _each(section, (_TRAINED_LENGTH,), cut)
     special = [n for n in vars(section) if n.endswith(("token_id", "token_index"))]
     for place, name in enumerate(special):
         value, small = getattr(section, name), 1 + place % (SPECIAL - 2)
         if isinstance(value, int | list):
             setattr(section, name, small if isinstance(value, int) else [small])
+
+
+def _cut_longrope(section: Any, cut: Callable[[int], int]) -> bool:
+    """Cut the length at which `longrope` changes its factors, for all that a micro-batch holds;
+    whether there is one.
+    """
+    found = False
+    for rope in [v for k, v in vars(section).items() if k in _ROPES and isinstance(v, dict)]:
+        for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # a kind of layer's
+            length = one.get(_TRAINED_LENGTH)
+            if one.get("rope_type", one.get("type")) == "longrope" and isinstance(length, int):
+                one[_TRAINED_LENGTH], found = cut(length), True
+    return found
 
 
 def _each(section: PreTrainedConfig, names: Iterable[str], cut: Callable[[int], int]) -> None:

@@ -29,6 +29,8 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
+from toolkit.models.causal_lm import build, kept_in_fp32, plain_class
+from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules
 from toolkit.models.peft_model import base_of
@@ -99,6 +101,7 @@ def apply_fsdp(
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
     plan = plan_units(model, cfg)
     _refuse_dtypes(model, plan, cfg)
+    _cast_buffers(base_of(model), getattr(torch, cfg.param_dtype))
     recomputed = _recompute(model, plan, cfg)
     own_kernels = "kernels" in vars(base_of(model))
     compiled, compile_why = _compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
@@ -182,6 +185,27 @@ def unshard_early(model: nn.Module) -> None:
     """Start gathering the root where `sharding.unshard_early` asks for it; does not wait."""
     if isinstance(model, FSDPModule) and vars(model).get("unshard_early"):
         model.unshard(async_op=True)
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give buffers that no checkpoint holds the dtype which they have in a model of `dtype`: FSDP2
+    casts parameters and inputs, and a layer that multiplies one in float32 with bfloat16 fails.
+    """
+    if (
+        not isinstance(model, PreTrainedModel)
+        or dtype == model.dtype
+        or not hasattr(model, "hf_assets")
+    ):
+        return
+    with torch.device("meta"), forked_rng():
+        like = build(plain_class(model), model.config, dtype)
+    wanted, kept = dict(like.named_buffers()), kept_in_fp32(like, buffers=True)
+    saved = model.state_dict().keys() | kept.keys()
+    for name, buffer in list(model.named_buffers()):
+        other = wanted.get(name)
+        if name not in saved and other is not None and other.dtype == dtype != buffer.dtype:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._buffers[leaf] = buffer.to(dtype)
 
 
 def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
