@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import checkpoint, cli
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint.facts import base_model
+from toolkit.config.published import base_model
 from toolkit.config.settings import (
     CheckpointConfig,
     HubConfig,
@@ -345,7 +345,8 @@ def test_what_is_whole_is_verified(trained, name: str) -> None:
 def test_other_dtypes_and_files(trained, tmp_path: Path) -> None:
     folder = trained[0] / "llama"
     consolidate(folder / "run", tmp_path / "half", dtype="bfloat16")
-    assert verify_export(folder / "run", tmp_path / "half").ok
+    report = verify_export(folder / "run", tmp_path / "half", logits=True)
+    assert report.ok, report.findings  # of factors that were rounded, as in the export
     change(tmp_path / "half", lambda t: t.update({TRAINED: t[TRAINED].float()}))
     report = verify_export(None, tmp_path / "half")
     assert [f[1:] for f in report.findings] == [
@@ -493,7 +494,7 @@ def test_another_base_is_refused(trained, copy, tmp_path: Path, monkeypatch) -> 
         verify_export(run, trained[0] / "llama/merged", hf_assets=other)
     report = verify_export(None, tmp_path / "named", logits=True)
     assert "is not the base" in report.findings[0][2]
-    with pytest.raises(ExportError, match="neither a folder here"):
+    with pytest.raises(ExportError, match="there is no folder"):
         consolidate(run, tmp_path / "wrong", hf_assets=tmp_path / "nowhere", merge=True)
 
 
@@ -683,11 +684,18 @@ def test_what_goes_with_what(trained, tmp_path: Path, capsys) -> None:
     checkpoint.save(checkpoint.TrainState(model, step=1), full, CheckpointConfig())
     with pytest.raises(ExportError, match="is not an adapter checkpoint: there is nothing"):
         consolidate(full, tmp_path / "out", merge=True)
+    for inside in (root / "rslora/adapter/sub", root / "rslora/run/checkpoints/sub"):
+        with pytest.raises(ExportError, match="which is no place for another export"):
+            consolidate(full, inside)
     with pytest.raises(ExportError, match=r"holds an adapter, .* holds whole weights"):
         verify_export(full, root / "rslora/adapter")
     report = verify_export(root / "tied/run", root / "rslora/adapter")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {f[0] for f in report.findings}
     assert cli.main(["verify", str(root / "rslora/adapter")]) == 0
+    alone = ["verify", str(root / "rslora/adapter"), "--logits", "--hf_assets"]
+    assert cli.main([*alone, str(root / "rslora/source")]) == 0
+    assert cli.main([*alone, str(root / "tied/source")]) == 1  # another base
+    assert cli.main(["verify", str(root / "rslora/run"), "--hf_assets", str(root)]) == 2
     assert cli.main(["verify", str(root / "rslora/run"), str(root / "rslora/merged")]) == 0
     capsys.readouterr()
     step = root / "llama/run/exports/step-00000002"

@@ -23,6 +23,7 @@ from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Larg
 
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.facts import run_facts
+from toolkit.config.published import publishable_settings
 from toolkit.errors import REMOVED, ExportError, is_secret_name, scrub
 from toolkit.formats import export_manifest
 from toolkit.hub import card as model_card
@@ -292,6 +293,10 @@ def test_cards(hub, push, export, tmp_path):
     (own / "README.md").write_text("# My words\n")
     assert push("push", own, NAME)["error"] is None
     assert repo.content()["README.md"] == b"# My words\n"
+    (own / "README.md").write_bytes(b"# Meine W\xf6rter\n")
+    error = push("push", own, NAME)["error"]
+    assert error[0] == "ExportError"
+    assert "README.md is not UTF-8" in error[1]
     (own / "README.md").write_text(f"# My words\nlogin with {TOKEN}\n")
     done = push("push", own, NAME)
     assert done["error"][0] == "ExportError"
@@ -769,6 +774,50 @@ def test_the_card_has_the_versions_of_the_machine_that_trained(tmp_path):
     assert run_facts(tmp_path, 10)["versions"] == {"torch": "9.5"}, "step 10 came before"
     assert run_facts(tmp_path)["versions"] == {"torch": "9.10"}
     assert here["torch"].startswith("2."), "where no start is recorded"
+
+
+def test_the_card_says_what_was_true_where_the_run_trained(tmp_path, monkeypatch):
+    """A folder `models/base` is no Hub id, wherever the export is made."""
+    home, elsewhere = tmp_path / "project", tmp_path / "scratch"
+    (home / "models/base").mkdir(parents=True)
+    (home / "corpus").mkdir()
+    run = elsewhere / "run"
+    run.mkdir(parents=True)
+    config = {
+        "model": {"name_or_path": "models/base"},
+        "data": {"dataset_name": "corpus"},
+        "optim": {"learning_rate": 0.1},
+    }
+    monkeypatch.chdir(home)
+    decided = publishable_settings(config, run)
+    monkeypatch.chdir(elsewhere)
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"optim": {"learning_rate": 0.5}}))
+    before = decided | {"hyperparameters": decided["hyperparameters"] | {"seed": 3}}
+    starts = [{"step": 0, "run": before}, {"step": 4, "run": decided}, {"step": 9, "run": {}}]
+    (run / "starts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in starts))
+    lines = [{"step": 4, "loss": 2.0, "eval_loss": 3.0, "tokens": 40, "skipped": 2}]
+    lines += [{"step": 8, "loss": 1.0, "tokens": 80}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    folder = run / "checkpoints/step-00000009"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"step": 9, "tokens": 90, "world_size": 1}))
+
+    facts = run_facts(run, 9)
+    manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
+    card = model_card.render(manifest, NAME, "ab" * 32)
+    front = yaml.safe_load(card.split("---")[1])
+    assert not {"base_model", "datasets"} & front.keys()
+    assert "huggingface.co/models/base" not in card
+    assert "Length: 9 steps, 90 supervised tokens." in card
+    assert "| loss, step 8 | 1 |" in card
+    assert "| eval_loss, step 4 | 3 |" in card
+    assert "skipped" not in card
+    assert "| optim.learning_rate | 0.1 |" in card, "of the start that trained it"
+    assert "Changed on the way: `seed` was 3 up to step 4." in card
+    assert run_facts(run, 5)["tokens"] is None, "no line and no checkpoint is of step 5"
+    assert run_facts(run, 3)["changes"] == {}
+    (run / "starts.jsonl").unlink()  # the control: an earlier version recorded nothing
+    assert run_facts(run, 9)["base_model"]["hub_id"] == "models/base"
 
 
 @pytest.mark.parametrize("facts", [{"versions": ["torch"]}, {"hyperparameters": "none"}])

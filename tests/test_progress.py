@@ -17,6 +17,8 @@ import torch
 
 from toolkit import ranks, tables
 from toolkit.formats.metrics_file import read_metrics
+from toolkit.training.faults.bad_steps import BadSteps
+from toolkit.training.faults.guards import Guards
 from toolkit.training.metrics import Metrics
 from toolkit.training.step import StepStats
 
@@ -173,6 +175,7 @@ def test_the_mean_loss_is_that_of_all_tokens_since_the_last_line(tmp_path, capsy
         flops_per_token=1.0,
         logging_steps=3,
         disable_tqdm=True,
+        guards=Guards(BadSteps(most=3)),
     )
     for step, (loss, tokens) in enumerate([(6, 10), (5, 10), (4, 30), (3, 10), (2, 0), (1, 10)], 1):
         fine = torch.tensor(False)
@@ -186,3 +189,9 @@ def test_the_mean_loss_is_that_of_all_tokens_since_the_last_line(tmp_path, capsy
     assert [line["mean_loss"] for line in lines] == [6.0, (50 + 120) / 40, (30 + 10) / 20]
     assert [line["tokens"] for line in lines] == [10, 50, 70]
     assert "loss 4.0000 (mean 4.2500)  " in capsys.readouterr().out
+    for step in (7, 8, 9):  # all of them skipped: no loss to make a mean of
+        skipped = torch.tensor(True)
+        nan = torch.tensor(float("nan"))
+        metrics.step(step, StepStats(nan, nan, torch.tensor(10), skipped, skipped), 1e-3)
+    assert "mean_loss" not in read_metrics(tmp_path)[-1]
+    assert "(mean" not in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """What a start says: changed settings, where it goes on, on which device."""
 
+import re
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,17 @@ def test_a_resume_says_what_changed_and_what_has_no_effect(stored: Path) -> None
     kept = yaml.safe_load((stored / "run/config.yaml").read_text())
     assert kept["train"]["gradient_accumulation_steps"] == 2
     assert kept["optim"]["learning_rate"] == 0.02
+
+
+def test_a_global_batch_that_stays_is_recorded_as_it_is(stored: Path) -> None:
+    said = start(stored, "--train.global_batch_size", "8")
+    before = re.search(r"note: train.global_batch_size 8 has no effect, it is (\d+)\n", said)
+    assert before is not None, said
+    assert "changed    train.global_batch_size: None -> " in said
+    assert "-> 8" not in said
+    assert "gradient_accumulation_steps" not in said
+    kept = yaml.safe_load((stored / "run/config.yaml").read_text())
+    assert kept["train"]["global_batch_size"] == int(before[1]) != 8
 
 
 def test_the_same_settings_say_nothing(stored: Path) -> None:

@@ -200,3 +200,15 @@ def test_a_tracker_that_does_not_start_says_which(tmp_path) -> None:
     cfg = MetricsConfig(report_to=["none", "tensorboard"])
     with pytest.raises(TrainingError, match="tensorboard does not start"):
         trackers.Trackers(cfg, tmp_path, {}, first_step=0, last_logged=0)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"tensorboard": 3}'])
+def test_a_damaged_record_of_trackers_begins_new_runs(tmp_path, capsys, content) -> None:
+    (tmp_path / "trackers.json").write_text(content)
+    cfg = MetricsConfig(report_to="tensorboard")
+    with trackers.Trackers(cfg, tmp_path, {}, first_step=3, last_logged=3) as started:
+        started.log({"step": 4, "loss": 1.0})
+    warned = "WARNING: " in capsys.readouterr().out
+    assert warned == (not content.startswith("{"))
+    assert isinstance(json.loads((tmp_path / "trackers.json").read_text())["tensorboard"], str)
+    assert list(tmp_path.rglob("events.*"))

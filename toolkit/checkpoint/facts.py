@@ -1,38 +1,28 @@
 """Facts of a run for its export and model card: no secret, no path of a machine."""
 
-import math
-import re
+import itertools
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.commit import CHECKPOINTS, step_name
-from toolkit.checkpoint.run_folder import CONFIG, plain_config
+from toolkit.checkpoint.run_folder import CONFIG, beside_recorded, plain_config
 from toolkit.checkpoint.store import read_object
-from toolkit.errors import ConfigError, is_secret_name, scrub
+from toolkit.config.published import mapping, publishable, publishable_settings
 from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics
-from toolkit.parsing import parse_yaml
 from toolkit.training.starts import versions
-
-_SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "seed")
-# Settings that may hold a path, or words of the user's own.
-_PATHS = (
-    *("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name"),
-    *("sources", "chat_template", "eval_prompts"),
-)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     """Return what a model card says of a run, as plain JSON values; {} where there is no run.
 
     Secrets are removed, and of paths only the last part is kept. `run_dir` may be the run's
-    `checkpoint.root`; what it logged after `step` is left out.
+    `checkpoint.root`; what it did after `step` is left out.
 
     Returns:
-        `base_model` {name, hub_id, revision, init, license}, `data` {name: ...},
-        `hyperparameters` {dotted setting: value}, `metrics` (the last line's values, and the last
-        evaluation's), `versions` (that trained it), `steps`, `tokens`, `global_batch` (samples)
-        and `devices`.
+        What `publishable_settings` found at the start that trained `step`, `changes` {setting:
+        [[value, until step], ...]} of those that earlier starts had otherwise, `metrics` (the last
+        line's values, and the last evaluation's) and `logged_at` {metric: step}, `versions` (that
+        trained it), `steps`, `tokens`, `global_batch` (samples) and `devices`.
     """
     run = Path(run_dir)
     config = plain_config(run)
@@ -42,39 +32,39 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     if not config and not lines:
         return {}
     # The last evaluation may be of an earlier line than the last loss.
-    final = {key: value for line in lines for key, value in line.items()}
+    final = {key: (value, line["step"]) for line in lines for key, value in line.items()}
+    logged = {key: found for key, found in final.items() if key not in ("step", "tokens")}
+    state, last = _state(run, step), lines[-1]["step"] if lines else None
+    steps = last if step is None else step
+    of_state = state if state.get("step") == steps else {}
+    of_line = lines[-1] if last == steps and lines else {}
+    decided = mapping(starts[-1], "run") if starts else {}
     facts = {
-        "base_model": base_model(_mapping(config, "model"), run),
-        "data": _data(_mapping(config, "data"), finetuned="lora" in config),
-        "hyperparameters": _settings(config),
-        "metrics": {k: v for k, v in final.items() if k not in ("step", "tokens")},
+        **(decided or publishable_settings(config, run)),
+        "changes": _changes(starts),
+        "metrics": {key: value for key, (value, _) in logged.items()},
+        "logged_at": {key: at for key, (_, at) in logged.items()},
         # Of the machine that trained, which need not be the one that exports.
-        "versions": _mapping(starts[-1], "versions") if starts else versions(),
-        "steps": final.get("step"),
-        "tokens": final.get("tokens"),
-        **_batch(run, step),
+        "versions": mapping(starts[-1], "versions") if starts else versions(),
+        "steps": steps,
+        "tokens": of_state.get("tokens", of_line.get("tokens")),
+        "global_batch": mapping(state, "data").get("global_batch"),
+        "devices": state.get("world_size"),
     }
-    return _publishable(facts)
+    return publishable(facts)
 
 
-def base_model(model: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Return what is published of a base model, which may lie beside the `run`."""
-    given = str(model.get("name_or_path") or "")
-    local = is_path(given, run)
-    return {
-        "name": _last_part(given) if local else given,
-        "hub_id": None if local else given,
-        "revision": model.get("revision"),
-        "init": model.get("init", "pretrained"),
-        "license": _license(Path(given).expanduser() / "README.md") if local else None,
-    }
-
-
-def is_path(given: str, run: Path = Path()) -> bool:
-    """Return whether a name is a path, here or beside the run, and not `name` or `org/name`."""
-    if not _HUB_ID.fullmatch(given) or ".." in given:
-        return True
-    return any((folder / given).exists() for folder in (Path(), *run.absolute().parents))
+def _changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
+    """Return setting -> [value, last step with it] of what the newest of `starts` has otherwise."""
+    parts: dict[int, dict[str, Any]] = {}  # of starts after one step the last one trained
+    for start in starts:
+        parts[start["step"]] = mapping(mapping(start, "run"), "hyperparameters")
+    changes: dict[str, list[list[Any]]] = {}
+    for (_, old), (step, new) in itertools.pairwise(parts.items()):
+        for name in sorted(old.keys() | new.keys() if old and new else ()):
+            if old.get(name) != new.get(name):
+                changes.setdefault(name, []).append([old.get(name), step])
+    return changes
 
 
 def _home(run: Path, config: dict[str, Any]) -> Path:
@@ -82,95 +72,14 @@ def _home(run: Path, config: dict[str, Any]) -> Path:
     home = config.get("output_dir")
     if (run / METRICS).is_file() or not isinstance(home, str):
         return run
-    file = Path(home, CONFIG)
+    root = mapping(config, "checkpoint").get("root")
+    file = beside_recorded(run, root, home) / CONFIG
     same = file.is_file() and file.read_bytes() == (run / CONFIG).read_bytes()
-    return Path(home) if same else run
+    return file.parent if same else run
 
 
-def _batch(run: Path, step: int | None) -> dict[str, Any]:
-    """Return the global batch and the number of devices that the last checkpoint recorded."""
+def _state(run: Path, step: int | None) -> dict[str, Any]:
+    """Return what the last checkpoint up to `step` says of itself."""
     files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
     before = [f for f in files if step is None or f.parent.name <= step_name(step)]
-    state = (read_object(before[-1]) if before else None) or {}
-    position = _mapping(state, "data")
-    return {"global_batch": position.get("global_batch"), "devices": state.get("world_size")}
-
-
-def _license(card: Path) -> str | None:
-    """Return the license that a model card names in its front matter."""
-    try:
-        match = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", card.read_text("utf-8"), re.DOTALL)
-        front = parse_yaml(match[1], card, ConfigError) if match else None
-    except (OSError, UnicodeDecodeError, ConfigError):  # somebody else's card: no license known
-        return None
-    license = front.get("license") if isinstance(front, dict) else None
-    return license if isinstance(license, str) else None
-
-
-def _data(data: dict[str, Any], *, finetuned: bool) -> dict[str, Any]:
-    found = {
-        "train_files": _names(data.get("train_files")),
-        **_dataset(data),
-        "eval_files": _names(data.get("eval_files")),
-        "sequence_length": data.get("sequence_length"),
-    }
-    if sources := data.get("sources"):
-        found["sources"] = [
-            {"files": _names(s.get("files")), **_dataset(s), "weight": s.get("weight")}
-            for s in (sources if isinstance(sources, list) else [])
-            if isinstance(s, dict)
-        ]
-    elif not found["train_files"] and "dataset_name" not in found:
-        what = "instructions and answers made of" if finetuned else "the source of"
-        found["built_in"] = f"{what} Python's standard library"
-    return found
-
-
-def _mapping(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a part of a file that anybody may have written; {} where it is no mapping."""
-    found = content.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _names(files: Any) -> list[str]:
-    listed = files if isinstance(files, list) else [files] if files else []
-    return [_last_part(str(file)) for file in listed]
-
-
-def _dataset(data: dict[str, Any]) -> dict[str, Any]:
-    name = str(data.get("dataset_name") or "")
-    if not name:
-        return {}
-    hub = not is_path(name)
-    return {
-        "dataset_name": name if hub else _last_part(name),
-        "dataset_is_on_the_hub": hub,
-        "dataset_config_name": data.get("dataset_config_name"),
-        "dataset_split": data.get("dataset_split"),
-    }
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted name -> value of the settings that shaped the weights, paths left out."""
-    found: dict[str, Any] = {}
-    for section in (s for s in _SECTIONS if s in config):
-        value = config[section]
-        fields = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{section}.{k}".strip("."): v for k, v in fields if k not in _PATHS}
-    return found
-
-
-def _last_part(path: str) -> str:
-    return re.split(r"[\\/]", path.split("?")[0].rstrip("/\\"))[-1]
-
-
-def _publishable(value: Any) -> Any:
-    """Return `value` as JSON can hold it (NaN becomes null), without secrets."""
-    if isinstance(value, dict):
-        named = {str(key): inner for key, inner in value.items()}
-        return {scrub(k): _publishable(v) for k, v in named.items() if not is_secret_name(k)}
-    if isinstance(value, list | tuple):
-        return [_publishable(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, int | float | bool | None) else scrub(str(value))
+    return (read_object(before[-1]) if before else None) or {}

@@ -44,7 +44,7 @@ from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError, ConfigError, LaunchError
 from toolkit.formats import is_inner_path
-from toolkit.formats.metrics_file import METRICS, SAMPLES, keep_until
+from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
 from toolkit.parsing import read_yaml
 from toolkit.training.launch import Run
 
@@ -114,18 +114,24 @@ class RunFolder:
         if done or state.step >= data.max_steps:
             return
         cfg, changes = self._cfg, {}
+        asked_batch, batch = cfg.train.global_batch_size, data.position.global_batch
+        if asked_batch not in (None, batch):
+            ranks.say(f"note: train.global_batch_size {asked_batch} has no effect, it is {batch}")
+            train: Any = dataclasses.replace(cfg.train, global_batch_size=batch)
+            cfg = dataclasses.replace(cfg, train=train)
         if state.step and self.before:
             changes = config.differences(self.before, cfg)
         for name, (old, new) in changes.items():
             if not name.startswith((*_SILENT, _ACCUMULATION)):
                 ranks.say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")
         asked, used = cfg.train.gradient_accumulation_steps, data.accumulation
-        if asked != used:
+        if asked != used and asked_batch is None:
             ranks.say(
                 f"note: {_ACCUMULATION} {asked} has no effect, it is {used}: the global batch of a "
                 f"run stays, here {data.position.global_batch} samples"
             )
-            train: Any = dataclasses.replace(cfg.train, gradient_accumulation_steps=used)
+        if asked != used:
+            train = dataclasses.replace(cfg.train, gradient_accumulation_steps=used)
             cfg = dataclasses.replace(cfg, train=train)
         ranks.on_main(lambda: record(cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
@@ -173,6 +179,32 @@ def plain_config(run: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def recorded_root(run: Path) -> Folder:
+    """Return what holds the checkpoints of a run, by its `checkpoint.root`; any other folder as it
+    is.
+    """
+    recorded = plain_config(run)
+    saving = recorded.get("checkpoint")
+    root = saving.get("root") if isinstance(saving, dict) else None
+    if not isinstance(root, str) or not root:
+        return run
+    place = where(root)
+    if isinstance(place, Path):
+        place = beside_recorded(run, recorded.get("output_dir"), str(place))
+    return place
+
+
+def beside_recorded(place: Path, written: Any, other: str) -> Path:
+    """Return a path of a config, of which `written` is at `place`. Paths of a config are relative
+    to the folder that its run was started in, not to this one.
+    """
+    parts = Path(written).parts if isinstance(written, str) else ()
+    whole = place.absolute().parts
+    if parts and not Path(other).exists() and whole[-len(parts) :] == parts:
+        return Path(*whole[: -len(parts)], other)
+    return Path(other)
+
+
 @contextlib.contextmanager
 def local_copy(path: str | Path) -> Iterator[Path]:
     """Give the folder of a run or a checkpoint that may be elsewhere: a URL, or a run whose
@@ -184,9 +216,9 @@ def local_copy(path: str | Path) -> Iterator[Path]:
     store cannot be read, or the copy does not fit.
     """
     # Of a config that is no run's, whoever reads the folder says what is wrong with it.
-    saving = {} if is_url(path) else plain_config(Path(path)).get("checkpoint")
-    root = saving.get("root") if isinstance(saving, dict) else None
-    place = where(root if isinstance(root, str) and root else path)
+    place = where(path)
+    if isinstance(place, Path):
+        place = recorded_root(place)
     if not isinstance(place, Place):
         yield place
         return
@@ -196,7 +228,7 @@ def local_copy(path: str | Path) -> Iterator[Path]:
         folder = run / CHECKPOINTS / checkpoint.name.partition(".")[0]
         _copy(checkpoint, folder)
         if not is_url(path):
-            for name in (CONFIG, METRICS):
+            for name in (CONFIG, METRICS, STARTS):
                 if Path(path, name).is_file():
                     shutil.copyfile(Path(path, name), run / name)
         elif checkpoint.url != place.url:

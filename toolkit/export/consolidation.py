@@ -22,6 +22,7 @@ from toolkit.checkpoint.sources import (
     named_base,
 )
 from toolkit.config import MAX_SHARD_SIZE
+from toolkit.config.published import is_path
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
     adapter_origin,
@@ -79,7 +80,8 @@ def consolidate(
     target = check_output(output, given)
     if merge and adapter is None:
         raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
-    origin, read_group = _origin(source, dtype), None
+    origin, read_group = _origin(source, dtype, hf_assets if adapter else None), None
+    run = origin.get("run")
     if adapter is None:
         model = model_of_assets(hf)
         tensors = SavedTensors(source, model.state_dict())
@@ -89,11 +91,11 @@ def consolidate(
         tensors = SavedTensors(source)
         merged = AdapterMerge(tensors, find_base(source, hf_assets), override, limit)
         plan, read_group = merged.plan, merged.read_group
-        origin |= {"adapter": adapter_origin(hf, base_entry(source)), "merged": True}
+        origin |= {"adapter": adapter_origin(hf, base_entry(source), run), "merged": True}
     else:
         base, tensors = named_base(source, hf_assets), SavedTensors(source)
         plan = make_adapter_plan(hf, tensors.shapes(), override, where=where, base=base)
-        origin |= {"adapter": adapter_origin(hf, base)}
+        origin |= {"adapter": adapter_origin(hf, base, run)}
     read: ReadGroup = read_group or functools.partial(tensors.read_group, plan)
     tensors.check()
     for family in tied_families(plan.model).values():
@@ -102,12 +104,17 @@ def consolidate(
     return str(Path(output).expanduser())
 
 
-def _origin(source: Source, dtype: str) -> dict[str, Any]:
-    """Return what the export's manifest says of where the weights come from."""
+def _origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:
+    """Return what the export's manifest says of where the weights come from; `base` is the Hub id
+    or folder of an adapter's base, None where the run had it.
+    """
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:
         step = read_manifest(source.checkpoint).get("step")
         origin |= {"checkpoint": source.fingerprint(), "step": step}
         if source.checkpoint.parent.name == CHECKPOINTS:
             origin["run"] = run_facts(source.checkpoint.parent.parent, step) or None
+    if base is not None and not is_path(str(base)) and origin.get("run"):
+        named = {"name": str(base), "hub_id": str(base), "revision": None}
+        origin["run"]["base_model"] = origin["run"]["base_model"] | named
     return origin

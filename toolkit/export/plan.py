@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from toolkit import __version__
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
-from toolkit.checkpoint.facts import base_model
 from toolkit.checkpoint.sources import travels
+from toolkit.config.published import base_model
 from toolkit.errors import ExportError
 from toolkit.formats import (
     DTYPE_NAMES,
@@ -285,12 +285,16 @@ def make_adapter_plan(
     )
 
 
-def adapter_origin(hf: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return what an export's manifest says of its adapter and base; of a path the last part."""
+def adapter_origin(
+    hf: Path, entry: dict[str, Any], run: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what an export's manifest says of its adapter and base; of a path the last part.
+    `run`: the facts of the run, which knew whether the base was a path.
+    """
     config = read_config(hf)
     return {
         "base": {
-            **base_model(entry, Path()),
+            **((run or {}).get("base_model") or base_model(entry)),
             "digest": entry.get("digest"),
             **({"rows": entry["rows"]} if entry.get("rows") else {}),  # resized to
         },

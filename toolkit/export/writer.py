@@ -33,6 +33,7 @@ import xxhash
 from tqdm import tqdm
 
 from toolkit import ranks
+from toolkit.checkpoint.commit import CHECKPOINTS
 from toolkit.checkpoint.store import replace_synced, sync, sync_above, write_behind
 from toolkit.errors import ExportError
 from toolkit.export import read_back
@@ -62,9 +63,17 @@ def check_output(output: str | Path, inside: Path | None = None) -> Path:
         fault = "exists and is not empty; give another folder or remove it first"
     elif inside is not None and inside.resolve() in (target, *target.parents):
         fault = f"lies inside the checkpoint {inside.resolve()}; give a folder elsewhere"
+    elif around := next(filter(_is_whole, target.parents), None):
+        fault = f"lies inside {around}, which is no place for another export; give one elsewhere"
     else:
         return target
     raise ExportError(f"output {output} {fault}")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder is an export, or what holds the checkpoints of a run."""
+    of_run = folder.name == CHECKPOINTS and any(folder.glob("step-*"))
+    return of_run or (folder / export_manifest.FILE).is_file()
 
 
 def write_export(

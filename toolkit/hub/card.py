@@ -25,7 +25,7 @@ _MAIN_SETTINGS = (
 )
 _NO_RESULTS = (
     *("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate"),
-    *("time", "epoch"),
+    *("time", "epoch", "skipped"),
 )
 
 
@@ -54,7 +54,8 @@ def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
         data_line=_data_line(data) if settings or data else "",
         main_settings={n: known.pop(n) for n in _MAIN_SETTINGS if n in known},
         settings=known,
-        results={n: v for n, v in metrics.items() if n not in _NO_RESULTS},
+        results={_at(n, facts): v for n, v in metrics.items() if n not in _NO_RESULTS},
+        changes=_changes(facts),
         versions=[f"{package} {version}" for package, version in versions.items()],
     )
     text = scrub(f"---\n{front}\n---\n\n{body}\n")
@@ -108,6 +109,20 @@ def _front(
         eval_results=results or None,
         **front,
     )
+
+
+def _at(metric: str, facts: dict[str, Any]) -> str:
+    """Return a metric with the step that it was logged at, where that is known."""
+    step = (facts.get("logged_at") or {}).get(metric)
+    return metric if step is None else f"{metric}, step {step:,}"
+
+
+def _changes(facts: dict[str, Any]) -> list[str]:
+    """Return what settings were before they changed on the way."""
+    return [
+        f"`{_cell(name)}` was {', '.join(f'{_cell(v)} up to step {s:,}' for v, s in before)}"
+        for name, before in (facts.get("changes") or {}).items()
+    ]
 
 
 def _data_line(data: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
-from toolkit.checkpoint.facts import is_path
+from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
 from toolkit.formats import export_manifest, plain_file
 from toolkit.hub import card as model_card
@@ -60,7 +60,10 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     raw = (folder / export_manifest.FILE).read_bytes()
     own_card = (folder / CARD).is_file()
     if own_card:
-        card = plain_file(folder, CARD, ExportError).read_text("utf-8")
+        try:
+            card = plain_file(folder, CARD, ExportError).read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ExportError(f"{folder / CARD} is not UTF-8 ({error}); save it as that") from None
     else:
         try:
             card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest())

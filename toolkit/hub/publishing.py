@@ -7,9 +7,9 @@ from typing import Any
 from toolkit import ranks
 from toolkit.checkpoint import local_copy
 from toolkit.checkpoint.commit import EXPORTS, MANIFEST, find_checkpoint
-from toolkit.checkpoint.facts import is_path
 from toolkit.checkpoint.run_folder import export_path
 from toolkit.config import HubConfig
+from toolkit.config.published import is_path
 from toolkit.errors import ExportError, HubError
 from toolkit.export import consolidate
 from toolkit.formats import export_manifest

@@ -1,5 +1,6 @@
 """What a run shows of itself: first lines, loss, speed and memory, a progress bar, the summary."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -242,9 +243,10 @@ class Metrics:
             "learning_rate": learning_rate,
             "tokens": self.tokens,
             "time": time.time(),
-            # Of the steps since the last line; the tokens above have brought it up to date.
-            "mean_loss": self._loss / max(1.0, self._loss_tokens),
         }
+        # Of the steps since the last line that were not skipped; the tokens above brought it here.
+        if self._loss_tokens:
+            line["mean_loss"] = self._loss / self._loss_tokens
         self._loss = self._loss_tokens = 0.0
         if self._epochs_per_step is not None:
             line["epoch"] = step * self._epochs_per_step
@@ -263,7 +265,9 @@ class Metrics:
     def _show(self, line: dict[str, Any]) -> None:
         """Print a line above the progress bar, which shows what the line begins with."""
         step, loss, now = line["step"], f"loss {line['loss']:.4f}", time.perf_counter()
-        shown = f"{loss} (mean {line['mean_loss']:.4f})" if self._every > 1 else loss
+        shown = loss
+        if self._every > 1 and "mean_loss" in line:
+            shown += f" (mean {line['mean_loss']:.4f})"
         rate = line.get("tokens_per_second")
         speed = "profiled" if rate is None else f"{rate:,.0f} tok/s"
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
@@ -314,7 +318,9 @@ def begin(
     if state.step >= data.max_steps:
         run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
     else:
-        record_start(folder, run, state.step, data.max_steps, opening, supervision)
+        settings = dataclasses.asdict(cfg)
+        settings["train"]["gradient_accumulation_steps"] = data.accumulation
+        record_start(folder, run, state.step, data.max_steps, opening, supervision, settings)
     reading = data.position
     trackers = _trackers(cfg, run, folder, model, data, state)
     metrics = Metrics(

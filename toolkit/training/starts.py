@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from toolkit import __version__, ranks
+from toolkit.config.published import publishable_settings
 from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import STARTS, append, keep_until
 from toolkit.training.launch import Run
@@ -30,12 +31,13 @@ def record_start(
     max_steps: int,
     opening: Sequence[str | None],
     supervision: str,
+    settings: dict[str, Any],
 ) -> None:
     """Append the start after `step` to the file, on rank 0; starts after later steps are dropped.
     Collective.
 
     `opening` are the lines that the run printed of its model, dtypes and data, `supervision` the
-    report on what is learned, empty where there is none.
+    report on what is learned, empty where there is none; `settings` are the config's sections.
     """
     hosts = sorted(set(ranks.gather_to_main(platform.node())))
     on_gpu = run.device.type == "cuda"
@@ -52,6 +54,7 @@ def record_start(
     }
 
     def write() -> None:
+        line["run"] = publishable_settings(settings, folder)
         try:
             keep_until(folder / STARTS, step)
             append(folder / STARTS, [line])

@@ -55,7 +55,7 @@ class Trackers:
 
         def start() -> None:
             file = folder / _FILE
-            known = parsing.read_json(file, CheckpointError) if file.is_file() else {}
+            known = _begun(file)
             for name in cfg.trackers():
                 begun = name in known
                 tracker, run_id = _start(name, cfg, folder, known.get(name), first_step)
@@ -65,7 +65,10 @@ class Trackers:
                 self._trackers[name], known[name] = (tracker, after), run_id
             if known:
                 temporary = file.with_suffix(".tmp")
-                temporary.write_text(json.dumps(known), "utf-8")
+                with open(temporary, "w", encoding="utf-8") as out:
+                    json.dump(known, out)
+                    out.flush()
+                    os.fsync(out.fileno())
                 os.replace(temporary, file)
 
         ranks.on_main(start)
@@ -96,6 +99,20 @@ class Trackers:
             del self._trackers[name]
             what = f"metrics.report_to: {name} failed and gets no more: {one_line(error)}"
             ranks.say(f"WARNING: {what}; metrics.jsonl has every line")
+
+
+def _begun(file: Path) -> dict[str, str]:
+    """Return tracker -> the run that an earlier start began. What is damaged is begun anew: no run
+    of weeks ends over a copy of its metrics.
+    """
+    try:
+        known = parsing.read_json(file, CheckpointError) if file.is_file() else {}
+        if not isinstance(known, dict):
+            raise CheckpointError(f"{file} holds {type(known).__name__}, expected an object")
+    except CheckpointError as error:
+        ranks.show(f"WARNING: {error}; trackers begin new runs")
+        return {}
+    return {name: run for name, run in known.items() if isinstance(run, str)}
 
 
 def _start(
