@@ -212,6 +212,7 @@ def test_the_smoothed_curve_is_of_the_mean_over_all_steps(tmp_path: Path) -> Non
         ("no config", "config.yaml is missing or not readable: its settings are not shown"),
         ("earlier", "settings that this version does not know: train.sync_each_batch"),
         ("no starts", "starts.jsonl is missing: restarts"),
+        ("store", "checkpoints are not shown: nowhere://bucket/run cannot be opened"),
     ],
 )
 def test_odd_runs_get_one_statement(
@@ -234,6 +235,10 @@ def test_odd_runs_get_one_statement(
     elif change == "earlier":
         old = config.read_text("utf-8").replace("\ntrain:", "\ntrain:\n  sync_each_batch: true")
         config.write_text(old, "utf-8")
+    elif change == "store":
+        text = config.read_text("utf-8")
+        assert "  root: null\n" in text
+        config.write_text(text.replace("  root: null\n", "  root: nowhere://bucket/run\n"), "utf-8")
     else:
         (run / STARTS).unlink()
     assert cli.main(["report", str(run)]) == 0

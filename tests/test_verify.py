@@ -181,9 +181,11 @@ def test_a_tensor_that_the_checkpoint_lacks_is_not_proven(root: Path, tmp_path: 
 
 def test_an_export_of_another_step_is_not_the_checkpoint(root: Path) -> None:
     report = verify_export(root / "llama" / "run", root / "llama" / "export-10")
-    assert {f[1] for f in report.findings} == set(
-        load_file(root / "llama/export/model.safetensors")
-    )
+    first, *others = report.findings
+    assert first[:2] == ("", None)
+    assert first[2].startswith("was made of step 10, and is compared with ")
+    tensors = load_file(root / "llama/export/model.safetensors")
+    assert {f[1] for f in others} == set(tensors)
 
 
 def test_a_cast_that_does_not_round_is_found(root: Path, copy: Callable[[str], Path]) -> None:
@@ -290,11 +292,17 @@ def test_a_config_that_is_not_that_of_the_checkpoint(
     assert {f for f, _ in said} == {"config.json", "tokenizer.json", "code.py"}
 
 
-def test_the_dtype_that_was_asked_for(copy: Callable[[str], Path]) -> None:
+def test_the_dtype_that_was_asked_for(root: Path, copy: Callable[[str], Path]) -> None:
     export = copy("llama/bfloat16")
     change_config(export, dtype="float32")
     (finding,) = verify_export(None, export).findings
     assert finding == ("config.json", None, "dtype is float32, the export was asked for bfloat16")
+    auto = copy("llama/export")
+    change_config(auto, dtype="float16")  # to which a reader casts
+    (finding,) = verify_export(root / "llama/run", auto).findings
+    assert finding[:2] == ("config.json", None)
+    assert finding[2].startswith("dtype was ")
+    assert finding[2].endswith("is 'float16': readers cast to it")
 
 
 @pytest.mark.parametrize(

@@ -374,10 +374,10 @@ def _verify(args: argparse.Namespace) -> int:
     with local_copy(args.path) as path:
         if args.export is not None:
             report = verify_export(path, args.export, logits=args.logits, hf_assets=args.hf_assets)
-        elif args.hf_assets is not None:
-            return _fail("--hf_assets goes with a checkpoint and its EXPORT", code=2)
         elif is_export(path):
-            report = verify_export(None, path, logits=args.logits)
+            report = verify_export(None, path, logits=args.logits, hf_assets=args.hf_assets)
+        elif args.hf_assets is not None:
+            return _fail("--hf_assets goes with an EXPORT", code=2)
         elif args.logits:
             return _fail("--logits needs an EXPORT: a checkpoint alone computes nothing", code=2)
         else:
@@ -419,7 +419,7 @@ def _inspect(args: argparse.Namespace) -> int:
             found = summarise(path)
     print(json.dumps(found) if args.json else render(found), flush=True)
     if args.data is not None and not args.json:
-        print(f"\npacking {found['packing']}: {found['why']}", flush=True)
+        print(f"\npacking {found['packing']}: {found['why']} (read as a fine-tuning run's config)")
     return 0
 
 

@@ -31,8 +31,13 @@ def draw(runs: list[RunRecord], file: Any) -> None:
         axes = first if place < 0 else figure.add_subplot(grid[1 + place // 2, place % 2])
         _panel(axes, panel, runs)
     if found and found[0].key == "loss":
-        first.legend(fontsize=8, ncols=2)
+        _legend(first, fontsize=8, ncols=2)
     figure.savefig(file, format="png")
+
+
+def _legend(axes: Any, **style: Any) -> None:
+    for text in axes.legend(**style).get_texts():
+        text.set_parse_math(False)  # names of folders may hold a dollar sign
 
 
 def _panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
@@ -59,7 +64,7 @@ def _panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
     elif panel.tick_format.endswith("%"):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     if panel.of_evaluations:
-        axes.legend(fontsize=7)
+        _legend(axes, fontsize=7)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("step", fontsize=9)
     axes.grid(alpha=0.25)

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.checkpoint.run_folder import CONFIG, plain_config
-from toolkit.checkpoint.store import where
-from toolkit.errors import ReportError
+from toolkit.checkpoint.run_folder import CONFIG, plain_config, recorded_root
+from toolkit.errors import CheckpointError, ReportError
 from toolkit.formats.metrics_file import (
     METRICS,
     SAMPLES,
@@ -103,7 +102,7 @@ def _read(path: Path, name: str) -> RunRecord:
         lines=lines,
         starts=[_of_known_types(line) for line in starts],
         samples=read_lines(path / SAMPLES),
-        checkpoints=_checkpoints(path, config),
+        checkpoints=_checkpoints(path, notes),
         notes=notes,
     )
 
@@ -129,7 +128,9 @@ def _odd_lines(path: Path, lines: list[Line]) -> list[str]:
     return notes
 
 
-def _checkpoints(path: Path, config: dict[str, Any]) -> list[int]:
-    section = config.get("checkpoint")
-    root = section.get("root") if isinstance(section, dict) else None
-    return sorted(committed_steps(where(root if isinstance(root, str) else path)))
+def _checkpoints(path: Path, notes: list[str]) -> list[int]:
+    try:
+        return sorted(committed_steps(recorded_root(path)))
+    except (CheckpointError, OSError) as error:  # a store that is not to be reached from here
+        notes.append(f"checkpoints are not shown: {error}")
+        return []

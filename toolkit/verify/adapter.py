@@ -185,7 +185,9 @@ class AdapterCheck(ExportCheck):
                     self.add("", None, "has no effect: the logits are those of the base")
         if self.source is not None:
             # The checkpoint's tensors, put in without PEFT's loading.
-            reference = load_adapted(self.base, self.layout.base, self.source)
+            dtype = getattr(torch, str(self.asked_dtype()), None)
+            rounded = dtype if isinstance(dtype, torch.dtype) else None
+            reference = load_adapted(self.base, self.layout.base, self.source, rounded)
             expected = logits_of(reference)
             self.compare(actual, expected, noise(reference, expected))
 

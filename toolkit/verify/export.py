@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit import formats
+from toolkit.checkpoint.commit import step_name
 from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
 from toolkit.loading import load_groups, misfits
@@ -54,8 +55,19 @@ class ExportCheck:
                 self.compare_logits(model)
         except ToolkitError as error:
             self.add("", None, str(error))
-        if self.findings.report.ok and self.source is not None:
+        if not self.findings.report.ok:
+            self._tell_of_another_step()
+        elif self.source is not None:
             self.findings.note(f"{self.verdict} {self.source.checkpoint or self.source.folder}")
+
+    def _tell_of_another_step(self) -> None:
+        """Say first where the export was made of another step than it is compared with."""
+        if self.source is None or self.source.checkpoint is None:
+            return
+        step, compared = self.manifest.get("origin", {}).get("step"), self.source.checkpoint
+        of_run = isinstance(step, int) and step >= 0 and compared.name.startswith("step-")
+        if of_run and not compared.name.startswith(step_name(step)):
+            self.add("", None, f"was made of step {step}, and is compared with {compared}")
 
     def check(self) -> None:
         """Check names, hashes, headers, index, config, and the model that the config describes."""
@@ -194,20 +206,23 @@ class ExportCheck:
         if (own := type(self.model).__name__) not in architectures:
             self.add("config.json", None, f"architectures is {listed}, without {own}")
         # A reader casts to the config's dtype: it must be the one that was asked for.
-        known, asked = config.get("dtype", config.get("torch_dtype")), self.check_dtypes()
-        if asked not in (None, known):
+        self.check_dtypes()
+        known, asked = _dtype(config), self.asked_dtype()
+        if asked not in (None, known) and self.entries:
             self.add("config.json", None, f"dtype is {known}, the export was asked for {asked}")
 
-    def check_dtypes(self) -> str | None:
-        """Compare the tensors' dtypes with the one that was asked for; return it, if one was."""
+    def asked_dtype(self) -> str | None:
+        """Return the dtype that the export was asked for, None where each key keeps its own."""
         asked = self.manifest.get("origin", {}).get("dtype")
-        floating = {n: e for n, e in self.entries.items() if e.dtype.is_floating_point}
-        if asked in (None, "auto") or not floating:
-            return None
-        for name, entry in floating.items():
-            if (dtype := str(entry.dtype).removeprefix("torch.")) != asked:
+        return None if asked in (None, "auto") else str(asked)
+
+    def check_dtypes(self) -> None:
+        """Compare the tensors' dtypes with the one that was asked for."""
+        asked = self.asked_dtype()
+        for name, entry in self.entries.items() if asked else ():
+            dtype = str(entry.dtype).removeprefix("torch.")
+            if entry.dtype.is_floating_point and dtype != asked:
                 self.add(entry.file.name, name, f"is {dtype}, the export was asked for {asked}")
-        return asked
 
     def check_tensors(self, model: PreTrainedModel) -> None:
         """Compare the tensors with what the config describes, as transformers loads them."""
@@ -256,6 +271,11 @@ class ExportCheck:
             if before != now:
                 what = f"was {before!r}, is {now!r}" if key in theirs else "was not there before"
                 self.add("config.json", None, f"{key} {what}")
+        held = {str(e.dtype).removeprefix("torch.") for e in self.entries.values()}
+        before, now = _dtype(theirs), _dtype(ours)
+        # A random start's is that of its weights; of one that was asked for `read_model` speaks.
+        if self.asked_dtype() is None and now not in (None, before, *held):
+            self.add("config.json", None, f"dtype was {before!r}, is {now!r}: readers cast to it")
 
     def compare_files(
         self, source: Source, belongs: Callable[[str], bool] = lambda name: True
@@ -355,6 +375,11 @@ def _modules(auto_map: Any) -> Iterator[str]:
         for reference in value if isinstance(value, list) else [value]:
             if isinstance(reference, str) and "--" not in reference:
                 yield f"{reference.partition('.')[0]}.py"
+
+
+def _dtype(config: dict[str, Any]) -> Any:
+    said = config.get("dtype", config.get("torch_dtype"))
+    return said.removeprefix("torch.") if isinstance(said, str) else said
 
 
 def _without_dtype(value: Any) -> Any:

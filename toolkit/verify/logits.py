@@ -75,11 +75,15 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def load_adapted(folder: Path, like: PreTrainedModel, source: Source) -> Any:
-    """Return `load_base` with the adapter of a checkpoint, put in by name, without PEFT's way."""
+def load_adapted(
+    folder: Path, like: PreTrainedModel, source: Source, dtype: torch.dtype | None = None
+) -> Any:
+    """Return `load_base` with the adapter of a checkpoint, put in by name, without PEFT's way;
+    rounded to the `dtype` that its export was asked for.
+    """
     model = attach_adapters(load_base(folder, like), read_config(source.hf))
     tensors = dict(model.state_dict())
     with torch.no_grad():
         for name, expected in expected_of(source).items():
-            tensors[name].copy_(whole(expected.stored))
+            tensors[name].copy_(whole(expected.stored).to(dtype))
     return model
