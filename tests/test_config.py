@@ -392,6 +392,19 @@ def test_a_file_that_is_not_there(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        ("lm_head.weight", "got lm_head.weight; write [lm_head.weight]"),
+        ("[*norm*, a]", "; an entry that begins with * goes in quotes: \"['*']\""),
+    ],
+)
+def test_what_is_no_list_is_answered_with_one(refusal, value: str, advice: str) -> None:
+    said = refusal(MODEL, "--model.frozen_parameters", value)
+    assert "model.frozen_parameters must be a list, got " in said
+    assert advice in said
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "seed: " + "9" * 100_000,
@@ -417,7 +430,7 @@ def test_bombs_are_one_error_line(refusal, text) -> None:
     if text.startswith("seed: "):
         assert len(refusal(MODEL, "--seed", text[6:].strip("'"))) < 1000
         assert len(refusal(MODEL, "--seed=" + text[6:].strip("'"))) < 1000
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30  # without bounds it would take hours
 
 
 def test_a_date_is_a_text(parse) -> None:

@@ -44,7 +44,7 @@ def check_feed(cfg: FinetuneConfig, feed: PreparedFeed, world_size: int = 1) -> 
     return data
 
 
-def test_what_needs_evaluations_needs_data_for_them():
+def test_what_needs_evaluations_needs_data_for_them(capsys):
     stopping = config(early_stopping_patience=1, eval_steps=1)
     for cfg in (
         stopping,
@@ -54,7 +54,13 @@ def test_what_needs_evaluations_needs_data_for_them():
         with pytest.raises(ConfigError, match="nothing to evaluate on"):
             check_feed(cfg, feed(20))
         check_feed(cfg, feed(20, eval_split=0.5))
-    check_feed(config(), feed(20))
+    check_feed(config(), feed(20))  # none of all these
+    assert "WARNING" not in capsys.readouterr().out
+    check_feed(config(eval_steps=500), feed(20))
+    assert (
+        "WARNING: train.eval_steps 500 has no effect: there is nothing to"
+        in capsys.readouterr().out
+    )
     saving = CheckpointConfig(metric_for_best_model="bleu", keep_best=1)
     other = replace(config(eval_steps=500), checkpoint=saving)
     with pytest.raises(ConfigError, match=r"eval_bleu is none of .* eval_loss, eval_perp"):

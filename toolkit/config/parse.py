@@ -277,6 +277,10 @@ def _in_plain_words(cls: type, said: str) -> str:
             value == "float16"
         )
         expected = in_words(_check_path(cls, match[1], ""))
+        if expected == "a list" and not value.startswith(("{", "[")):
+            why = f"; write [{value[:200]}]"
+        elif re.search(r"[\[,] *\*", value):  # YAML reads an alias
+            why = "; an entry that begins with * goes in quotes: \"['*']\""
         return f"{match[1]} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
         flag = f"--{match[1].split(',')[0]} VALUE"

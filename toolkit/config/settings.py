@@ -280,7 +280,7 @@ class DataConfig:
     other; `none` pads each to the longest of its batch. `auto` is `bfd` where the model keeps
     packed ones apart, which is tried at start, else `none`."""
     eval_split: Fraction = 0.01
-    """Share of the samples held out for evaluation where there are no eval_files; 0: none."""
+    """Share of the samples held out where there are no eval_files; 0: none. Not of streams."""
     max_eval_samples: AtLeast1 | None = None
     """Evaluate on at most this many samples."""
     num_workers: NotNegative = 0

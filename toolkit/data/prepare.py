@@ -218,6 +218,13 @@ def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str])
             f"{' and '.join(asked)} need evaluations, and there is nothing to evaluate on: set "
             "data.eval_files, or a data.eval_split above 0 (nothing is split off a stream)"
         )
+    unused = {"train.eval_steps": cfg.train.eval_steps}
+    if cfg.data.streaming and cfg.data.eval_split != type(cfg.data).eval_split:
+        unused["data.eval_split"] = cfg.data.eval_split
+    for name, value in unused.items() if not sources else ():
+        if value:
+            why = "there is nothing to evaluate on (nothing is split off a stream)"
+            ranks.say(f"WARNING: {name} {value} has no effect: {why}; data.eval_files gives it")
     named = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
     known = {f"{name}_{kind}" for name in named for kind in ("loss", "perplexity", "accuracy")}
     known |= {*own_metrics}

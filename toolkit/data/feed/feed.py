@@ -54,6 +54,13 @@ def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None)
     """Return `source`, or what is `chosen` of its `units_of`, as samples; no sample is an error."""
     rows, kind = EncodedRows(source.tokens), Windows if shape.packing == "wrapped" else Pieces
     pieces = kind(rows, shape.sequence_length, chosen)
+    if kind is Windows and rows.total < shape.sequence_length:
+        raise DataError(
+            f"expected at least one sample of {shape.sequence_length} tokens "
+            f"(data.sequence_length) in {source.name}, all documents of it together hold "
+            f"{rows.total}; give more text, leave it out, or set data.sequence_length to at most "
+            f"{max(rows.total, 2)}"
+        )
     if not len(pieces):
         what = f"{source.name}, got none of {len(rows)}; give more data, or leave the source out"
         raise DataError(f"expected at least one row with a token in the source {what}")

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset, default_collate
 
 from toolkit.data.samples.packing import BinPlan, best_fit
-from toolkit.errors import DataError
 from toolkit.models.attention import document_borders
 
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
@@ -173,17 +172,11 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
 class Windows:
     """All rows joined and cut into pieces of `length` tokens: ids and labels, both copies.
 
-    The tokens after the last whole window are `dropped`; no whole window is a DataError.
+    The tokens after the last whole window are `dropped`.
     """
 
     def __init__(self, rows: EncodedRows, length: int, chosen: Chosen = None) -> None:
         count, rest = divmod(rows.total, length)
-        if not count:
-            raise DataError(
-                f"expected at least one sample of {length} tokens "
-                f"(data.sequence_length), all documents together hold {rows.total}; give "
-                f"more text or set data.sequence_length to at most {max(rows.total, 2)}"
-            )
         self.rows, self.length, self.cut, self.dropped = rows, length, 0, {"tokens": rest}
         self.chosen = range(count) if chosen is None else chosen
 
