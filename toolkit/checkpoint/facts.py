@@ -39,6 +39,8 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     of_state = state if state.get("step") == steps else {}
     of_line = lines[-1] if last == steps and lines else {}
     decided = mapping(starts[-1], "run") if starts else {}
+    if not all(mapping(decided, part) for part in ("base_model", "data", "hyperparameters")):
+        decided = {}  # an earlier version's, or damaged
     facts = {
         **(decided or publishable_settings(config, run)),
         "changes": _changes(starts),
