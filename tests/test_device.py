@@ -181,6 +181,7 @@ def test_batches_are_pinned_where_a_device_reads_them(monkeypatch):
 # ---- A whole run ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_goes_on_to_the_bit(tiny_llama, text_file, tmp_path):
     """With Muon, accumulation and a schedule of transformers; the losses of both ranks' run."""
 

@@ -110,6 +110,7 @@ def _patient(rank: int, world: int, folder: str) -> float:
     return 4.0
 
 
+@pytest.mark.faults
 def test_what_may_take_long_may(tmp_path) -> None:
     assert run_ranks(_patient, 2, str(tmp_path)) == [4.0, 4.0]
     assert not list(tmp_path.iterdir())
@@ -122,6 +123,7 @@ def _goes_on(rank: int, world: int, folder: str) -> int:
     return rank
 
 
+@pytest.mark.faults
 def test_one_process_alone_may_go_on_after_a_failure(tmp_path, capfd) -> None:
     assert run_ranks(_goes_on, 1, str(tmp_path)) == [0]
     assert "watchdog" not in capfd.readouterr().err
