@@ -240,6 +240,7 @@ def test_weights_of_an_older_export_go_in_the_same_commit(hub, push, export, oth
     push("push", other, NAME)
     repo = hub.repos[NAME]
     read_too = {"added_tokens.json", "chat_template.jinja", "pytorch_model.bin"}
+    read_too |= {"additional_chat_templates/tools.jinja", "adapter_config.json"}
     assert not read_too & set(contents(export))
     hub.add(repo, {"notes.md": b"mine"} | dict.fromkeys({"model.safetensors", *read_too}, b"old"))
     old = set(repo.content())
@@ -290,9 +291,11 @@ def test_cards(hub, push, export, tmp_path):
 
     own = tmp_path / "own"
     shutil.copytree(export, own)
+    (own / "LICENSE").write_text("terms of the base\n")
     (own / "README.md").write_text("# My words\n")
     assert push("push", own, NAME)["error"] is None
     assert repo.content()["README.md"] == b"# My words\n"
+    assert repo.content()["LICENSE"] == b"terms of the base\n"
     (own / "README.md").write_bytes(b"# Meine W\xf6rter\n")
     error = push("push", own, NAME)["error"]
     assert error[0] == "ExportError"

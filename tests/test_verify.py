@@ -335,6 +335,8 @@ def test_the_model_card_is_the_users_own(copy: Callable[[str], Path]) -> None:
     export = copy("llama/export")
     (export / "README.md").write_text("# mine")
     (export / ".gitattributes").write_text("of the Hub")
+    (export / "LICENSE").write_text("terms of the base")
+    (export / "USE_POLICY.md").write_text("more of them")
     assert verify_export(None, export).ok
 
 

@@ -21,6 +21,7 @@ from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 FILE = "toolkit_manifest.json"
 CARD = "README.md"
 VERSION = 2
+_TERMS = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-_]\w+)?(\.(md|txt))?", re.IGNORECASE)
 _HEX = re.compile(r"([0-9a-f]{32}){1,2}")
 
 
@@ -101,7 +102,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 def listed(folder: Path) -> list[str]:
     """Return the names in a Hugging Face folder that its manifest speaks of, sorted."""
-    return sorted(n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
+    names = (n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
+    return sorted(name for name in names if not _TERMS.fullmatch(name))
+
+
+def terms(folder: Path) -> list[str]:
+    """Return the names of the files with terms of use in a folder: as the card, the user's own."""
+    return sorted(name for name in os.listdir(folder) if _TERMS.fullmatch(name))
 
 
 def tensor_hash(manifest: dict[str, Any]) -> str:

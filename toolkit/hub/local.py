@@ -10,6 +10,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
 from toolkit.formats import export_manifest, plain_file
+from toolkit.formats.export_manifest import terms
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
 from toolkit.verify import verify_export
@@ -73,7 +74,8 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
             raise ExportError(
                 f"{folder} is not published: {what} ({one_line(error)}); {advice}"
             ) from error
-    for name, text in ((export_manifest.FILE, raw), (CARD, card.encode())):
+    own = [(n, plain_file(folder, n, ExportError).read_bytes()) for n in terms(folder)]
+    for name, text in ((export_manifest.FILE, raw), (CARD, card.encode()), *own):
         contents[name], entries[name] = text, _entry(text)
     for name, content in contents.items():
         if isinstance(content, Path):

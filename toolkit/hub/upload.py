@@ -37,10 +37,10 @@ from toolkit.hub import retries
 from toolkit.hub.local import CARD, LocalExport, read_export
 
 _NO_TOKEN = "no Hugging Face token was found; run `hf auth login`, or set HF_TOKEN"
-# Weights and what names them: an older one left beside the new would be loaded, or break the load.
-_WEIGHTS = re.compile(
+# What loaders read beside assets: an older one left beside the new would be loaded, or break that.
+_READ = re.compile(
     r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|adapter_config\.json"
+    r"|(adapter_)?config\.json|additional_chat_templates/[^/]+\.jinja"
 )
 _ANSWER = 30.0  # seconds without a byte of an answer that the Hub gives at once
 # huggingface_hub leaves out what the repository's .gitignore names, unless it is given another.
@@ -69,8 +69,8 @@ def push(
     """Publish an export as one commit; return the commit's URL. See [Note: never half].
 
     The export is verified first, which reads it once, and the Hub's list of files is compared with
-    it afterwards. Nothing is deleted but weight files that the export does not have. Pushing the
-    same again makes no commit.
+    it afterwards. Nothing is deleted but what loaders read and the export does not have. Pushing
+    the same again makes no commit.
 
     Args:
         folder: as `toolkit consolidate` wrote it; without a README.md a model card is made.
@@ -156,7 +156,7 @@ class _State:
     def difference(self, export: LocalExport) -> tuple[list[str], list[str]]:
         """Return the names to send and the names to delete."""
         send = [name for name in export.entries if not self._holds(name, export)]
-        read = [n for n in self.files if _WEIGHTS.fullmatch(n) or n in ASSET_FILES]
+        read = [n for n in self.files if _READ.fullmatch(n) or n in ASSET_FILES]
         stale = [n for n in read if n not in export.entries]
         return send, sorted(stale)
 
