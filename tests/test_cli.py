@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit import __version__
+from toolkit.checkpoint.facts import run_facts
+from toolkit.checkpoint.run_folder import recorded_root
 from toolkit.checkpoint.summary import render, summarise
 from toolkit.cli import main
 from toolkit.errors import CheckpointError
@@ -203,3 +205,22 @@ def test_a_damaged_state_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "step-00000012/state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"state\.json is not readable JSON"):
         summarise(tmp_path / "step-00000012")
+
+
+def test_a_relative_root_is_found_from_elsewhere(tmp_path, monkeypatch) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project / "runs/a", project / "ck/checkpoints", elsewhere / "ck/checkpoints"):
+        folder.mkdir(parents=True)
+    config = "output_dir: runs/a\ncheckpoint: {root: ck}\n"
+    for folder in (project / "runs/a", project / "ck"):
+        (folder / "config.yaml").write_text(config)
+    (project / "runs/a/metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
+    for cwd, run in ((project, "runs/a"), (elsewhere, "../project/runs/a"), (elsewhere, project)):
+        monkeypatch.chdir(cwd)
+        given = project / "runs/a" if run is project else Path(run)
+        assert recorded_root(given).resolve() == project / "ck"  # not the other project's
+    assert recorded_root(project / "ck") == project / "ck"
+    assert run_facts(project / "ck")["steps"] == 3, "the metrics of its run"
+    (project / "runs/b").mkdir()
+    (project / "runs/b/config.yaml").write_text("output_dir: other\ncheckpoint: {root: ck}\n")
+    assert recorded_root(project / "runs/b") == Path("ck")  # the run was moved: here, as ever

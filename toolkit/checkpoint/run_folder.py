@@ -186,7 +186,8 @@ def recorded_root(run: Path) -> Folder:
     recorded = plain_config(run)
     saving = recorded.get("checkpoint")
     root = saving.get("root") if isinstance(saving, dict) else None
-    if not isinstance(root, str) or not root:
+    is_root = (run / CHECKPOINTS).is_dir() and not (run / METRICS).is_file()
+    if not isinstance(root, str) or not root or is_root:
         return run
     place = where(root)
     if isinstance(place, Path):
@@ -200,8 +201,10 @@ def beside_recorded(place: Path, written: Any, other: str) -> Path:
     """
     parts = Path(written).parts if isinstance(written, str) else ()
     whole = place.absolute().parts
-    if parts and not Path(other).exists() and whole[-len(parts) :] == parts:
-        return Path(*whole[: -len(parts)], other)
+    if parts and whole[-len(parts) :] == parts:
+        found = Path(*whole[: -len(parts)], other)
+        if found.exists():
+            return found
     return Path(other)
 
 
