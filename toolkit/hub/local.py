@@ -10,7 +10,6 @@ from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
 from toolkit.formats import export_manifest, plain_file
-from toolkit.formats.export_manifest import terms
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
 from toolkit.verify import verify_export
@@ -74,7 +73,8 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
             raise ExportError(
                 f"{folder} is not published: {what} ({one_line(error)}); {advice}"
             ) from error
-    own = [(n, plain_file(folder, n, ExportError).read_bytes()) for n in terms(folder)]
+    terms = export_manifest.terms(folder)
+    own = [(name, plain_file(folder, name, ExportError).read_bytes()) for name in terms]
     for name, text in ((export_manifest.FILE, raw), (CARD, card.encode()), *own):
         contents[name], entries[name] = text, _entry(text)
     for name, content in contents.items():
