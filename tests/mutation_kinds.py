@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mutate
+import xxhash
 
 STEP = "checkpoints/step-00000003"
 
@@ -179,5 +180,5 @@ def _seal_export(file: Path) -> None:
     path = file.parent / "toolkit_manifest.json"
     manifest = json.loads(path.read_text())["manifest"]
     raw = file.read_bytes()
-    manifest["files"][file.name] = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    manifest["files"][file.name] = {"size": len(raw), "xxh3": xxhash.xxh3_128_hexdigest(raw)}
     path.write_bytes(_export_text(manifest))

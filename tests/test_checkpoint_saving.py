@@ -32,6 +32,7 @@ from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import chunk_table, digests, read_metadata
+from toolkit.formats.hashing import RowHashes
 from toolkit.tables import size_text
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
@@ -150,6 +151,12 @@ def test_a_digest_is_the_sum_of_its_rows_in_any_parts():
         hashed = xxhash.xxh3_128_digest(row.numpy().tobytes(), seed)
         expected += numpy.frombuffer(hashed, dtype="<u8")
     assert digests.hexadecimal(whole) == expected.astype("<u8").tobytes().hex()
+    content = memoryview(tensor.numpy().tobytes())
+    for step in (1, 47, 48, 100, len(content)):  # rows have 48 bytes
+        hashes = RowHashes("model.x", 48)
+        for at in range(0, len(content), step):
+            hashes.update(content[at : at + step])
+        assert hashes.hexdigest() == digests.hexadecimal(whole), step
     swapped = tensor.clone()
     swapped[[3, 9]] = tensor[[9, 3]]
     others = [

@@ -188,7 +188,7 @@ def test_a_step_under_another_name_is_refused_and_not_moved(tmp_path, move):
 
 def test_a_manifest_that_nobody_would_read_is_not_committed(tmp_path, monkeypatch):
     """Hashes of blobs are left out where it would be too long; then it is refused."""
-    entry = {"size": 1, "sha256": commit.sha256_of(save(tmp_path, 1) / "dcp/data")}
+    entry = {"size": 1, "sha256": commit.hash_of(save(tmp_path, 1) / "dcp/data")}
     folder = commit.begin(tmp_path, 2)
     (folder / "data").write_text("x")
     manifest = {"step": 2, "files": {"data": entry | {"blobs": "ab" * 500}}, "tensors": {}}
@@ -467,14 +467,14 @@ def test_what_cannot_be_deleted_is_a_warning_and_keeps_nothing_else(tmp_path, mo
 def test_an_old_checkpoint_that_cannot_be_read_hinders_no_deletion(tmp_path, monkeypatch):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    real = commit.sha256_of
+    real = commit.hash_of
 
-    def fails(file):
+    def fails(file, kind):
         if "step-00000002" in str(file):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
-        return real(file)
+        return real(file, kind)
 
-    monkeypatch.setattr(commit, "sha256_of", fails)
+    monkeypatch.setattr(commit, "hash_of", fails)
     prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [2, 3, 4]
 

@@ -29,14 +29,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint
+from toolkit.checkpoint.sources import MANIFEST_VERSION, find_source
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.export import consolidate, writer
+from toolkit.export import consolidate, sources, writer
 from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_options
 from toolkit.formats import HFAssets, export_manifest, stored_tensors
 from toolkit.loading.pretrained import materialise
 from toolkit.models import build_on_meta, decoder_layers, model_on_meta, tied_names
+from toolkit.verify import verify_export
 
 RANKS = 3
 SMALL = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
@@ -122,6 +124,24 @@ def write_run(run: Path, dcp_folder: Path, source: Path, init: str = "pretrained
     (folder / "manifest.json").write_bytes(manifest)
     (folder / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest() + "\n")
     return run
+
+
+def with_digests(run: Path, to: Path) -> Path:
+    """Return a copy of a run of `write_run` whose manifest has the digests of its tensors."""
+    shutil.copytree(run, to)
+    folder = next((to / "checkpoints").iterdir())
+    source = find_source(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["version"] = MANIFEST_VERSION
+    for key in source.tensors:
+        kept = source.stored(key)
+        dtype = str(kept.dtype).removeprefix("torch.")
+        entry = {"shape": kept.shape, "dtype": dtype, "digest": stored_tensors.digest(kept, key)}
+        manifest["tensors"][key] = entry
+    text = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMIT").write_text(hashlib.sha256(text).hexdigest() + "\n")
+    return to
 
 
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -338,8 +358,8 @@ def test_every_way_of_moving_bytes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks far smaller than a tensor; rows and columns."""
-    monkeypatch.setattr(stored_tensors, "_BLOCK", 300)
-    monkeypatch.setattr(writer, "_BLOCK", 64)
+    monkeypatch.setattr(stored_tensors, "BLOCK", 300)
+    monkeypatch.setattr(writer.hashing, "BLOCK", 64)
     expected = trained(root / "llama/source").state_dict()
     for folder in (root / "llama/dcp-sharded", root / "columns"):
         for dtype in ("float32", "bfloat16"):
@@ -733,12 +753,47 @@ def test_what_is_written_is_read_back(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["sharded", "single"])
+def test_what_keeps_its_dtype_is_copied_and_proven_by_its_digest(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Rows are cut by the blocks in which they are read; a flipped bit is found on either side."""
+    run = with_digests(root / "llama" / kind, tmp_path / "run")
+    monkeypatch.setattr(writer.hashing, "BLOCK", 24)
+    out = consolidate(run, tmp_path / "bf16", dtype="bfloat16")
+    full = trained(root / "llama/source").state_dict()
+    assert same_bits(weights(out), {k: v.bfloat16() for k, v in full.items()})
+    monkeypatch.setattr(sources, "blocks", None)  # what is not copied
+    out = consolidate(run, tmp_path / "full", dtype="float32", max_shard_size="8KB")
+    assert same_bits(weights(out), full)
+    assert verify_export(run, out).ok
+
+    write = os.pwrite
+
+    def flipped(descriptor: int, content: memoryview, position: int) -> int:
+        if position > 4000:
+            content = bytes(content[:-1]) + bytes([content[-1] ^ 1])
+        return write(descriptor, content, position)
+
+    monkeypatch.setattr(os, "pwrite", flipped)
+    with pytest.raises(ExportError, match="reads back with other bytes than were written"):
+        consolidate(run, tmp_path / "written", dtype="float32")
+    monkeypatch.undo()
+    shard = max((run / "checkpoints").glob("*/dcp/*.distcp"))
+    raw = bytearray(shard.read_bytes())
+    raw[raw.index(full["model.embed_tokens.weight"][-1].numpy().tobytes())] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has other bytes in .*distcp"):
+        consolidate(run, tmp_path / "read", dtype="float32")
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "bf16", "full"}
+
+
 @pytest.mark.parametrize(("code", "kept"), [("raise EOFError('cut')", 0), ("OSError", 1)])
 def test_the_process_that_reads_back_fails(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, kept: int
 ) -> None:
     """What it says is passed on; what the disk refuses leaves the finished files."""
-    program = Path(writer.read_back.__file__).read_text()
+    program = Path(writer.hashing.__file__).read_text()
     if code == "OSError":
         fails = "if synced: raise OSError(errno.EIO, 'sync')\n            synced.append(1)\n"
         program = program.replace("import json\n", "import errno\nimport json\n\nsynced = []\n")
@@ -748,7 +803,7 @@ def test_the_process_that_reads_back_fails(
     else:
         program = program.replace("os.fsync(descriptor)", code)
     (tmp_path / "failing.py").write_text(program)
-    monkeypatch.setattr(writer.read_back, "__file__", str(tmp_path / "failing.py"))
+    monkeypatch.setattr(writer.hashing, "__file__", str(tmp_path / "failing.py"))
     expected = "Input/output error; 1 finished" if kept else "reads back the export ended: .*cut"
     with pytest.raises(ExportError, match=expected):
         consolidate(root / "llama/sharded", tmp_path / "out/hf", max_shard_size="4KB")

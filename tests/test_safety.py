@@ -30,8 +30,15 @@ from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import LoadingError, ModelError, ToolkitError
-from toolkit.export import consolidate, read_back
-from toolkit.formats import HFAssets, export_manifest, read_header, read_metadata, weight_files
+from toolkit.export import consolidate
+from toolkit.formats import (
+    HFAssets,
+    export_manifest,
+    hashing,
+    read_header,
+    read_metadata,
+    weight_files,
+)
 from toolkit.loading.pretrained import load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.verify import verify_checkpoint, verify_export
@@ -41,7 +48,7 @@ STEP = "step-00000002"
 ran: list[str] = []
 """What the payload did, and what the audit hook saw of it."""
 _watching = False
-EXPORTERS_OWN = [sys.executable, "-P", read_back.__file__]
+EXPORTERS_OWN = [sys.executable, "-P", hashing.__file__]
 """The only program that anything here may start."""
 
 

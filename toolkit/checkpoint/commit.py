@@ -37,6 +37,7 @@ promise.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -51,7 +52,7 @@ from typing import Any
 
 from toolkit.checkpoint import store
 from toolkit.errors import CheckpointError
-from toolkit.formats import METADATA_FILE, is_inner_path
+from toolkit.formats import METADATA_FILE, hasher, is_inner_path
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 CHECKPOINTS = "checkpoints"
@@ -243,7 +244,8 @@ def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: b
     if size != expected["size"]:
         return f"is {size} bytes long, expected {expected['size']}"
     try:
-        same = not hashed or sha256_of(file) == expected["sha256"]
+        kind = "sha256" if "sha256" in expected else "xxh3"  # of an export
+        same = not hashed or hash_of(file, kind) == expected[kind]
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -251,10 +253,10 @@ def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: b
     return None if same else "has other bytes than were saved"
 
 
-def sha256_of(file: Any) -> str:
-    """Return the sha256 of a file or an object, in hexadecimal."""
+def hash_of(file: Any, kind: str = "sha256") -> str:
+    """Return the `hasher` of some `kind` over a file or an object, in hexadecimal."""
     with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        return hashlib.file_digest(f, functools.partial(hasher, kind)).hexdigest()
 
 
 def seal(manifest: bytes) -> str:
@@ -320,7 +322,7 @@ def hash_files(folder: Path, names: Iterable[str], to: store.Place | None = None
         else:
             with (to / name).open("wb") as target, open(file, "rb") as source:
                 shutil.copyfileobj(source, target, store.BLOCK)
-        return {"size": file.stat().st_size, "sha256": sha256_of(file)}
+        return {"size": file.stat().st_size, "sha256": hash_of(file)}
 
     names = list(names)
     with ThreadPoolExecutor(_THREADS if to is None else _AT_ONCE) as pool:

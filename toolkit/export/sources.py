@@ -27,12 +27,14 @@ from toolkit.checkpoint.commit import damaged_files
 from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
-from toolkit.export.writer import TensorValues
+from toolkit.export.writer import StoredRows, TensorValues
 from toolkit.formats import (
     LANES,
     ExportGroup,
     StoredTensor,
     blocks,
+    bytes_in_order,
+    digest,
     first_difference,
     hexadecimal,
     in_file,
@@ -96,31 +98,47 @@ class SavedTensors:
         if not self._following:
             plain = [plan.stored[g.sources[0]] for g in plan.groups if not g.converted]
             self._following = dict(itertools.pairwise(plain))
-        return {output: self.blocks(plan.stored[name])}
+        stored_name = plan.stored[name]
+        stored = (self._located.pop(stored_name, None) or self._locate(stored_name)).result()
+        if following := self._following.get(stored_name):
+            self._located[following] = self._locate(following)
+        same = plan.tensors[plan.names[output]].dtype == stored.dtype
+        copied = self._copied(stored_name, stored) if same else None
+        return {output: copied or self.blocks(stored_name, stored)}
 
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+    def _copied(self, name: str, stored: StoredTensor) -> StoredRows | None:
+        """Return how a tensor is copied; None where what it was when it was saved is not known, or
+        its bytes are not stored in order.
+        """
+        key, pieces = self.keys[name], bytes_in_order(stored)
+        if key not in self._digests or not pieces:
+            return None
+        width = stored.nbytes // stored.rows
+
+        def check() -> None:
+            self._compare(key, digest(stored, key))
+
+        return StoredRows(pieces, key, width, self._digests[key], check)
+
+    def blocks(self, name: str, stored: StoredTensor) -> Iterator[torch.Tensor]:
         """Yield the rows of a tensor in order, some at a time; CheckpointError after the last one
-        where they are not what was saved. A thread reads up to three blocks ahead, and finds where
-        the tensor after this one is.
+        where they are not what was saved. A thread reads up to three blocks ahead.
         """
         key = self.keys[name]
         total, known = torch.zeros(LANES, dtype=torch.int64), key in self._digests
-        located = self._located.pop(name, None) or self._locate(name)
 
         def read() -> Iterator[tuple[torch.Tensor, torch.Tensor | int]]:
-            for first, rows in blocks(located.result()):
+            for first, rows in blocks(stored):
                 yield rows, rows_digest(key, rows, first) if known else 0
 
         items = read()
         coming = deque(self._reading.submit(next, items, None) for _ in range(3))
-        if following := self._following.get(name):
-            self._located[following] = self._locate(following)
         while (item := coming.popleft().result()) is not None:
             coming.append(self._reading.submit(next, items, None))
             rows, lanes = item
             total += lanes
             yield rows
-        self._compare(key, total)
+        self._compare(key, hexadecimal(total))
 
     def _locate(self, name: str) -> "Future[StoredTensor]":
         """Find the chunks of a tensor on the reading thread: some ms of reading zip directories."""
@@ -133,11 +151,11 @@ class SavedTensors:
         tensor, total = whole(stored), torch.zeros(LANES, dtype=torch.int64)
         if tensor.numel() and key in self._digests:
             total = rows_digest(key, tensor.reshape(stored.rows, -1), 0)
-        self._compare(key, total)
+        self._compare(key, hexadecimal(total))
         return tensor
 
-    def _compare(self, key: str, total: torch.Tensor) -> None:
-        if self._digests.get(key) not in (None, hexadecimal(total)):
+    def _compare(self, key: str, found: str) -> None:
+        if self._digests.get(key) not in (None, found):
             files = sorted({str(chunk.file) for chunk in self.source.stored(key).chunks})
             raise CheckpointError(
                 f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use another "

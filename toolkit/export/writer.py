@@ -1,12 +1,13 @@
-"""The one writer of exports: group by group read, convert back, cast, write, digest, free.
+"""The one writer of exports: group by group read, convert back, cast, write, hash, free.
 
 In OUTPUT.tmp-export/ weight files are written one after the other, and read back and fsynced behind
 the writing; only then each is noted as finished. Memory: blocks of 1 MB, and what `read_group`
 holds of one group.
 
-[Note: one sha256, of what was read back] A process (`read_back`) follows the writer some MB behind,
-while the bytes are in the page cache. What it reads gives the file's sha256, and must have the XXH3
-that each tensor had when it was written: so the sha256 is also that of what was written.
+[Note: hashed behind the writing] A process (`formats.hashing`) follows the writer some MB behind,
+while the bytes are in the page cache; all hashes of the manifest are of what it reads back. A
+tensor that is copied out of a checkpoint (`StoredRows`) must have the digest that was taken from
+live memory when it was saved, any other one the XXH3 of the bytes that were given to the kernel.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
@@ -35,19 +36,29 @@ from tqdm import tqdm
 from toolkit import ranks
 from toolkit.checkpoint.commit import CHECKPOINTS
 from toolkit.checkpoint.store import replace_synced, sync, sync_above, write_behind
-from toolkit.errors import ExportError
-from toolkit.export import read_back
+from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import ExportPlan
-from toolkit.formats import ExportGroup, export_manifest, is_plain_name
+from toolkit.formats import ExportGroup, TensorEntry, export_manifest, hashing, is_plain_name
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
-_BLOCK = 2**20  # bytes that are cast and written at a time
 _PORTION = 2**22  # bytes after which the reader is told how far the writer is
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
-TensorValues = torch.Tensor | Iterator[torch.Tensor]
-"""A whole tensor, or its rows in order, some at a time."""
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A tensor that is copied as it is stored, and proven by what is read back."""
+
+    pieces: list[tuple[Path, int, int]]  # (file, offset, count), in row-major order
+    key: str  # in the checkpoint
+    width: int  # bytes of a row
+    digest: str  # when it was saved
+    check: Callable[[], object]  # raises where it is another one on the disk
+
+
+TensorValues = torch.Tensor | Iterator[torch.Tensor] | StoredRows
+"""A whole tensor, or its rows in order, some at a time, or where they are stored."""
 ReadGroup = Callable[[ExportGroup], Mapping[str, TensorValues]]
 """Returns output name -> values of all outputs of a group."""
 
@@ -101,9 +112,9 @@ def write_export(
                 for file, names in itertools.groupby(todo, lambda name: plan.tensors[name].file):
                     _write_file(plan, staging.folder / file, names, values, reader, bar.update)
                     # One file reaches the disk while the next one is written.
-                    staging.finish(*reader.finished(most_behind=1))
+                    staging.finish(reader.finished(plan.tensors, most_behind=1))
             finally:  # an interrupted export goes on from there
-                staging.finish(*reader.finished(most_behind=0))
+                staging.finish(reader.finished(plan.tensors, most_behind=0))
         for name, content in plan.assets.items():
             (staging.folder / name).write_bytes(content)
             sync(staging.folder / name)
@@ -146,84 +157,112 @@ def _write_file(
     reader: "_Reader",
     advance: Callable[[int], object],
 ) -> None:
-    """Write one safetensors file, and have it read back; see [Note: one sha256]."""
+    """Write one safetensors file, and have it hashed; see [Note: hashed behind the writing]."""
     end = given = sent = 0
-    tensors: dict[str, Any] = {}
+    parts: list[_Part] = []
     with open(path, "xb", buffering=0) as file:
         reader.tell("file", json.dumps(str(path)))
 
-        def write(content: memoryview) -> None:
+        def write(contents: Iterable[memoryview], name: str, copied: StoredRows | None) -> None:
             nonlocal end, given, sent
-            digest.update(content)
-            _write_all(file.fileno(), content, end)
-            end += len(content)
-            given = write_behind(file.fileno(), given, end)
-            if end - sent >= _PORTION:
-                reader.tell("to", end)
-                sent = end
-
-        digest, digests = xxhash.xxh3_128(), xxhash.xxh3_128()
-        write(memoryview(plan.headers[path.name]))
-        for name in names:
-            reader.tell("part", end)
-            digests.update(digest.digest())
-            digest, place, begin = xxhash.xxh3_128(), plan.tensors[name], end
-            for content in _contents(next(values), place.dtype, name):
-                write(content)
-                advance(len(content))
+            hashed = xxhash.xxh3_128()
+            if copied is not None:
+                reader.tell("rows", f"{copied.width} {json.dumps(copied.key)}")
+            for content in contents:
+                if copied is None:
+                    hashed.update(content)
+                _write_all(file.fileno(), content, end)
+                end += len(content)
+                given = write_behind(file.fileno(), given, end)
+                if end - sent >= _PORTION:
+                    reader.tell("to", end)
+                    sent = end
+                if name:
+                    advance(len(content))
                 del content  # a view may keep its whole group while the next one is read
+            reader.tell("part", end)
+            parts.append(_Part(name, hashed.hexdigest(), copied))
+
+        write([memoryview(plan.headers[path.name])], "", None)
+        for name in names:
+            place, begin, given_values = plan.tensors[name], end, next(values)
+            copied = given_values if isinstance(given_values, StoredRows) else None
+            write(_contents(given_values, place.dtype, name), name, copied)
             if (begin, end - begin) != (place.begin, place.nbytes):
                 raise ExportError(
                     f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
                     f"{place.nbytes} at {place.begin}"
                 )
-            tensors[name] = export_manifest.describe_tensor(place, digest.hexdigest())
-        reader.tell("part", end)
-        digests.update(digest.digest())
-    reader.end(path, digests.hexdigest(), tensors)
+    reader.end(path, parts)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The header of a file, without a name, or one of its tensors, as it was written."""
+
+    name: str
+    xxh3: str
+    copied: StoredRows | None  # then only the digest of this is known
+
+    def check(self, path: Path, xxh3: str, digest: str | None) -> None:
+        """Compare it with what was read back: CheckpointError where what was copied is not what was
+        saved, else ExportError.
+        """
+        if self.copied is None and xxh3 == self.xxh3:
+            return
+        if self.copied is not None and digest == self.copied.digest:
+            return
+        if self.copied is not None:
+            self.copied.check()
+        raise ExportError(f"{path} reads back with other bytes than were written")
 
 
 class _Reader:
-    """The process that reads back what is written (`read_back`), and what it is to find."""
+    """The process that hashes what is written (`formats.hashing`), and what it is to find."""
 
     def __init__(self) -> None:
-        self._written: list[tuple[Path, str, dict[str, Any]]] = []
+        self._written: list[tuple[Path, list[_Part]]] = []
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        program = [sys.executable, "-P", read_back.__file__]
+        program = [sys.executable, "-P", hashing.__file__]
         # In a group of its own, which a Ctrl-C does not reach: it ends with what it reads from.
         options = pipes | {"text": True, "bufsize": 1, "process_group": 0}
         self._process: Any = subprocess.Popen(program, **options)
 
     def tell(self, word: str, value: object = "") -> None:
-        """Send a line of `read_back`'s protocol; where it ended, `finished` says why."""
+        """Send a line of the program's protocol; where it ended, `finished` says why."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{word} {value}\n")
 
-    def end(self, path: Path, digests: str, tensors: dict[str, Any]) -> None:
-        """Say that `path` is written: `digests` is what it is to find, `tensors` describes it."""
+    def end(self, path: Path, parts: list[_Part]) -> None:
+        """Say that `path` is written, and what its parts are."""
         self.tell("end")
-        self._written.append((path, digests, tensors))
+        self._written.append((path, parts))
 
-    def finished(self, most_behind: int) -> list[dict[str, Any]]:
-        """Return the descriptions of files that are on the disk and were read back, when at most
-        so many are left; ExportError where one does not hold what was written, OSError where the
-        disk failed.
+    def finished(
+        self, places: Mapping[str, TensorEntry], most_behind: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the descriptions of files that are on the disk and were read back, while more than
+        so many are left; ExportError where one does not hold what was written, CheckpointError
+        where the checkpoint does not hold what was saved, OSError where the disk failed.
         """
-        found = []
         while len(self._written) > most_behind:
-            path, digests, tensors = self._written.pop(0)
+            path, parts = self._written.pop(0)
+            others, self._written = self._written, []  # nothing is known of them if this one fails
             file = json.loads(self._process.stdout.readline() or "{}")
-            if file.pop("digests", None) != digests:
-                self._written.clear()  # of the others nothing is known
-                if not file:
-                    said = self._process.stderr.read().strip().splitlines() or ["it was killed"]
-                    raise ExportError(f"the process that reads back the export ended: {said[-1]}")
-                if code := file.get("errno"):
-                    raise OSError(code, os.strerror(code))
-                raise ExportError(f"{path} reads back with other bytes than were written")
-            sync(path)  # waits for nothing: `read_back` did
-            found.append({"files": {path.name: file}, "tensors": tensors})
-        return found
+            if code := file.get("errno"):
+                raise OSError(code, os.strerror(code))
+            if not file:
+                said = self._process.stderr.read().strip().splitlines() or ["it was killed"]
+                raise ExportError(f"the process that reads back the export ended: {said[-1]}")
+            tensors = {}
+            for part, (xxh3, digest) in zip(parts, file.pop("parts"), strict=True):
+                part.check(path, xxh3, digest)
+                if part.name:
+                    described = export_manifest.describe_tensor(places[part.name], xxh3)
+                    tensors[part.name] = described
+            sync(path)  # waits for nothing: the program did
+            self._written = others
+            yield {"files": {path.name: file}, "tensors": tensors}
 
     def close(self) -> None:
         """End the process, also amid a file."""
@@ -239,14 +278,30 @@ def _write_all(descriptor: int, content: memoryview, position: int) -> None:
 
 def _contents(values: TensorValues, dtype: torch.dtype, name: str) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in `dtype`, in row-major order, a block at a time."""
+    if isinstance(values, StoredRows):
+        yield from _copied(values)
+        return
     for part in [values] if isinstance(values, torch.Tensor) else values:
-        for block in _blocks(part, _BLOCK // max(part.dtype.itemsize, dtype.itemsize)):
+        for block in _blocks(part, hashing.BLOCK // max(part.dtype.itemsize, dtype.itemsize)):
             cast = block.to(dtype)
             if dtype == torch.float16 and bool((cast.isinf() & block.isfinite()).any()):
                 raise ExportError(
                     f"{name} has values beyond float16's 65504; use --dtype bfloat16 or float32"
                 )
             yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _copied(rows: StoredRows) -> Iterator[memoryview]:
+    """Yield stored bytes, in one buffer."""
+    buffer = memoryview(bytearray(hashing.BLOCK))
+    for path, offset, missing in rows.pieces:
+        with open(path, "rb", buffering=0) as file:
+            while missing:
+                count = os.preadv(file.fileno(), [buffer[:missing]], offset)
+                if count == 0:
+                    raise CheckpointError(f"{path} ends in the middle of a tensor")
+                yield buffer[:count]
+                offset, missing = offset + count, missing - count
 
 
 def _blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -299,12 +354,12 @@ class _Staging:
         except ExportError:  # no plain file, or its header is damaged: written anew
             return False
 
-    def finish(self, *described: dict[str, Any]) -> None:
-        """Note that the weight files `described` are complete and on the disk."""
+    def finish(self, described: Iterable[dict[str, Any]]) -> None:
+        """Note that each of the weight files `described` is complete and on the disk."""
         for each in described:
             self.finished |= dict.fromkeys(each["files"], each)
-        note = {"key": self.key, "finished": self.finished}
-        replace_synced(self.folder / _MARK, json.dumps(note))
+            note = {"key": self.key, "finished": self.finished}
+            replace_synced(self.folder / _MARK, json.dumps(note))
 
     def leave(self) -> str:
         """Remove the folder unless there is something in it to go on with; return what is left."""

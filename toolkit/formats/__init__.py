@@ -13,13 +13,13 @@ from toolkit.formats.dcp_tensors import (
     tensor_chunks,
 )
 from toolkit.formats.digests import (
-    LANES,
     described,
     hexadecimal,
     part_digests,
     rows_digest,
     whole_rows,
 )
+from toolkit.formats.hashing import BLOCK, LANES, hasher
 from toolkit.formats.hf_folder import (
     ASSET_FILES,
     INDEX_FILE,
@@ -68,6 +68,7 @@ from toolkit.formats.source_names import (
 from toolkit.formats.stored_tensors import (
     StoredTensor,
     blocks,
+    bytes_in_order,
     digest,
     first_difference,
     in_file,

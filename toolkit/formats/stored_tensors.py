@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from toolkit.errors import CheckpointError
 from toolkit.formats.dcp_tensors import Chunk, read_chunk
-from toolkit.formats.digests import LANES, hexadecimal, rows_digest
+from toolkit.formats.digests import hexadecimal, rows_digest
+from toolkit.formats.hashing import BLOCK, LANES
 from toolkit.formats.safetensors_files import TensorEntry
 
-_BLOCK = 2**20  # bytes read at a time, or one row where that is larger
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -60,15 +61,32 @@ def whole(tensor: StoredTensor) -> torch.Tensor:
 
 
 def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index of the first row, rows) over a tensor; `itemsize`: of the wider one of two."""
+    """Yield (index of the first row, rows) over a tensor: BLOCK bytes, or one row where that is
+    larger; `itemsize`: of the wider one of two.
+    """
     if tensor.nbytes == 0:
         return
     width = tensor.nbytes // tensor.rows // tensor.dtype.itemsize
-    step = max(1, _BLOCK // (width * max(itemsize, tensor.dtype.itemsize)))
+    step = max(1, BLOCK // (width * max(itemsize, tensor.dtype.itemsize)))
     if any(chunk.raw is None for chunk in tensor.chunks):  # blobs that are read as a whole
         step = tensor.rows
     for first in range(0, tensor.rows, step):
         yield first, tensor.block(first, min(first + step, tensor.rows))
+
+
+def bytes_in_order(tensor: StoredTensor) -> list[tuple[Path, int, int]] | None:
+    """Return (file, offset, count) of the pieces that are a tensor's bytes in row-major order; None
+    where it is stored in another way.
+    """
+    inner, found, rows = tensor.shape[1:], [], 0
+    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
+        at = chunk.offsets[0] if chunk.offsets else 0
+        if chunk.raw is None or chunk.sizes[1:] != inner or at != rows:
+            return None
+        rows += chunk.sizes[0] if chunk.sizes else 1
+        count = math.prod(chunk.sizes) * chunk.dtype.itemsize
+        found.append((chunk.file, chunk.raw, count))
+    return found
 
 
 def digest(tensor: StoredTensor, name: str) -> str:

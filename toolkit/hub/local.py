@@ -1,6 +1,7 @@
 """The export as it is to be published: verified, without links, tokens or paths of this machine."""
 
 import hashlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
-from toolkit.formats import export_manifest, plain_file
+from toolkit.formats import BLOCK, export_manifest, hasher, plain_file
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
 from toolkit.verify import verify_export
@@ -23,14 +24,14 @@ _IN_MEMORY = 10_000_000
 class LocalExport:
     """The files of an export by their names in the repository; the card is one of them."""
 
-    entries: dict[str, dict[str, Any]]  # name -> {"size", "sha256"} of what was verified
+    entries: dict[str, dict[str, Any]]  # name -> {"size", "sha256", "xxh3"}
     contents: dict[str, Path | bytes]
     own_card: bool  # whether the card is the folder's own README.md
 
 
 def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     """Verify an export and return its files; ExportError for what is none, has a finding, holds a
-    token or a link, or names its base by a path. Costs one read of it.
+    token or a link, or names its base by a path. Costs two reads of it.
     """
     folder = folder.expanduser()
     if any((folder / name).exists() for name in (CHECKPOINTS, COMMIT, "dcp")):
@@ -51,12 +52,15 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
         advice = "Export again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
         raise ExportError(f"{folder} is not published: {what}. {advice}")
     manifest = export_manifest.read(folder)
-    entries = dict(manifest["files"])
-    # A small file is read now, so that what is sent is what was verified.
-    contents: dict[str, Path | bytes] = {
-        name: folder / name if entry["size"] > _IN_MEMORY else (folder / name).read_bytes()
-        for name, entry in entries.items()
-    }
+    contents: dict[str, Path | bytes] = {}
+    entries = {}
+    for name, entry in manifest["files"].items():
+        # A small file is read now, so that what is sent is what was verified.
+        small = entry["size"] <= _IN_MEMORY
+        content = contents[name] = (folder / name).read_bytes() if small else folder / name
+        entries[name] = _entry(content)
+        if entry.items() - entries[name].items():
+            raise ExportError(f"{folder / name} changed after it was verified; consolidate again")
     raw = (folder / export_manifest.FILE).read_bytes()
     own_card = (folder / CARD).is_file()
     if own_card:
@@ -85,5 +89,13 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     return LocalExport(entries, contents, own_card)
 
 
-def _entry(content: bytes) -> dict[str, Any]:
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+def _entry(content: Path | bytes) -> dict[str, Any]:
+    """Return the size of a file or its content, its sha256, and the XXH3 of the manifest."""
+    hashers = {kind: hasher(kind) for kind in ("sha256", "xxh3")}
+    size = 0
+    with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
+        while block := file.read(BLOCK):
+            size += len(block)
+            for hashed in hashers.values():
+                hashed.update(block)
+    return {"size": size, **{kind: hashed.hexdigest() for kind, hashed in hashers.items()}}

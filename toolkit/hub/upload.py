@@ -68,9 +68,9 @@ def push(
 ) -> str:
     """Publish an export as one commit; return the commit's URL. See [Note: never half].
 
-    The export is verified first, which reads it once, and the Hub's list of files is compared with
-    it afterwards. Nothing is deleted but what loaders read and the export does not have. Pushing
-    the same again makes no commit.
+    The export is verified and hashed first, which reads it twice, and the Hub's list of files is
+    compared with it afterwards. Nothing is deleted but what loaders read and the export does not
+    have. Pushing the same again makes no commit.
 
     Args:
         folder: as `toolkit consolidate` wrote it; without a README.md a model card is made.
