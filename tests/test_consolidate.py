@@ -32,10 +32,10 @@ from toolkit import checkpoint
 from toolkit.checkpoint.sources import MANIFEST_VERSION, find_source
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.export import consolidate, sources, writer
+from toolkit.export import consolidate, consolidation, sources, writer
 from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_options
-from toolkit.formats import HFAssets, export_manifest, stored_tensors
+from toolkit.formats import HFAssets, export_manifest, hashing, stored_tensors
 from toolkit.loading.pretrained import materialise
 from toolkit.models import build_on_meta, decoder_layers, model_on_meta, tied_names
 from toolkit.verify import verify_export
@@ -359,7 +359,7 @@ def test_every_way_of_moving_bytes(
 ) -> None:
     """In blocks far smaller than a tensor; rows and columns."""
     monkeypatch.setattr(stored_tensors, "BLOCK", 300)
-    monkeypatch.setattr(writer.hashing, "BLOCK", 64)
+    monkeypatch.setattr(hashing, "BLOCK", 64)
     expected = trained(root / "llama/source").state_dict()
     for folder in (root / "llama/dcp-sharded", root / "columns"):
         for dtype in ("float32", "bfloat16"):
@@ -531,6 +531,7 @@ def test_an_interrupted_export_goes_on(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished files are kept to the byte, and only for the same plan and the same weights."""
+    monkeypatch.setattr(consolidation, "AT_ONCE", 1)
     run = root / "llama/sharded"
     whole = Path(consolidate(run, tmp_path / "whole", max_shard_size="1KB"))
     count = len(list(whole.glob("*.safetensors")))
@@ -539,16 +540,16 @@ def test_an_interrupted_export_goes_on(
     def killed(stop_after: int, source: Path = run, **arguments: Any) -> list[str]:
         """Start the export, kill it after some files; return the names that it created."""
         created: list[str] = []
-        write = writer._write_file
+        write = writer.write_file
 
-        def counted(plan: Any, path: Path, *others: Any) -> Any:
+        def counted(path: Path, *others: Any) -> Any:
             if len(created) == stop_after:
                 raise KeyboardInterrupt
             created.append(path.name)
-            return write(plan, path, *others)
+            return write(path, *others)
 
         with monkeypatch.context() as patch:
-            patch.setattr(writer, "_write_file", counted)
+            patch.setattr(writer, "write_file", counted)
             try:
                 consolidate(source, out, max_shard_size="1KB", **arguments)
             except KeyboardInterrupt:
@@ -597,6 +598,35 @@ def test_an_interrupted_export_goes_on(
         with pytest.raises(ExportError, match=r"0\.00 MB free.*2 finished weight file\(s\) stay"):
             consolidate(run, out, max_shard_size="1KB")
     assert len(killed(99)) == count - 2
+
+
+def test_an_interrupted_export_of_several_files_at_once_goes_on(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_digests(root / "llama/sharded", tmp_path / "run")
+    monkeypatch.setattr(consolidation, "AT_ONCE", 1)
+    whole = Path(consolidate(run, tmp_path / "whole", max_shard_size="1KB"))
+    monkeypatch.setattr(consolidation, "AT_ONCE", 3)
+    write, created = writer.write_file, []
+
+    def counted(path: Path, *others: Any) -> Any:
+        created.append(path.name)
+        if len(created) == 6:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(path, *others)
+
+    monkeypatch.setattr(writer, "write_file", counted)
+    with pytest.raises(ExportError, match=r"error; \d+ finished weight file\(s\) stay"):
+        consolidate(run, tmp_path / "out", max_shard_size="1KB")
+    note = json.loads((tmp_path / "out.tmp-export/.toolkit-export").read_text())
+    assert 3 <= len(note["finished"]) < len(list(whole.glob("*.safetensors")))
+    before = len(created)
+    out = Path(consolidate(run, tmp_path / "out", max_shard_size="1KB"))
+    again = set(created[before:])
+    files = {p.name for p in whole.glob("*.safetensors")}
+    assert again == files - note["finished"].keys()
+    everything = sorted(p.name for p in whole.iterdir())
+    assert filecmp.cmpfiles(whole, out, everything, shallow=False) == (everything, [], [])
 
 
 def test_digests_guard_what_is_read(root: Path, tmp_path: Path) -> None:
@@ -697,7 +727,7 @@ def test_memory_stays_under_the_largest_group(root: Path, tmp_path: Path) -> Non
                 source = f"{folder}/{kind}"
                 before = anonymous()
                 peak, done = [before], False
-                thread = threading.Thread(target=watch)
+                thread = threading.Thread(target=watch, daemon=True)
                 thread.start()
                 consolidate(
                     source + "/dcp", f"{source}/{dtype}", hf_assets=source + "/source", dtype=dtype
@@ -759,7 +789,7 @@ def test_what_keeps_its_dtype_is_copied_and_proven_by_its_digest(
 ) -> None:
     """Rows are cut by the blocks in which they are read; a flipped bit is found on either side."""
     run = with_digests(root / "llama" / kind, tmp_path / "run")
-    monkeypatch.setattr(writer.hashing, "BLOCK", 24)
+    monkeypatch.setattr(hashing, "BLOCK", 24)
     out = consolidate(run, tmp_path / "bf16", dtype="bfloat16")
     full = trained(root / "llama/source").state_dict()
     assert same_bits(weights(out), {k: v.bfloat16() for k, v in full.items()})
@@ -793,7 +823,8 @@ def test_the_process_that_reads_back_fails(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, kept: int
 ) -> None:
     """What it says is passed on; what the disk refuses leaves the finished files."""
-    program = Path(writer.hashing.__file__).read_text()
+    monkeypatch.setattr(consolidation, "AT_ONCE", 1)
+    program = Path(hashing.__file__).read_text()
     if code == "OSError":
         fails = "if synced: raise OSError(errno.EIO, 'sync')\n            synced.append(1)\n"
         program = program.replace("import json\n", "import errno\nimport json\n\nsynced = []\n")
@@ -803,7 +834,7 @@ def test_the_process_that_reads_back_fails(
     else:
         program = program.replace("os.fsync(descriptor)", code)
     (tmp_path / "failing.py").write_text(program)
-    monkeypatch.setattr(writer.hashing, "__file__", str(tmp_path / "failing.py"))
+    monkeypatch.setattr(hashing, "__file__", str(tmp_path / "failing.py"))
     expected = "Input/output error; 1 finished" if kept else "reads back the export ended: .*cut"
     with pytest.raises(ExportError, match=expected):
         consolidate(root / "llama/sharded", tmp_path / "out/hf", max_shard_size="4KB")

@@ -1,5 +1,6 @@
 """A signal, to any rank and in any phase, ends a run with a checkpoint; the command goes on."""
 
+import contextlib
 import json
 import os
 import re
@@ -171,6 +172,25 @@ def test_the_grace_is_over_with_the_checkpoint(monkeypatch) -> None:
             run(saved)
         time.sleep(0.5)
         assert ended == ([] if saved else [signal.SIGUSR1])
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_what_code_in_c_makes_of_a_signal_is_the_signal(signalled: bool) -> None:
+    """As safetensors does with what is raised while it asks Python for a storage."""
+
+    def fails() -> None:
+        with contextlib.suppress(preemption.Preempted):
+            if signalled:
+                signal.raise_signal(signal.SIGUSR1)
+        raise ValueError("could not determine the shape of object type")
+
+    before = signal.getsignal(signal.SIGUSR1)
+    expected = preemption.Preempted if signalled else ValueError
+    try:
+        with pytest.raises(expected), preemption.listening(["SIGUSR1"], 1.0):
+            fails()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("launched", [True, False])

@@ -1,8 +1,8 @@
 """A checkpoint or a live model becomes a Hugging Face or a PEFT folder: one writer, three sources.
 
 consolidation  the door for checkpoints      sources  a checkpoint's tensors, and a merge's
-live           the door for a running model  writer   the bytes, and the folder on the disk
-plan           what the folder consists of
+live           the door for a running model  writer   the folder on the disk
+plan           what the folder consists of   weight_file  one file: its bytes, and their hashes
 """
 
 from toolkit.export.adapter_proof import prove_adapter

@@ -31,7 +31,7 @@ from toolkit.export.plan import (
     model_of_assets,
     parse_options,
 )
-from toolkit.export.sources import AdapterMerge, SavedTensors
+from toolkit.export.sources import AT_ONCE, AdapterMerge, SavedTensors
 from toolkit.export.writer import ReadGroup, check_output, write_export
 from toolkit.models import tied_families
 
@@ -100,7 +100,10 @@ def consolidate(
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
-    write_export(plan, target, weights=source.fingerprint(), read_group=read, origin=origin)
+    # Of converted groups, and of a merge, one at a time is held.
+    at_once = 1 if merge or any(group.converted for group in plan.groups) else AT_ONCE
+    weights = source.fingerprint()
+    write_export(plan, target, weights=weights, read_group=read, origin=origin, at_once=at_once)
     return str(Path(output).expanduser())
 
 

@@ -8,6 +8,7 @@ of tensors that transformers converts (fused experts) their group.
 """
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ from toolkit.checkpoint.commit import damaged_files
 from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
-from toolkit.export.writer import StoredRows, TensorValues
+from toolkit.export.weight_file import StoredRows, TensorValues
 from toolkit.formats import (
     LANES,
     ExportGroup,
@@ -46,6 +47,8 @@ from toolkit.formats import (
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
+AT_ONCE = min(4, os.cpu_count() or 1)  # files that are read from and written at a time
+
 
 class SavedTensors:
     """The weights of one checkpoint; `names`: of the model's parameters, where the prefix of the
@@ -56,7 +59,7 @@ class SavedTensors:
         self.source = source
         self.prefix, self.keys = parameter_names(source, names)
         self._digests = source.digests()
-        self._reading = ThreadPoolExecutor(1)
+        self._locating = ThreadPoolExecutor(AT_ONCE)
         self._located: dict[str, Future[StoredTensor]] = {}
         self._following: dict[str, str] = {}
 
@@ -132,17 +135,18 @@ class SavedTensors:
                 yield rows, rows_digest(key, rows, first) if known else 0
 
         items = read()
-        coming = deque(self._reading.submit(next, items, None) for _ in range(3))
-        while (item := coming.popleft().result()) is not None:
-            coming.append(self._reading.submit(next, items, None))
-            rows, lanes = item
-            total += lanes
-            yield rows
+        with ThreadPoolExecutor(1) as reading:
+            coming = deque(reading.submit(next, items, None) for _ in range(3))
+            while (item := coming.popleft().result()) is not None:
+                coming.append(reading.submit(next, items, None))
+                rows, lanes = item
+                total += lanes
+                yield rows
         self._compare(key, hexadecimal(total))
 
     def _locate(self, name: str) -> "Future[StoredTensor]":
-        """Find the chunks of a tensor on the reading thread: some ms of reading zip directories."""
-        return self._reading.submit(self.source.stored, self.keys[name])
+        """Find the chunks of a tensor on another thread: some ms of reading zip directories."""
+        return self._locating.submit(self.source.stored, self.keys[name])
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in memory; compares as `blocks` does."""

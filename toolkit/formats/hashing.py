@@ -112,7 +112,7 @@ def main() -> None:
                     rows.update(buffer[:count])
                 at += count
             if word == "part":
-                parts.append((part.hexdigest(), rows and rows.hexdigest()))
+                parts.append((part.hexdigest(), rows.hexdigest() if rows else None))
                 part.reset()
                 rows = None
 

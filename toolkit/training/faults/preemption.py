@@ -52,6 +52,7 @@ class _State:
         self.signal: int | None = None  # the first that came
         self.since = 0.0
         self.in_loop = self.agreed = self.leaving = False
+        self.raised = False  # `Preempted`, where the signal came
         self.pending: tuple[Any, torch.Tensor] | None = None  # the all-reduce of the last step
         self.timer: threading.Timer | None = None  # ends the process when the grace is over
 
@@ -84,9 +85,12 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         _follow_launcher()
     try:
         yield
-    except Preempted:
+    except BaseException as error:
+        # Code in C that was calling Python may make an error of its own of what a signal raised.
+        if not (isinstance(error, Preempted) or _state.raised):
+            raise
         ranks.post("preempted")  # for those that got no signal, and lose this rank
-        raise
+        raise Preempted from error
     finally:
         leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
         for name, handler in before.items():
@@ -208,6 +212,7 @@ def _receive(number: int, frame: object) -> None:
         return
     _state.signal, _state.since = number, time.monotonic()
     if not _state.in_loop:
+        _state.raised = True
         raise Preempted
     _write(f"{name}: saving a checkpoint within {_state.grace:.0f} s; once more ends at once")
     _limit(name)

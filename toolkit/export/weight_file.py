@@ -1,0 +1,225 @@
+"""One weight file of an export: written front to back, and hashed behind the writing.
+
+[Note: hashed behind the writing] A process (`formats.hashing`) follows the writer some MB behind,
+while the bytes are in the page cache; all hashes of the manifest are of what it reads back. A
+tensor that is copied out of a checkpoint (`StoredRows`) must have the digest that was taken from
+live memory when it was saved, any other one the XXH3 of the bytes that were given to the kernel.
+"""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from toolkit.checkpoint.store import sync, write_behind
+from toolkit.errors import CheckpointError, ExportError
+from toolkit.formats import TensorEntry, export_manifest, hashing
+
+_PORTION = 2**22  # bytes after which the follower is told how far the writer is
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A tensor that is copied as it is stored, and proven by what is read back."""
+
+    pieces: list[tuple[Path, int, int]]  # (file, offset, count), in row-major order
+    key: str  # in the checkpoint
+    width: int  # bytes of a row
+    digest: str  # when it was saved
+    check: Callable[[], object]  # raises where it is another one on the disk
+
+
+TensorValues = torch.Tensor | Iterator[torch.Tensor] | StoredRows
+"""A whole tensor, or its rows in order, some at a time, or where they are stored."""
+
+
+class Follower:
+    """The process that hashes what is written, one file after the other."""
+
+    def __init__(self) -> None:
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        program = [sys.executable, "-P", hashing.__file__]
+        # In a group of its own, which a Ctrl-C does not reach: it ends with what it reads from.
+        options = pipes | {"text": True, "bufsize": 1, "process_group": 0}
+        self._process: Any = subprocess.Popen(program, **options)
+
+    def tell(self, word: str, value: object = "") -> None:
+        """Send a line of the program's protocol; where it ended, `answer` says why."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{word} {value}\n")
+
+    def answer(self) -> dict[str, Any]:
+        """Return what it found in the next file, which is on the disk now; OSError where the disk
+        failed, ExportError where the program ended.
+        """
+        found: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
+        if code := found.get("errno"):
+            raise OSError(code, os.strerror(code))
+        if not found:
+            said = self._process.stderr.read().strip().splitlines() or ["it was killed"]
+            raise ExportError(f"the process that reads back the export ended: {said[-1]}")
+        return found
+
+    def close(self) -> None:
+        """End the process, also amid a file."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The header of a file, or one of its tensors, as it was written."""
+
+    name: str
+    place: TensorEntry | None  # None: the header
+    expected: str | StoredRows  # the XXH3 of what was written, or what was copied
+
+    def check(self, path: Path, xxh3: str, digest: str | None) -> None:
+        """Compare it with what was read back: CheckpointError where what was copied is not what was
+        saved, else ExportError.
+        """
+        if isinstance(self.expected, StoredRows):
+            if digest == self.expected.digest:
+                return
+            self.expected.check()
+        elif xxh3 == self.expected:
+            return
+        raise ExportError(f"{path} reads back with other bytes than were written")
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A weight file that was written, and the follower that hashes it."""
+
+    path: Path
+    parts: list[_Part]
+    follower: Follower
+
+    def describe(self) -> dict[str, Any]:
+        """Return {"files", "tensors"} as `export_manifest.describe` does. Waits until the file is
+        on the disk and was read back; of one follower's files in their order.
+
+        Raises:
+            ExportError: it does not hold what was written.
+            CheckpointError: the checkpoint does not hold what was saved.
+            OSError: the disk failed.
+        """
+        found, tensors = self.follower.answer(), {}
+        for part, (xxh3, digest) in zip(self.parts, found.pop("parts"), strict=True):
+            part.check(self.path, xxh3, digest)
+            if part.place is not None:
+                tensors[part.name] = export_manifest.describe_tensor(part.place, xxh3)
+        sync(self.path)  # waits for nothing: the follower did
+        return {"files": {self.path.name: found}, "tensors": tensors}
+
+
+def write_file(
+    path: Path,
+    header: bytes,
+    places: dict[str, TensorEntry],
+    values: Iterator[TensorValues],
+    follower: Follower,
+    advance: Callable[[int], object],
+) -> WrittenFile:
+    """Write a safetensors file; see [Note: hashed behind the writing].
+
+    Args:
+        header: its first bytes.
+        places, values: its tensors in order, and the values of each.
+        advance: called with the numbers of bytes that were written.
+
+    ExportError: values that do not have the planned size, or that their dtype cannot hold.
+    """
+    end = given = told = 0
+    parts = []
+    with open(path, "xb", buffering=0) as file:
+        follower.tell("file", json.dumps(str(path)))
+
+        def write(contents: Iterable[memoryview], copied: StoredRows | None = None) -> str:
+            nonlocal end, given, told
+            hashed = xxhash.xxh3_128()
+            for content in contents:
+                if copied is None:
+                    hashed.update(content)
+                _write_all(file.fileno(), content, end)
+                end += len(content)
+                given = write_behind(file.fileno(), given, end)
+                if end - told >= _PORTION:
+                    follower.tell("to", end)
+                    told = end
+                advance(len(content))
+                del content  # a view may keep its whole group while the next one is read
+            follower.tell("part", end)
+            return hashed.hexdigest()
+
+        parts.append(_Part("", None, write([memoryview(header)])))
+        for name, place in places.items():
+            begin, value = end, next(values)
+            if isinstance(value, StoredRows):
+                follower.tell("rows", f"{value.width} {json.dumps(value.key)}")
+                write(_copied(value), value)
+                parts.append(_Part(name, place, value))
+            else:
+                parts.append(_Part(name, place, write(_contents(value, place.dtype, name))))
+            del value
+            if (begin, end - begin) != (place.begin, place.nbytes):
+                raise ExportError(
+                    f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
+                    f"{place.nbytes} at {place.begin}"
+                )
+    follower.tell("end")
+    return WrittenFile(path, parts, follower)
+
+
+def _write_all(descriptor: int, content: memoryview, position: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, position)
+        content, position = content[count:], position + count
+
+
+def _contents(
+    values: torch.Tensor | Iterator[torch.Tensor], dtype: torch.dtype, name: str
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in `dtype`, in row-major order, a block at a time."""
+    for part in [values] if isinstance(values, torch.Tensor) else values:
+        for block in _blocks(part, hashing.BLOCK // max(part.dtype.itemsize, dtype.itemsize)):
+            cast = block.to(dtype)
+            if dtype == torch.float16 and bool((cast.isinf() & block.isfinite()).any()):
+                raise ExportError(
+                    f"{name} has values beyond float16's 65504; use --dtype bfloat16 or float32"
+                )
+            yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _copied(rows: StoredRows) -> Iterator[memoryview]:
+    """Yield stored bytes, in one buffer."""
+    buffer = memoryview(bytearray(hashing.BLOCK))
+    for path, offset, missing in rows.pieces:
+        with open(path, "rb", buffering=0) as file:
+            while missing:
+                count = os.preadv(file.fileno(), [buffer[:missing]], offset)
+                if count == 0:
+                    raise CheckpointError(f"{path} ends in the middle of a tensor")
+                yield buffer[:count]
+                offset, missing = offset + count, missing - count
+
+
+def _blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in row-major order, `most` at a time, whatever its strides."""
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).split(most) if tensor.numel() else ()
+    elif math.prod(tensor.shape[1:]) > most:
+        for part in tensor:
+            yield from _blocks(part, most)
+    else:
+        for rows in tensor.split(max(1, most // math.prod(tensor.shape[1:]))):
+            yield rows.reshape(-1)
