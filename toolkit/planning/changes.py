@@ -79,7 +79,9 @@ def remedies(
     """
     end = time.monotonic() + patience
     found, failed = list[Plan](), list[tuple[str, str]]()
-    for change in _changes(plan.cfg, plan.world_size):
+    # What a rank holds between two steps stays with changes of what a step computes.
+    of_steps = plan.cfg.sharding.cpu_offload or plan.sim.state.total < memory
+    for change in _changes(plan.cfg, plan.world_size, of_steps):
         if time.monotonic() > end:
             break
         say(change.name)
@@ -122,9 +124,10 @@ def _together(
                 break
 
 
-def _changes(cfg: Config, world: int) -> Iterator[_Change]:
+def _changes(cfg: Config, world: int, of_steps: bool) -> Iterator[_Change]:
     for kind in (*_ORDER, _adapters):
-        yield from _possible(kind, cfg, world)
+        if of_steps or kind not in _OF_STEPS:
+            yield from _possible(kind, cfg, world)
 
 
 def _possible(kind: _Kind, cfg: Config, world: int) -> Iterator[_Change]:
@@ -239,6 +242,14 @@ _ORDER = (
     _offloaded_activations,
     _offloaded_state,
     _more_devices,
+)
+
+_OF_STEPS = (
+    _smaller_batch,
+    _resharding,
+    _selective_recomputation,
+    _recomputation,
+    _offloaded_activations,
 )
 
 
