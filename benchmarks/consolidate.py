@@ -276,13 +276,13 @@ def report(
             "another file. New output every time, its fsync timed. "
             f"{args.repeats} repeats, all sides in turns; medians, the ratio is the "
             "median of the pairs. Peak is anonymous memory above what was there before the call, "
-            "sampled every 2 ms, the largest of the repeats, in the process that exports; the "
-            "program that reads back holds 16 MB more.",
+            "sampled every 2 ms, the largest of the repeats, in the process that exports; each "
+            "program that reads back, one for each file that is written at a time, holds 16 MB.",
             "",
-            "Toolkit: all of `consolidate`, with what no peer does: comparing what is read with "
-            "the digests of the checkpoint, reading the written files back, and the sha256 of "
-            "files and tensors. `cp` copies the exported files of the same dtype; transformers and "
-            "Accelerate cannot cast: both write fp32 also in the bfloat16 rows, and one file.",
+            "Toolkit: all of `consolidate`, with what no peer does: reading the written files back, "
+            "their hashes, and comparing with the digests of the checkpoint. `cp` copies the "
+            "exported files of the same dtype; transformers and Accelerate cannot cast: both write "
+            "fp32 also in the bfloat16 rows, and one file.",
             "",
             "| export | peer | peer s | toolkit s | ratio | peer's peak MB |",
             "|---|---|---|---|---|---|",
