@@ -279,7 +279,7 @@ def report(
             "sampled every 2 ms, the largest of the repeats, in the process that exports; each "
             "program that reads back, one for each file that is written at a time, holds 16 MB.",
             "",
-            "Toolkit: all of `consolidate`, with what no peer does: reading the written files back, "
+            "Toolkit: all of `consolidate`, with what no peer does: reading back what was written, "
             "their hashes, and comparing with the digests of the checkpoint. `cp` copies the "
             "exported files of the same dtype; transformers and Accelerate cannot cast: both write "
             "fp32 also in the bfloat16 rows, and one file.",
