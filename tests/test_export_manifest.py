@@ -1,5 +1,6 @@
 """The manifest of an export: what it says, and that no byte of it can change unseen."""
 
+import hashlib
 import json
 
 import pytest
@@ -9,6 +10,8 @@ from safetensors.torch import save_file
 
 from toolkit.errors import ExportError
 from toolkit.formats import export_manifest, read_header
+from toolkit.hub import local
+from toolkit.verify.findings import Findings
 
 
 @pytest.fixture
@@ -105,3 +108,36 @@ def test_a_newer_version_says_so(folder):
     file.write_bytes(export_manifest._render(manifest))
     with pytest.raises(ExportError, match="get a newer one"):
         export_manifest.read(folder)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_files_of_every_version_are_compared_and_pushed_by_sha256(folder, version, monkeypatch):
+    """Earlier ones had sha256 of files; what the Hub is told is sha256 in any case."""
+    described = export_manifest.describe(folder)
+    raws = {name: (folder / name).read_bytes() for name in described["files"]}
+    sha256 = {name: hashlib.sha256(raw).hexdigest() for name, raw in raws.items()}
+    if version < 3:
+        files = {name: {"size": len(raw), "sha256": sha256[name]} for name, raw in raws.items()}
+        described["files"] = files
+    if version == 1:
+        for entry in described["tensors"].values():
+            del entry["xxh3"]
+            entry["sha256"] = "0" * 64
+    with monkeypatch.context() as patch:
+        patch.setattr(export_manifest, "VERSION", version)
+        export_manifest.write(folder, described, {})
+    files = export_manifest.read(folder)["files"]
+    with Findings(folder, "export") as findings:
+        assert findings.hash_files(folder, files) == {}
+        for kept in (10**7, 0):  # in memory, and by their path
+            monkeypatch.setattr(local, "_IN_MEMORY", kept)
+            monkeypatch.setattr(local, "verify_export", lambda *_: findings.report)
+            export = local.read_export(folder, "org/name", None)
+            assert {n: e["sha256"] for n, e in export.entries.items() if n in raws} == sha256
+        name = "model-00001-of-00002.safetensors"
+        changed = bytearray(raws[name])
+        changed[-1] ^= 1
+        (folder / name).write_bytes(changed)
+        assert findings.hash_files(folder, files) == {name: "has other bytes than were saved"}
+        with pytest.raises(ExportError, match="changed after it was verified"):
+            local.read_export(folder, "org/name", None)
