@@ -35,7 +35,7 @@ from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate, consolidation, sources, writer
 from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_options
-from toolkit.formats import HFAssets, export_manifest, hashing, stored_tensors
+from toolkit.formats import ExportGroup, HFAssets, export_manifest, hashing, stored_tensors
 from toolkit.loading.pretrained import materialise
 from toolkit.models import build_on_meta, decoder_layers, model_on_meta, tied_names
 from toolkit.verify import verify_export
@@ -840,3 +840,24 @@ def test_the_process_that_reads_back_fails(
         consolidate(root / "llama/sharded", tmp_path / "out/hf", max_shard_size="4KB")
     left = list((tmp_path / "out").glob("*/*.safetensors"))
     assert (len(left) > kept) is bool(kept)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_files_of_many_tensors(tmp_path: Path, at_once: int) -> None:
+    """What is found of one file is longer than a pipe holds, while the next one is written."""
+    shapes = {f"tensor.{n}": (torch.float32, (2,)) for n in range(12_000)}
+    tensors, headers = export_plan._lay_out(shapes, 24_000)
+    assert len(headers) == 4
+    groups = [ExportGroup((name,), {name: (2,)}, False) for name in shapes]
+    names = {name: name for name in shapes}
+    plan = export_plan.ExportPlan(None, names, groups, names, tensors, headers, {})  # type: ignore[arg-type]
+
+    def read(group: ExportGroup) -> dict[str, torch.Tensor]:
+        (name,) = group.sources
+        return {name: torch.full((2,), float(name.partition(".")[2]))}
+
+    target = tmp_path / "out"
+    writer.write_export(plan, target, weights="", read_group=read, origin={}, at_once=at_once)
+    found = weights(target)
+    assert len(found) == len(shapes)
+    assert all(float(t.sum()) == 2 * float(name.partition(".")[2]) for name, t in found.items())

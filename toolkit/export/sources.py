@@ -7,8 +7,10 @@ Memory of a merge: the largest adapted tensor of the base, and two of its size i
 of tensors that transformers converts (fused experts) their group.
 """
 
+import contextlib
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,6 +62,7 @@ class SavedTensors:
         self.prefix, self.keys = parameter_names(source, names)
         self._digests = source.digests()
         self._locating = ThreadPoolExecutor(AT_ONCE)
+        self._one_at_a_time = threading.Lock()
         self._located: dict[str, Future[StoredTensor]] = {}
         self._following: dict[str, str] = {}
 
@@ -99,8 +102,10 @@ class SavedTensors:
             return plan.convert(group, parameters)
         (name,), (output,) = group.sources, group.outputs
         if not self._following:
-            plain = [plan.stored[g.sources[0]] for g in plan.groups if not g.converted]
-            self._following = dict(itertools.pairwise(plain))
+            plain = [(g.sources[0], *g.outputs) for g in plan.groups if not g.converted]
+            places = [(plan.stored[n], plan.tensors[plan.names[o]].file) for n, o in plain]
+            pairs = itertools.pairwise(places)
+            self._following = {one: two for (one, of), (two, same) in pairs if of == same}
         stored_name = plan.stored[name]
         stored = (self._located.pop(stored_name, None) or self._locate(stored_name)).result()
         if following := self._following.get(stored_name):
@@ -119,7 +124,7 @@ class SavedTensors:
         width = stored.nbytes // stored.rows
 
         def check() -> None:
-            self._compare(key, digest(stored, key))
+            self._compare(key, digest(self.source.stored(key), key))
 
         return StoredRows(pieces, key, width, self._digests[key], check)
 
@@ -135,7 +140,9 @@ class SavedTensors:
                 yield rows, rows_digest(key, rows, first) if known else 0
 
         items = read()
-        with ThreadPoolExecutor(1) as reading:
+        by_rows = all(chunk.raw is not None for chunk in stored.chunks)  # else it is read whole
+        held = contextlib.nullcontext() if by_rows else self._one_at_a_time
+        with held, ThreadPoolExecutor(1) as reading:
             coming = deque(reading.submit(next, items, None) for _ in range(3))
             while (item := coming.popleft().result()) is not None:
                 coming.append(reading.submit(next, items, None))

@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,25 +44,47 @@ TensorValues = torch.Tensor | Iterator[torch.Tensor] | StoredRows
 
 
 class Follower:
-    """The process that hashes what is written, one file after the other."""
+    """The process that hashes what is written, one file after the other.
+
+    A thread takes its answers as they come: they are long, and it would wait with the pipe full for
+    a writer that waits for it.
+    """
 
     def __init__(self) -> None:
+        self.files = 0  # of which it was told
+        self._answers: list[dict[str, Any]] = []
+        self._ended = False
+        self._heard = threading.Condition()
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         program = [sys.executable, "-P", hashing.__file__]
         # In a group of its own, which a Ctrl-C does not reach: it ends with what it reads from.
         options = pipes | {"text": True, "bufsize": 1, "process_group": 0}
         self._process: Any = subprocess.Popen(program, **options)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            if line.endswith("\n"):  # else it was killed
+                with self._heard:
+                    self._answers.append(json.loads(line))
+                    self._heard.notify_all()
+        with self._heard:
+            self._ended = True
+            self._heard.notify_all()
 
     def tell(self, word: str, value: object = "") -> None:
         """Send a line of the program's protocol; where it ended, `answer` says why."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{word} {value}\n")
 
-    def answer(self) -> dict[str, Any]:
-        """Return what it found in the next file, which is on the disk now; OSError where the disk
-        failed, ExportError where the program ended.
+    def answer(self, number: int) -> dict[str, Any]:
+        """Return what it found in its file of that number, from 1, which is on the disk then;
+        OSError where the disk failed, ExportError where the program ended.
         """
-        found: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
+        with self._heard:
+            self._heard.wait_for(lambda: self._ended or len(self._answers) >= number)
+        found = self._answers[number - 1] if len(self._answers) >= number else {}
         if code := found.get("errno"):
             raise OSError(code, os.strerror(code))
         if not found:
@@ -72,7 +95,11 @@ class Follower:
     def close(self) -> None:
         """End the process, also amid a file."""
         self._process.kill()
-        self._process.communicate()
+        self._listener.join()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(BrokenPipeError):  # what was not sent
+                pipe.close()
+        self._process.wait()
 
 
 @dataclass(frozen=True)
@@ -81,45 +108,46 @@ class _Part:
 
     name: str
     place: TensorEntry | None  # None: the header
-    expected: str | StoredRows  # the XXH3 of what was written, or what was copied
+    expected: str  # the XXH3 of what was written, or the digest of what was copied
+    copied: Callable[[], object] | None = None  # `StoredRows.check`
 
     def check(self, path: Path, xxh3: str, digest: str | None) -> None:
         """Compare it with what was read back: CheckpointError where what was copied is not what was
         saved, else ExportError.
         """
-        if isinstance(self.expected, StoredRows):
-            if digest == self.expected.digest:
-                return
-            self.expected.check()
-        elif xxh3 == self.expected:
+        if self.expected == (digest if self.copied else xxh3):
             return
+        if self.copied:
+            self.copied()
         raise ExportError(f"{path} reads back with other bytes than were written")
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A weight file that was written, and the follower that hashes it."""
+    """A weight file that was written, and which file it is of the follower that hashes it."""
 
     path: Path
     parts: list[_Part]
     follower: Follower
+    number: int
 
     def describe(self) -> dict[str, Any]:
         """Return {"files", "tensors"} as `export_manifest.describe` does. Waits until the file is
-        on the disk and was read back; of one follower's files in their order.
+        on the disk and was read back.
 
         Raises:
             ExportError: it does not hold what was written.
             CheckpointError: the checkpoint does not hold what was saved.
             OSError: the disk failed.
         """
-        found, tensors = self.follower.answer(), {}
-        for part, (xxh3, digest) in zip(self.parts, found.pop("parts"), strict=True):
+        found, tensors = self.follower.answer(self.number), {}
+        for part, (xxh3, digest) in zip(self.parts, found["parts"], strict=True):
             part.check(self.path, xxh3, digest)
             if part.place is not None:
                 tensors[part.name] = export_manifest.describe_tensor(part.place, xxh3)
         sync(self.path)  # waits for nothing: the follower did
-        return {"files": {self.path.name: found}, "tensors": tensors}
+        file = {"size": found["size"], "xxh3": found["xxh3"]}
+        return {"files": {self.path.name: file}, "tensors": tensors}
 
 
 def write_file(
@@ -167,7 +195,7 @@ def write_file(
             if isinstance(value, StoredRows):
                 follower.tell("rows", f"{value.width} {json.dumps(value.key)}")
                 write(_copied(value), value)
-                parts.append(_Part(name, place, value))
+                parts.append(_Part(name, place, value.digest, value.check))
             else:
                 parts.append(_Part(name, place, write(_contents(value, place.dtype, name))))
             del value
@@ -177,7 +205,8 @@ def write_file(
                     f"{place.nbytes} at {place.begin}"
                 )
     follower.tell("end")
-    return WrittenFile(path, parts, follower)
+    follower.files += 1
+    return WrittenFile(path, parts, follower, follower.files)
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:

@@ -141,19 +141,23 @@ def _write_files(
             done.set_result(write(file, in_order))
             return done
 
+        def finish_first() -> None:
+            staging.finish(written[0].result().describe())
+            written.popleft()
+
         for _ in range(at_once):
             idle.put(stack.enter_context(contextlib.closing(Follower())))
         pool = stack.enter_context(ThreadPoolExecutor(at_once))
         in_order = _values(plan, [n for places in todo.values() for n in places], read_group)
-        written: deque[Future[WrittenFile]] = deque()
+        written = deque[Future[WrittenFile]]()
         try:
             for file in todo:
                 written.append(start(file))
                 # Files reach the disk while the next ones are written.
                 if len(written) > at_once:
-                    staging.finish(written.popleft().result().describe())
+                    finish_first()
             while written:
-                staging.finish(written.popleft().result().describe())
+                finish_first()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)

@@ -122,7 +122,7 @@ def tensor_hash(manifest: dict[str, Any]) -> str:
 
 def file_hash(manifest: dict[str, Any]) -> str:
     """Return which hash a manifest has of each file."""
-    return "xxh3" if manifest["version"] == VERSION else "sha256"
+    return "sha256" if manifest["version"] < 3 else "xxh3"
 
 
 def _render(manifest: dict[str, Any]) -> bytes:

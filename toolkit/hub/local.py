@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from toolkit.verify import verify_export
 CARD = export_manifest.CARD
 # Bytes up to which a file is read once and kept; the Hub keeps no larger one in git itself.
 _IN_MEMORY = 10_000_000
+_THREADS = 4  # that hash
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,15 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
         advice = "Export again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
         raise ExportError(f"{folder} is not published: {what}. {advice}")
     manifest = export_manifest.read(folder)
-    contents: dict[str, Path | bytes] = {}
-    entries = {}
+    # A small file is read now, so that what is sent is what was verified.
+    contents: dict[str, Path | bytes] = {
+        name: folder / name if entry["size"] > _IN_MEMORY else (folder / name).read_bytes()
+        for name, entry in manifest["files"].items()
+    }
+    with ThreadPoolExecutor(_THREADS) as pool:
+        entries = dict(zip(contents, pool.map(_entry, contents.values()), strict=True))
     for name, entry in manifest["files"].items():
-        # A small file is read now, so that what is sent is what was verified.
-        small = entry["size"] <= _IN_MEMORY
-        content = contents[name] = (folder / name).read_bytes() if small else folder / name
-        entries[name] = _entry(content)
-        if entry.items() - entries[name].items():
+        if any(entries[name][k] != entry[k] for k in ("size", export_manifest.file_hash(manifest))):
             raise ExportError(f"{folder / name} changed after it was verified; consolidate again")
     raw = (folder / export_manifest.FILE).read_bytes()
     own_card = (folder / CARD).is_file()
