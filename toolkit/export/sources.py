@@ -49,7 +49,8 @@ from toolkit.formats import (
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
-AT_ONCE = min(4, os.cpu_count() or 1)  # files that are read from and written at a time
+# Files that are written at a time: each needs a core for the writer and one for what follows it.
+AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 class SavedTensors:
