@@ -63,6 +63,7 @@ class SavedTensors:
         self.prefix, self.keys = parameter_names(source, names)
         self._digests = source.digests()
         self._locating = ThreadPoolExecutor(AT_ONCE)
+        self._readers: list[ThreadPoolExecutor] = []
         self._one_at_a_time = threading.Lock()
         self._located: dict[str, Future[StoredTensor]] = {}
         self._following: dict[str, str] = {}
@@ -143,7 +144,7 @@ class SavedTensors:
         items = read()
         by_rows = all(chunk.raw is not None for chunk in stored.chunks)  # else it is read whole
         held = contextlib.nullcontext() if by_rows else self._one_at_a_time
-        with held, ThreadPoolExecutor(1) as reading:
+        with held, self._reader() as reading:
             coming = deque(reading.submit(next, items, None) for _ in range(3))
             while (item := coming.popleft().result()) is not None:
                 coming.append(reading.submit(next, items, None))
@@ -151,6 +152,15 @@ class SavedTensors:
                 total += lanes
                 yield rows
         self._compare(key, hexadecimal(total))
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[ThreadPoolExecutor]:
+        """Lend a thread that reads. It is kept for the next tensor: a new one's memory is new."""
+        reader = self._readers.pop() if self._readers else ThreadPoolExecutor(1)
+        try:
+            yield reader
+        finally:
+            self._readers.append(reader)
 
     def _locate(self, name: str) -> "Future[StoredTensor]":
         """Find the chunks of a tensor on another thread: some ms of reading zip directories."""
