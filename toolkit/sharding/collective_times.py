@@ -8,7 +8,7 @@ what it waits, the host does elsewhere.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -88,8 +88,8 @@ def time_collectives(model: nn.Module, *, replicas: bool) -> None:
     vars(model)["collective_times"] = times
     units: list[Any] = [m for m in model.modules() if hasattr(m, "set_custom_all_gather")]
     for unit in units:
-        unit.set_custom_all_gather(_AllGather(times))
-        unit.set_custom_reduce_scatter(_ReduceScatter(times))
+        unit.set_custom_all_gather(_Timed(_ALL_GATHER, times.measure))
+        unit.set_custom_reduce_scatter(_Timed(_REDUCE_SCATTER, times.measure_reduction))
         if replicas:
             unit.set_all_reduce_hook(times.after_all_reduce)
 
@@ -106,43 +106,16 @@ def timed(model: nn.Module, device: torch.device) -> AbstractContextManager[None
 
 
 class _Timed:
-    """What both collectives of a unit share; see torch's `Comm`."""
+    """A collective of a unit, with a clock around; see torch's `Comm`."""
 
-    def __init__(self, times: CollectiveTimes) -> None:
-        self._times = times
+    def __init__(self, name: str, measure: Callable[..., AbstractContextManager[None]]) -> None:
+        self._name, self._measure = name, measure
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
 
-
-class _AllGather(_Timed):
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> dist.Work | None:
-        if async_op:
-            return getattr(dist, _ALL_GATHER)(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-        with self._times.measure(input_tensor.device):
-            return getattr(dist, _ALL_GATHER)(output_tensor, input_tensor, group=group)
-
-
-class _ReduceScatter(_Timed):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        with self._times.measure_reduction(input_tensor.device):
-            return getattr(dist, _REDUCE_SCATTER)(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
+        with nullcontext() if options.get("async_op") else self._measure(input_tensor.device):
+            return getattr(dist, self._name)(output_tensor, input_tensor, **options)
