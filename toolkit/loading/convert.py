@@ -6,6 +6,7 @@ and everything unknown), or where a rank has no row (two experts on three ranks)
 read whole, converted on an unsharded copy one group at a time, and sliced afterwards.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -117,24 +118,17 @@ def run_loader(
     def wrap(part: torch.Tensor, reference: DTensor) -> DTensor:
         return laid_out_as(reference, part)  # which leaves the part where it is
 
-    before, shown = os.environ.get(_NO_THREADS), logging.is_progress_bar_enabled()
-    if not bar:
-        logging.disable_progress_bar()
-    # The loader's threads pay where bytes go on to a device. On CPUs the ranks are the parallelism,
-    # and the threads fight with them over cores and interpreter (figures: docs/decisions.md).
-    if home.type == "cpu":
-        os.environ[_NO_THREADS] = "1"
-    try:
-        with mock.patch.object(core_model_loading, _WRAP, wrap):
-            info, _ = load(
-                model=model, state_dict=sources, load_config=config, disk_offload_index=None
-            )
-    finally:
-        os.environ.pop(_NO_THREADS, None)
-        if before is not None:
-            os.environ[_NO_THREADS] = before
-        if shown:
-            logging.enable_progress_bar()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(core_model_loading, _WRAP, wrap))
+        if not bar and logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()
+            stack.callback(logging.enable_progress_bar)
+        # The loader's threads pay where bytes go on to a device. On CPUs the ranks are the
+        # parallelism, and the threads fight with them over cores and interpreter.
+        if home.type == "cpu" and _NO_THREADS not in os.environ:
+            os.environ[_NO_THREADS] = "1"
+            stack.callback(os.environ.pop, _NO_THREADS)
+        info, _ = load(model=model, state_dict=sources, load_config=config, disk_offload_index=None)
     return info
 
 

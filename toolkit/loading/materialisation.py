@@ -131,8 +131,4 @@ def place(model: nn.Module, names: list[str], part: torch.Tensor, reference: tor
 def replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put `value` in the place of a parameter or a buffer."""
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._parameters:
-        module._parameters[leaf] = value  # type: ignore[assignment]
-    else:
-        module._buffers[leaf] = value
+    setattr(model.get_submodule(path), leaf, value)
