@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit.errors import scrub
 
+Facts = dict[str, Any]
 _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
 # Settings in the first table; the others are folded away below it.
 _MAIN_SETTINGS = (
@@ -29,7 +30,7 @@ _NO_RESULTS = (
 )
 
 
-def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
+def render(manifest: Facts, repo_id: str, digest: str) -> str:
     """Return the model card (README.md) of an export with this manifest, whose file has the sha256
     `digest`; the facts of its run are in origin.run, where they are known.
     """
@@ -37,24 +38,26 @@ def render(manifest: dict[str, Any], repo_id: str, digest: str) -> str:
     facts, adapter = dict(origin.get("run") or {}), origin.get("adapter") or {}
     if adapter:
         facts.setdefault("base_model", adapter["base"])
-    unmerged = bool(adapter) and not origin.get("merged")
+    relation = None if not adapter else "finetune" if origin.get("merged") else "adapter"
     base, data = facts.get("base_model") or {}, facts.get("data") or {}
     metrics = {n: v for n, v in (facts.get("metrics") or {}).items() if v is not None}
+    logged_at = (facts.get("logged_at") or {}).items()
+    at = {metric: f", step {step:,}" for metric, step in logged_at if step is not None}
     settings = facts.get("hyperparameters") or {}
     known = {n: v for n, v in settings.items() if v not in (None, [], {})}
     versions = facts.get("versions") or {"toolkit": manifest["toolkit"]}
-    front = _front(base, data, metrics, name, bool(adapter), unmerged).to_yaml()
+    front = _front(base, data, metrics, name, relation).to_yaml()
     body = _TEMPLATE.render(
         {"name": name, "repo_id": repo_id, "digest": digest, "origin": origin, "facts": facts},
         base=base,
         adapter=adapter,
-        unmerged=unmerged,
+        unmerged=relation == "adapter",
         parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
         dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),
         data_line=_data_line(data) if settings or data else "",
         main_settings={n: known.pop(n) for n in _MAIN_SETTINGS if n in known},
         settings=known,
-        results={_at(n, facts): v for n, v in metrics.items() if n not in _NO_RESULTS},
+        results={n + at.get(n, ""): v for n, v in metrics.items() if n not in _NO_RESULTS},
         changes=_changes(facts),
         versions=[f"{package} {version}" for package, version in versions.items()],
     )
@@ -71,19 +74,15 @@ def is_unedited(card: str) -> bool:
 
 
 def _front(
-    base: dict[str, Any],
-    data: dict[str, Any],
-    metrics: dict[str, Any],
-    name: str,
-    with_adapter: bool,
-    unmerged: bool,
+    base: Facts, data: Facts, metrics: Facts, name: str, relation: str | None
 ) -> ModelCardData:
-    front: dict[str, Any] = {}
+    """Return the front matter; `relation`: of an adapter, merged or not, to its base."""
+    front: Facts = {}
     # The Hub refuses a card whose base model or data set is not one of its own.
     if base.get("hub_id") and base.get("init") == "pretrained":
         front["base_model"] = base["hub_id"]
-        if with_adapter:
-            front["base_model_relation"] = "adapter" if unmerged else "finetune"
+        if relation:
+            front["base_model_relation"] = relation
     of_hub = [d for d in (data, *data.get("sources", [])) if d.get("dataset_is_on_the_hub")]
     if of_hub:
         front["datasets"] = list(dict.fromkeys(d["dataset_name"] for d in of_hub))
@@ -95,29 +94,23 @@ def _front(
             dataset_type=of_hub[0]["dataset_name"] if of_hub else "text",
             dataset_name=eval_files or "held-out part of the training data",
             metric_type=metric.removeprefix("eval_"),
-            metric_value=metrics[metric],
+            metric_value=value,
         )
-        for metric in metrics
+        for metric, value in metrics.items()
         if metric in ("eval_loss", "eval_perplexity", "eval_accuracy")
     ]
     return ModelCardData(
-        library_name="peft" if unmerged else "transformers",
+        library_name="peft" if relation == "adapter" else "transformers",
         pipeline_tag="text-generation",
         license=base.get("license"),
-        tags=["fsdp2", "fsdp2-toolkit", *(["lora"] if with_adapter else [])],
+        tags=["fsdp2", "fsdp2-toolkit", *(["lora"] if relation else [])],
         model_name=name if results else None,
         eval_results=results or None,
         **front,
     )
 
 
-def _at(metric: str, facts: dict[str, Any]) -> str:
-    """Return a metric with the step that it was logged at, where that is known."""
-    step = (facts.get("logged_at") or {}).get(metric)
-    return metric if step is None else f"{metric}, step {step:,}"
-
-
-def _changes(facts: dict[str, Any]) -> list[str]:
+def _changes(facts: Facts) -> list[str]:
     """Return what settings were before they changed on the way."""
     return [
         f"`{_cell(name)}` was {', '.join(f'{_cell(v)} up to step {s:,}' for v, s in before)}"
@@ -125,7 +118,7 @@ def _changes(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _data_line(data: dict[str, Any]) -> str:
+def _data_line(data: Facts) -> str:
     if sources := data.get("sources"):
         weighed = [(_data_line(s), s.get("weight")) for s in sources]
         return "; ".join(f"{text} (weight {w})" if w is not None else text for text, w in weighed)

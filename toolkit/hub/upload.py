@@ -126,8 +126,7 @@ def check_access(
     with `create` off ask only whether the token's owner may.
     """
     with _repository(repo_id, private, None, say) as repo:
-        ask = repo.check_access if create else repo.ask_access
-        retries.retried(f"asking for access to {repo_id}", ask, say)
+        retries.retried(f"asking for access to {repo_id}", lambda: repo.check_access(create), say)
 
 
 def check_name(repo_id: str) -> None:
@@ -228,16 +227,13 @@ class _Repository:
             advice = "add --public (private=False) to publish there, or give another --repo_id"
             raise HubError(f"{self.repo_id} is public; {advice}")
 
-    def check_access(self) -> None:
-        """Refuse a token that may not write; create the repository when missing."""
-        self.open_main()
-        with self.request("asking for permission to write"):
-            self.api.auth_check(self.repo_id, write=True)
-
-    def ask_access(self) -> None:
-        """Refuse a token that may not write, or create the missing repository; change nothing."""
+    def check_access(self, create: bool) -> None:
+        """Refuse a token that may not write, or not `create` the missing repository."""
         try:
-            self.check_visibility(self.read(main=True))
+            if create:
+                self.open_main()
+            else:
+                self.check_visibility(self.read(main=True))
         except retries.NoRepositoryError:
             with self.request("asking whose token this is"):
                 owner = self.api.whoami()
