@@ -143,9 +143,9 @@ class CheckpointCheck:
             return
         expected = {key: (entry["shape"], entry["dtype"]) for key, entry in known.items()}
         kinds = {key: str(t.dtype).removeprefix("torch.") for key, t in tensors.items()}
-        stored = {key: (list(t.shape), kinds[key]) for key, t in tensors.items()}
+        held = {key: (list(t.shape), kinds[key]) for key, t in tensors.items()}
         for key in known.keys() | {k for k in tensors if k.startswith("model.")}:
-            if (actual := stored.get(key)) != (wanted := expected.get(key)):
+            if (actual := held.get(key)) != (wanted := expected.get(key)):
                 where = _METADATA if actual else MANIFEST
                 self.add(where, key, f"is {actual} in {_METADATA}, {wanted} in {MANIFEST}")
                 self.hit.add(key)
@@ -153,10 +153,8 @@ class CheckpointCheck:
         def check(key: str) -> None:
             try:
                 chunks = tuple(formats.tensor_chunks(self.folder / "dcp", metadata, key))
-                if (
-                    formats.digest(replace(tensors[key], chunks=chunks), key)
-                    != known[key]["digest"]
-                ):
+                stored = replace(tensors[key], chunks=chunks)
+                if formats.digest(stored, key) != known[key]["digest"]:
                     files = [f"dcp/{chunk.file.name}" for chunk in chunks] or ["dcp"]
                     file = next((name for name in files if name in self.damaged), files[0])
                     self.add(file, key, "does not hold what was in memory at saving")

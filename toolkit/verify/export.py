@@ -177,13 +177,13 @@ class ExportCheck:
             self.add(formats.INDEX_FILE, None, what)
 
     def _compare_headers(self, tensors: dict[str, dict[str, Any]]) -> None:
-        for name in sorted(tensors.keys() | self.entries.keys()):
-            header: dict[str, Any] = {}
-            if entry := self.entries.get(name):
-                header = {"file": entry.file.name, "dtype": formats.DTYPE_NAMES[entry.dtype]}
-                header |= {"shape": list(entry.shape), "begin": entry.begin}
-            known = tensors.get(name, {}).items()
-            manifest = {k: v for k, v in known if k not in ("sha256", "xxh3")}
+        describe = formats.export_manifest.describe_tensor
+        headers = {name: describe(entry, "") for name, entry in self.entries.items()}
+        for name in sorted(tensors.keys() | headers.keys()):
+            header, manifest = (
+                {k: v for k, v in of.get(name, {}).items() if k not in ("sha256", "xxh3")}
+                for of in (headers, tensors)
+            )
             if header != manifest:
                 what = f"is {header or None} by its header, {manifest or None} by the manifest"
                 self.add((header or manifest)["file"], name, what)
@@ -247,13 +247,12 @@ class ExportCheck:
             own = first_name.get(group.parameter, group.parameter)
             other = stored.setdefault(own, entry)
             if other is not entry:
-                same = (other.shape, other.dtype) == (entry.shape, entry.dtype)
-                differs = (
-                    not same
-                    or formats.first_difference(formats.in_file(other), formats.in_file(entry))[0]
-                )
-                what = ", and they differ" if differs else ""
-                self.add(entry.file.name, key, f"is {own}, which is stored twice{what}")
+                what = f"is {own}, which is stored twice"
+                unlike = (other.shape, other.dtype) != (entry.shape, entry.dtype)
+                pair = formats.in_file(other), formats.in_file(entry)
+                if unlike or formats.first_difference(*pair)[0]:
+                    what += ", and they differ"
+                self.add(entry.file.name, key, what)
 
     def compare_assets(self, source: Source) -> None:
         """Compare config, tokenizer and code with those that the checkpoint carries."""
