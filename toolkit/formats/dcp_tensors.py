@@ -56,7 +56,7 @@ def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chun
     """
     entry = _tensor_metadata(metadata, fqn)
     parts = [part for part in entry.chunks if math.prod(part.sizes) > 0]
-    return [_locate(Path(folder), metadata, fqn, entry, part) for part in parts]
+    return [_locate(Path(folder), metadata, fqn, part) for part in parts]
 
 
 def _tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
@@ -66,19 +66,14 @@ def _tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
     return entry
 
 
-def _locate(
-    folder: Path,
-    metadata: Metadata,
-    fqn: str,
-    entry: TensorStorageMetadata,
-    part: ChunkStorageMetadata,
-) -> Chunk:
+def _locate(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetadata) -> Chunk:
     info = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
     if info is None:
         raise CheckpointError(f"{fqn}: the chunk at {tuple(part.offsets)} is stored nowhere")
     if info.transform_descriptors:
         raise CheckpointError(f"{fqn} is stored by {info.transform_descriptors}; save it plainly")
-    file, dtype, sizes = folder / info.relative_path, entry.properties.dtype, tuple(part.sizes)
+    file, sizes = folder / info.relative_path, tuple(part.sizes)
+    dtype = _tensor_metadata(metadata, fqn).properties.dtype
     nbytes = math.prod(sizes) * dtype.itemsize
     try:
         with open(file, "rb", buffering=0) as f:

@@ -55,7 +55,8 @@ class RowHashes:
             if self._missing:
                 return
             self._add([self._open.digest()])
-        count, width, digest, seed = len(content) // self._width, self._width, _digest, self._seed
+        count, width, seed = len(content) // self._width, self._width, self._seed
+        digest = xxhash.xxh3_128_digest
         for begin in range(0, count, _ROWS):
             rows = range(begin, min(begin + _ROWS, count))
             self._add(
@@ -72,9 +73,6 @@ class RowHashes:
     def hexdigest(self) -> str:
         """Return the sum as a manifest keeps it."""
         return self.lanes.astype("<u8").tobytes().hex()
-
-
-_digest = xxhash.xxh3_128_digest
 
 
 def hasher(kind: str) -> Any:

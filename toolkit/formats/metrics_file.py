@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ from toolkit.errors import CheckpointError
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"  # answers to `train.eval_prompts`, a line each
 STARTS = "starts.jsonl"  # machines, versions and layout of each start
-_MOST = 1e300  # of a number, beyond which no arithmetic with it is
+_MOST = 1e300  # of a number: with a larger one, infinity or NaN there is no arithmetic
 
 
 def number(line: dict[str, Any], key: str) -> float | int | None:
@@ -22,7 +21,7 @@ def number(line: dict[str, Any], key: str) -> float | int | None:
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if abs(value) < _MOST and math.isfinite(value) else None
+    return value if abs(value) < _MOST else None
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -187,15 +187,11 @@ def unshard_early(model: nn.Module) -> None:
         model.unshard(async_op=True)
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
     """Give buffers that no checkpoint holds the dtype which they have in a model of `dtype`: FSDP2
     casts parameters and inputs, and a layer that multiplies one in float32 with bfloat16 fails.
     """
-    if (
-        not isinstance(model, PreTrainedModel)
-        or dtype == model.dtype
-        or not hasattr(model, "hf_assets")
-    ):
+    if not hasattr(model, "hf_assets") or dtype == model.dtype:
         return
     with torch.device("meta"), forked_rng():
         like = build(plain_class(model), model.config, dtype)
