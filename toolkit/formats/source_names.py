@@ -1,7 +1,6 @@
 """The way from transformers' parameter names back to the key names of the source checkpoint."""
 
-import importlib
-import operator
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +95,7 @@ def convert_back(model: PreTrainedModel, tensors: Tensors) -> Tensors:
 def transformers_private(module: str, name: str) -> Any:
     """Return what transformers does not promise to keep; ModelError where it is gone."""
     try:
-        return operator.attrgetter(name)(importlib.import_module(f"transformers.{module}"))
+        return pkgutil.resolve_name(f"transformers.{module}:{name}")
     except (ImportError, AttributeError) as error:
         what = f"has no {module}.{name}; install one from 5.17 to 5.23"
         raise ModelError(f"transformers {transformers.__version__} {what}") from error

@@ -16,11 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from toolkit.errors import ShardingError
 from toolkit.models.modes import random_state
@@ -70,7 +66,7 @@ def recompute_in_backward(
         if selective and group is not None:
             options["context_fn"] = partial(_offloading_contexts, group, operations)
         elif selective:
-            keep = partial(_keep_products, operations)
+            keep = list(operations)
             options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
         hooks: Any = nullcontext()
         if group is not None:
@@ -91,13 +87,6 @@ def _kept_operations(without: frozenset[str]) -> frozenset[Any]:
     named = [(ops, name) for ops, names in found for name in names if name not in without]
     packets = [getattr(ops, name) for ops, name in named if hasattr(ops, name)]
     return frozenset(getattr(p, overload) for p in packets for overload in p.overloads())
-
-
-def _keep_products(
-    operations: frozenset[Any], _context: Any, operation: Any, *_: Any, **__: Any
-) -> CheckpointPolicy:
-    kept = operation in operations
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _offloading_contexts(group: Any, operations: frozenset[Any]) -> tuple["_Keep", "_Reuse"]:

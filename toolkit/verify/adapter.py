@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -210,16 +211,14 @@ def _amplified(model: nn.Module) -> Iterator[bool]:
     little training then survives rounding, unless the adapter takes no part in the forward. Gives
     whether any of them is no longer what adds nothing to the base.
     """
-    before: list[tuple[dict[str, float], float]] = []
-    for module in model.modules():
-        own = layer_parameters(module)  # of each pair of factors the one that begins at zero
-        for name in own.keys() & {"lora_B", "lora_embedding_A"}:
-            if most := float(own[name].detach().abs().max()):
-                scaling: dict[str, float] = module.scaling  # type: ignore[assignment]
-                before.append((scaling, scaling[ADAPTER]))
-                scaling[ADAPTER] /= most
-    try:
-        yield bool(before)
-    finally:
-        for scaling, value in before:
-            scaling[ADAPTER] = value
+    has_moved = False
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            own = layer_parameters(module)  # of each pair of factors the one that begins at zero
+            for name in own.keys() & {"lora_B", "lora_embedding_A"}:
+                if most := float(own[name].detach().abs().max()):
+                    scaling: Any = module.scaling
+                    raised = {ADAPTER: scaling[ADAPTER] / most}
+                    stack.enter_context(mock.patch.dict(scaling, raised))
+                    has_moved = True
+        yield has_moved
