@@ -33,6 +33,7 @@ from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import (
     StoredTensor,
     TensorEntry,
+    Tensors,
     digest,
     first_difference,
     in_file,
@@ -45,6 +46,7 @@ from toolkit.loading import LoadGroup, load_group, load_groups
 from toolkit.models import model_on_meta, tied_names
 from toolkit.verify.findings import Findings
 
+Values = StoredTensor | torch.Tensor
 _EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -57,7 +59,7 @@ class Expected:
     key: str = ""  # name that its digest is over
     digest: str | None = None
 
-    def fault(self, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]) -> str | None:
+    def fault(self, actual: Values, dtypes: set[torch.dtype]) -> str | None:
         """Return in what a parameter of an export differs; None: in nothing. `dtypes`: of the
         tensors that it is made of: each value is a cast to one of them.
         """
@@ -128,15 +130,13 @@ class Proof:
         """Whether what a parameter must be is in no file."""
         return False
 
-    def read(self, group: LoadGroup) -> Mapping[str, StoredTensor | torch.Tensor]:
+    def read(self, group: LoadGroup) -> Mapping[str, Values]:
         """Return the parameters that transformers makes of a group of the export."""
         if group.converted:
             return load_group(self.model, group, self.entries)
         return {group.parameter: in_file(self.entries[group.keys[0]])}
 
-    def fault(
-        self, parameter: str, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]
-    ) -> str | None:
+    def fault(self, parameter: str, actual: Values, dtypes: set[torch.dtype]) -> str | None:
         """Return in what a parameter of the export is not what it must be; see `Expected`."""
         faults = (expected.fault(actual, dtypes) for expected in self.expected[parameter])
         return next(filter(None, faults), None)
@@ -190,7 +190,7 @@ class MergeProof(Proof):
     def is_computed(self, parameter: str) -> bool:
         return self.expected.get(parameter) == []
 
-    def read(self, group: LoadGroup) -> Mapping[str, StoredTensor | torch.Tensor]:
+    def read(self, group: LoadGroup) -> Mapping[str, Values]:
         """Return the parameters of a group of the export; keep those of the base for `fault`."""
         own = self.own(group.parameter)
         if group.converted or self.is_computed(own):
@@ -199,9 +199,7 @@ class MergeProof(Proof):
             self._weights = {self.own(name): tensor for name, tensor in found.items()}
         return super().read(group)
 
-    def fault(
-        self, parameter: str, actual: StoredTensor | torch.Tensor, dtypes: set[torch.dtype]
-    ) -> str | None:
+    def fault(self, parameter: str, actual: Values, dtypes: set[torch.dtype]) -> str | None:
         if not self.is_computed(parameter):
             return super().fault(parameter, actual, dtypes)
         weight, layer = self._weights.pop(parameter, None), self._layer(parameter)
@@ -220,39 +218,34 @@ class MergeProof(Proof):
                 value = merge_layer(self.layout, layer, wide.clone(), factors)
                 wrong &= different(value, actual, {dtype})
                 if bool(wrong.any()):
-                    wrong &= ~self._at_border(layer, wide, factors, actual, dtype, wrong)
+                    ends = self._bounds(layer, wide, factors)
+                    low, high = (end.to(dtype).to(actual.dtype) for end in ends)
+                    border = wrong & (low <= actual) & (actual <= high)
+                    self.rounded += int(border.sum())
+                    wrong &= ~border
         count = int(wrong.sum())
         whose = "the base has" if layer is None else "base and adapter give"
         values = f"{count} of {actual.numel()} values"
         return f"has {values} that are not those that {whose}" if count else None
 
-    def _at_border(
-        self,
-        layer: AdapterLayer,
-        weight: torch.Tensor,
-        factors: dict[str, torch.Tensor],
-        actual: torch.Tensor,
-        dtype: torch.dtype,
-        wrong: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return which wrong values another order of the additions gives; see the note above."""
+    def _bounds(
+        self, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the least and the most that another order of the additions gives, before it is
+        rounded; see the note above.
+        """
         magnitude = {r: t.abs() for r, t in factors.items() if r != "magnitude"}
         spread = weight_delta(self.layout, layer, magnitude).abs()
         spread *= 2 * (layer.rank + 2) * _EPSILON
         if "magnitude" in factors:
             value = merge_layer(self.layout, layer, weight.float(), factors)
             spread = 2 * spread + 64 * _EPSILON * value.abs()
-            low, high = value - spread, value + spread
-        else:
-            delta = weight_delta(self.layout, layer, factors)
-            ends = [delta - spread, delta + spread]
-            if layer.kind in ("experts", "embedding"):  # there PEFT rounds what it adds
-                ends = [end.to(weight.dtype) for end in ends]
-            low, high = weight + ends[0], weight + ends[1]
-        low, high = (end.to(dtype).to(actual.dtype) for end in (low, high))
-        border = wrong & (torch.minimum(low, high) <= actual) & (actual <= torch.maximum(low, high))
-        self.rounded += int(border.sum())
-        return border
+            return value - spread, value + spread
+        delta = weight_delta(self.layout, layer, factors)
+        low, high = delta - spread, delta + spread
+        if layer.kind in ("experts", "embedding"):  # there PEFT rounds what it adds
+            low, high = low.to(weight.dtype), high.to(weight.dtype)
+        return weight + low, weight + high
 
 
 def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
@@ -267,10 +260,7 @@ def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected
 
 
 def unlike(
-    expected: StoredTensor | torch.Tensor,
-    shape: tuple[int, ...],
-    dtypes: set[torch.dtype],
-    what: str,
+    expected: Values, shape: tuple[int, ...], dtypes: set[torch.dtype], what: str
 ) -> str | None:
     """Return why a tensor of `shape` and `dtypes` cannot be `expected`, cast: None where it can."""
     if tuple(expected.shape) != shape:
