@@ -31,12 +31,8 @@ _ROWS = 2**16  # hashed before they are added up: the list of their hashes stays
 
 
 class RowHashes:
-    """The wrapping sum of the hashes of a tensor's rows, which come in order.
-
-    Args:
-        name: of the tensor; with a row's index it seeds the hash of the row.
-        width: bytes of a row.
-        first: index of the first row that comes.
+    """The wrapping sum of the hashes of a tensor's rows, which come in order from index `first`; a
+    row has `width` bytes, and its hash is seeded with the tensor's `name` and its index.
 
     Costs about 1 microsecond a row, and runs at 8 GB/s. See [Note: digests] in `formats.digests`.
     """

@@ -162,8 +162,7 @@ def apply_fsdp(
     time_collectives(model, replicas=mesh.ndim > 1)
     if cfg.forward_prefetch or cfg.backward_prefetch:
         units = {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]}
-        depths = cfg.forward_prefetch, cfg.backward_prefetch
-        vars(model)["prefetch"] = Prefetch(model, units, *depths, cfg.prefetch_order)
+        vars(model)["prefetch"] = Prefetch(model, units, cfg)
 
 
 def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:

@@ -9,29 +9,21 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 
 
 class Prefetch:
     """Records the order in which units run in the first forward of `root`, then wires prefetches.
 
-    Args:
-        units: name -> modules of the other units.
-        forward, backward: units to gather ahead; 0 leaves PyTorch's own behaviour.
-        expected: the order that the user gave, wired at once; a ShardingError at the end of the
-            first forward where the one recorded is another. Empty: none.
+    `units`: name -> modules of all units but the root. An order that the user gave is wired at
+    once; ShardingError at the end of the first forward where the one recorded is another.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        units: dict[str, list[nn.Module]],
-        forward: int,
-        backward: int,
-        expected: list[str],
-    ):
+    def __init__(self, root: nn.Module, units: dict[str, list[nn.Module]], cfg: ShardingConfig):
+        expected = cfg.prefetch_order
         self._root, self._units, self._expected = root, units, expected
-        self._depths = forward, backward
+        self._depths = cfg.forward_prefetch, cfg.backward_prefetch
         self.begun: list[str] = []
         self.ended: list[str] = []
         self.wired: dict[str, tuple[list[str], list[str]]] = {}
