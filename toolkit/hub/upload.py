@@ -16,17 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    get_session,
-    get_token,
-    hf_hub_url,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.hf_api import RepoSibling
-from huggingface_hub.utils import build_hf_headers, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 
 from toolkit.errors import ExportError, HubError, scrub
@@ -194,11 +187,9 @@ class _Repository:
             files = {s.rfilename: s for s in info.siblings or []}
             ours = True
             if CARD in files:
-                url = hf_hub_url(self.repo_id, CARD, revision=info.sha, endpoint=self.api.endpoint)
-                headers = build_hf_headers(token=self.api.token)
-                answer = get_session().get(url, headers=headers, timeout=_ANSWER)
-                answer.raise_for_status()
-                ours = model_card.is_unedited(answer.text)
+                own: Any = {"revision": info.sha, "etag_timeout": _ANSWER}
+                card = Path(self.api.hf_hub_download(self.repo_id, CARD, **own))
+                ours = model_card.is_unedited(card.read_text("utf-8", errors="replace"))
             return _State(str(info.sha), bool(info.private), files, ours)
 
     def open_main(self) -> _State:
