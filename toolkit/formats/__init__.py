@@ -45,14 +45,19 @@ from toolkit.formats.layout import (
     part_of,
     reshard,
 )
-from toolkit.formats.plain_files import is_cached, is_inner_path, is_plain_name, plain_file
+from toolkit.formats.plain_files import (
+    damaged_parts,
+    is_cached,
+    is_inner_path,
+    is_plain_name,
+    plain_file,
+)
 from toolkit.formats.safetensors_files import (
     DTYPE_NAMES,
     DTYPES,
     FileTensor,
     OpenFiles,
     TensorEntry,
-    damaged_pieces,
     header_metadata,
     read_header,
 )

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError, one_line
+from toolkit.formats.plain_files import damaged_parts
 
 blob_hash = xxhash.xxh3_64
 """Of a blob, to say which of a damaged file's are damaged; `hexdigest` is BLOB_HASH letters."""
@@ -170,28 +171,23 @@ def payload(blob: "BlobView") -> tuple[int, int]:
 
 def damaged_blobs(
     file: Path, places: list[tuple[str, int, int]], hashes: str = ""
-) -> list[tuple[str, str]]:
-    """Return (tensor, what is wrong) for the blobs of a shard that are not what was written.
+) -> dict[str, str]:
+    """Return tensor -> what is wrong, for the blobs of a shard that are not what was written.
 
     `places` are (tensor, offset, length) of the blobs, `hashes` their `blob_hash`es in the order of
     the file. Older manifests have none: there CRCs guard the records of a blob, but not the
     headers between them. Empty where no blob is damaged.
     """
-    size = file.stat().st_size
     places = sorted(places, key=lambda place: place[1])
-    expected = [hashes[i : i + BLOB_HASH] for i in range(0, len(hashes), BLOB_HASH)]
-    found: dict[str, str] = {}
+    known = [hashes[i : i + BLOB_HASH] for i in range(0, len(hashes), BLOB_HASH)]
+    expected = known if len(known) == len(places) else [""] * len(places)
+    parts = [(*place, blob) for place, blob in zip(places, expected, strict=True)]
+    found = damaged_parts(file, parts, "xxh3_64")
     with open(file, "rb", buffering=0) as f:
-        for i, (name, begin, length) in enumerate(places):
-            blob = BlobView(f.fileno(), begin, length)
-            if begin + length > size:
-                found[name] = f"is lost: {max(0, size - begin)} of its {length} bytes are there"
-            elif len(expected) == len(places):
-                if blob.hash() != expected[i]:
-                    found[name] = "is damaged: its blob has other bytes than were saved"
-            elif fault := _crc_fault(blob):
+        for name, begin, length in places if expected is not known else ():
+            if name not in found and (fault := _crc_fault(BlobView(f.fileno(), begin, length))):
                 found[name] = f"is damaged: {fault}"
-    return list(found.items())
+    return found
 
 
 def _crc_fault(blob: "BlobView") -> str | None:
@@ -225,12 +221,6 @@ class BlobView(io.RawIOBase):
         if self.most is not None and count > self.most:
             raise CheckpointError(f"its directory has {count} bytes")
         return os.pread(self.descriptor, count, self.offset + position)
-
-    def hash(self) -> str:
-        hashed, step = blob_hash(), 2**20
-        for position in range(0, self.length, step):
-            hashed.update(self.at(position, step))
-        return hashed.hexdigest()
 
     def load(self, device: str) -> Any:
         """Return what torch.save wrote here; without its values for `meta`."""

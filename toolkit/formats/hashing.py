@@ -72,10 +72,12 @@ class RowHashes:
 
 
 def hasher(kind: str) -> Any:
-    """Return an empty hash: sha256 (1.5 GB/s), or xxh3 (XXH3-128, 10 GB/s; it guards against
-    accidents only).
+    """Return an empty hash: sha256 (1.5 GB/s), or xxh3 (XXH3-128, 10 GB/s) and xxh3_64, which guard
+    against accidents only.
     """
-    return hashlib.sha256() if kind == "sha256" else xxhash.xxh3_128()
+    if kind == "sha256":
+        return hashlib.sha256()
+    return xxhash.xxh3_64() if kind == "xxh3_64" else xxhash.xxh3_128()
 
 
 def main() -> None:

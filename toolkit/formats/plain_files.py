@@ -1,6 +1,7 @@
 """Files that belong to one folder: their names, and links that would lead out of it."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
@@ -53,3 +54,18 @@ def hash_of_part(file: Path, begin: int, count: int, kind: str) -> str:
             hashed.update(block)
             count -= len(block)
     return hashed.hexdigest()
+
+
+def damaged_parts(
+    file: Path, parts: Iterable[tuple[str, int, int, str]], kind: str
+) -> dict[str, str]:
+    """Return tensor -> what is wrong, where its part of a file is not what was written; `parts`:
+    (tensor, offset, count, hash), with an empty hash where none is known.
+    """
+    size, found = file.stat().st_size, {}
+    for name, begin, count, expected in parts:
+        if begin + count > size:
+            found[name] = f"is lost: {max(0, size - begin)} of its {count} bytes are there"
+        elif expected and hash_of_part(file, begin, count, kind) != expected:
+            found[name] = "has other bytes than were written"
+    return found

@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 
 from toolkit.errors import LoadingError, one_line
-from toolkit.formats.plain_files import hash_of_part
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 DTYPES: dict[str, torch.dtype] = {
@@ -74,20 +73,6 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
 def header_metadata(file: Path) -> dict[str, str]:
     """Return what the header of a safetensors file says beside its tensors. Raises LoadingError."""
     return _read(file)[0].get("__metadata__", {})
-
-
-def damaged_pieces(
-    file: Path, entries: dict[str, TensorEntry], hashes: dict[str, str], kind: str = "sha256"
-) -> list[tuple[str, str]]:
-    """Return (tensor, what is wrong) where the bytes of a safetensors file have other hashes."""
-    size, found = file.stat().st_size, []
-    for name, entry in entries.items():
-        if entry.begin + entry.nbytes > size:
-            left = max(0, size - entry.begin)
-            found.append((name, f"is lost: {left} of its {entry.nbytes} bytes are there"))
-        elif name in hashes and hash_of_part(file, entry.begin, entry.nbytes, kind) != hashes[name]:
-            found.append((name, "has other bytes than were written"))
-    return found
 
 
 def _read(file: Path) -> tuple[dict[str, Any], int, int]:

@@ -95,14 +95,14 @@ class CheckpointCheck:
     def _locate(self, name: str, what: str, metadata: Metadata | None) -> None:
         """Add what is wrong with a file, by tensor where its bytes belong to tensors."""
         file = self.folder / name
-        found: list[tuple[str, str]] = []
+        found: dict[str, str] = {}
         places = [
             (index.fqn, info.offset, info.length)
             for index, info in (metadata.storage_data if metadata else {}).items()
             if name == f"dcp/{info.relative_path}"
         ]
         if not is_regular(file):
-            found = [(tensor, f"is lost: its shard {what}") for tensor, _, _ in places]
+            found = {tensor: f"is lost: its shard {what}" for tensor, _, _ in places}
             self.add(name, None, what)
         elif places:
             found = formats.damaged_blobs(file, places, self.files[name].get("blobs", ""))
@@ -110,15 +110,16 @@ class CheckpointCheck:
                 what += "; its tensors are whole: of another checkpoint, or hit between them"
         elif name.endswith(".safetensors"):
             try:
-                found = formats.damaged_pieces(
-                    file, formats.read_header(file, whole=False), formats.header_metadata(file)
-                )
+                known = formats.header_metadata(file)
+                held = formats.read_header(file, whole=False).items()
+                parts = [(n, e.begin, e.nbytes, known.get(n, "")) for n, e in held]
+                found = formats.damaged_parts(file, parts, "sha256")
             except LoadingError:
                 lost = f"is lost with the header of its file, which {what}"
-                found = [(n, lost) for n in rng_state.PIECES if name.startswith("rng/")]
+                found = {n: lost for n in rng_state.PIECES if name.startswith("rng/")}
         if not found:
             self.add(name, None, what)
-        for tensor, damage in found:
+        for tensor, damage in found.items():
             self.hit.add(tensor)
             self.add(name, tensor, damage)
 

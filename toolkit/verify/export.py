@@ -116,23 +116,20 @@ class ExportCheck:
 
     def _locate(self, name: str, what: str) -> bool:
         """Add what is wrong with a file, by tensor; return whether every tensor of it is hit."""
-        file, found = self.folder / name, []
+        file, found = self.folder / name, dict[str, str]()
         held = {k: e for k, e in self.manifest["tensors"].items() if e["file"] == name}
         if not is_regular(file, in_cache=True):
-            found = [(key, f"is lost: its file {what}") for key in held]
+            found = dict.fromkeys(held, f"is lost: its file {what}")
             self.add(name, None, what)
         elif held:
             # Where they are is taken from the manifest: the header may be what is damaged.
-            places = {}
+            kind, parts = formats.export_manifest.tensor_hash(self.manifest), []
             for key, known in held.items():
-                dtype, shape = formats.DTYPES[known["dtype"]], tuple(known["shape"])
-                nbytes = math.prod(shape) * dtype.itemsize
-                places[key] = formats.TensorEntry(file, dtype, shape, known["begin"], nbytes)
-            kind = formats.export_manifest.tensor_hash(self.manifest)
-            hashes = {key: known[kind] for key, known in held.items()}
-            found = formats.damaged_pieces(file, places, hashes, kind)
+                nbytes = math.prod(known["shape"]) * formats.DTYPES[known["dtype"]].itemsize
+                parts.append((key, known["begin"], nbytes, known[kind]))
+            found = formats.damaged_parts(file, parts, kind)
             what += "" if found else "; the bytes of its tensors are whole, its header is not"
-        for key, damage in found or [(None, what)]:
+        for key, damage in found.items() or [(None, what)]:
             self.add(name, key, damage)
         return len(found) == len(held) > 0 and "bytes long" not in what
 
