@@ -4,8 +4,7 @@
 XXH3-128 of the row's bytes, seeded with the tensor's name and the row's index. So it is the same
 for any number of shards, needs one all-reduce of 16 bytes a tensor, and sees a row that is missing,
 doubled, changed or elsewhere. A tensor of one dimension or none is one row. It guards against
-accidents, not against an adversary: the files' sha256 does that. It is not sha256 too because a
-second one over the same bytes costs as much as writing them does (1.4 GB/s a core, XXH3 8.5).
+accidents, not against an adversary: the files' sha256 does that.
 """
 
 import numpy

@@ -6,9 +6,8 @@ which takes the whole model in its compute dtype. Gradients that are reduced onc
 until then, in the reduction's dtype; reduced after each micro-batch (`reduce_each`), they are
 shards. Of replicas (HSDP) only the last micro-batch crosses to the others in either case.
 
-`auto` decides on the gradients before the first step, from the device's size alone: another order
-of additions rounds otherwise, and a resumed run must round as the first start did. What is gathered
-changes no bit, so that waits for the peak of two steps.
+`auto` decides on the gradients before the first step, from the device's size alone: a resumed run
+must round as the first start did. What is gathered changes no bit, and waits for two steps' peak.
 """
 
 import resource

@@ -10,9 +10,8 @@ where there are no such modules the units themselves are joined. A head that com
 its own makes a joint unit with the embedding that it is tied to.
 
 [Note: replicated parameters] What transformers keeps in fp32 for half precision (routers, decay
-rates, sinks) are vectors and small matrices inside modules that compute in bf16, often used without
-a forward of their own, so that no unit's hook would gather them. They stay whole on every rank, in
-fp32, and their gradient is averaged once a step. So do scalars, which FSDP2 cannot shard.
+rates, sinks) is small, and often used without a forward of its own, so that no hook would gather
+it. It stays whole on every rank, as scalars do, and its gradient is averaged once a step.
 """
 
 from collections import Counter
