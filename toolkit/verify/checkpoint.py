@@ -143,8 +143,7 @@ class CheckpointCheck:
             )
             return
         expected = {key: (entry["shape"], entry["dtype"]) for key, entry in known.items()}
-        kinds = {key: str(t.dtype).removeprefix("torch.") for key, t in tensors.items()}
-        held = {key: (list(t.shape), kinds[key]) for key, t in tensors.items()}
+        held = {k: (list(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in tensors.items()}
         for key in known.keys() | {k for k in tensors if k.startswith("model.")}:
             if (actual := held.get(key)) != (wanted := expected.get(key)):
                 where = _METADATA if actual else MANIFEST

@@ -189,9 +189,8 @@ class ExportCheck:
         """Check config.json, and build the model that it describes."""
         try:
             config = formats.read_config(self.folder)
-            listed = config.get("architectures")
-            architectures = listed if isinstance(listed, list) else []
-            for name in filter(_WRAPPERS.search, map(str, architectures)):
+            architectures = config.get("architectures") or []
+            for name in filter(_WRAPPERS.search, architectures):
                 self.add("config.json", None, f"architectures names {name}, a wrapper of training")
             for file in _modules(config.get("auto_map")):
                 if not (self.folder / file).is_file():
@@ -201,7 +200,7 @@ class ExportCheck:
             self.add("config.json", None, str(error))
             return
         if (own := type(self.model).__name__) not in architectures:
-            self.add("config.json", None, f"architectures is {listed}, without {own}")
+            self.add("config.json", None, f"architectures is {architectures}, without {own}")
         # A reader casts to the config's dtype: it must be the one that was asked for.
         self.check_dtypes()
         known, asked = _dtype(config), self.asked_dtype()
@@ -259,9 +258,9 @@ class ExportCheck:
         except ModelError as error:
             self.add("config.json", None, f"cannot be compared: {error}")
             return
-        base = [str(a) for a in theirs.get("architectures") or ["Model"]]
-        # A base model that was trained with a head.
-        ignored = {*_DTYPE_KEYS, *(["architectures"] if base[0].endswith("Model") else [])}
+        ignored = {*_DTYPE_KEYS}
+        if (theirs.get("architectures") or ["Model"])[0].endswith("Model"):
+            ignored.add("architectures")  # a base model that was trained with a head
         for key in sorted({**theirs, **ours}.keys() - ignored):
             before, now = _without_dtype(theirs.get(key)), _without_dtype(ours.get(key))
             if before != now:
@@ -365,9 +364,9 @@ class MergedCheck(ExportCheck):
         self.compare(actual, expected, allowed, f" (the adapter's own: {effect:.3g})")
 
 
-def _modules(auto_map: Any) -> Iterator[str]:
+def _modules(auto_map: dict[str, Any] | None) -> Iterator[str]:
     """Yield the files of this folder that auto_map names."""
-    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+    for value in (auto_map or {}).values():
         for reference in value if isinstance(value, list) else [value]:
             if isinstance(reference, str) and "--" not in reference:
                 yield f"{reference.partition('.')[0]}.py"
