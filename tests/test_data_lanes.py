@@ -286,7 +286,7 @@ def test_rows_with_a_period_fall_on_all_lanes(lengths):
             break
     # Some 4 % of the rows are not reached; dealt in turn, it was 17 to 23 % of the first two.
     assert len(seen) > 0.94 * count
-    waiting = sum(len(c.places) for kept in readers[0]._waiting.values() for c in kept if c)
+    waiting = sum(len(c[0]) for kept in readers[0]._waiting.values() for c in kept if c)
     assert waiting < 0.25 * count
 
 

@@ -1,11 +1,5 @@
 """The data feed: micro-batches of each step, evaluation batches, and the position in the data.
 
-    feed.position.load_state_dict(saved["data"])            # resuming
-    for micro_batches in feed.steps(run, count, per_device_batch_size=8):
-        train_step(model, optimizer, micro_batches)
-        feed.position.advance()
-    evaluate(model, feed.evals(run, per_device_batch_size=8))
-
 `prepared.PreparedFeed` has all rows at hand, `stream_feed.StreamFeed` reads them while training.
 """
 
@@ -106,12 +100,12 @@ class Feed(ABC):
     def steps(
         self, run: Processes, count: int, *, per_device_batch_size: int, workers: int = 0
     ) -> Iterator[list[MicroBatch]]:
-        """Give this rank's micro-batches of the next `count` steps, a list for each.
+        """Give this rank's micro-batches of the next `count` steps, a list for each, from the
+        position on, which `position.advance()` moves when a step is done.
 
-        They begin at the position, which `position.advance()` moves when a step is done. For a
-        stream any number of `workers` above 0 is one process that reads ahead. A DataError where
-        the global batch does not divide over the ranks, max_repeats ends the data before, or a row
-        of a stream is refused.
+        For a stream any number of `workers` above 0 is one process that reads ahead. A DataError
+        where the global batch does not divide over the ranks, max_repeats ends the data before, or
+        a row of a stream is refused.
         """
         if count < 1:
             return
@@ -130,9 +124,7 @@ class Feed(ABC):
             del batches  # now: a traceback would keep its workers, which then end badly
 
     def samples_of(self, before: int, run: Processes) -> list[str]:
-        """Return the samples that this rank reads in the step after `before` steps; none where
-        they are not known.
-        """
+        """Return the samples that this rank reads in the step after `before` steps, if known."""
         return []
 
     def evals(self, run: Processes, *, per_device_batch_size: int) -> dict[str, Batches]:

@@ -6,14 +6,13 @@ permuted order on a line, each as long as its size. The line is cut into equal p
 group of lanes. A file that lies in several parts is dealt out row by row: row k falls on the
 fraction of k times the golden ratio, which fills the file evenly, so each group takes its part of
 any stretch of rows. Of as many rows of a group as it has lanes each lane has one; which, is drawn
-for each such stretch and pass, since rows may repeat with a period (questions and answers, say). So
-each row is one lane's in each pass, lanes have as many rows as sizes and rows allow, and
-what is a lane's follows from the numbers of files and rows alone.
+for each such stretch and pass, since rows may repeat with a period (questions and answers, say).
+What is a lane's follows from the numbers of files and rows alone.
 
 There are as many groups as divide the lanes and do not outnumber the files, so that a rank reads
-few files but its own. Files whose size is not known count alike; of fewer than lanes there is one
-group: dealt by files they could be very unlike, dealt by rows they are not. Who shares a file reads
-all of its rows, and makes Python values of its own only: so it is with a file in gzip.
+few files but its own. Files whose size is not known count alike; where they are fewer than lanes
+there is one group, since they could be very unlike. Who shares a file reads all of its rows, and
+makes Python values of its own only.
 """
 
 from collections import deque
@@ -55,11 +54,6 @@ class _Part(NamedTuple):
     file: int
     begin: int
     end: int
-
-
-class _Chunk(NamedTuple):
-    places: list[RowPlace]
-    rows: pa.Table
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ class GroupReader:
         self.shares, self.group = shares, group
         self.turns = shares.lanes // shares.groups  # lanes of the group
         self._begins: dict[int, RowPlace] = {}
-        self._waiting: dict[int, deque[_Chunk | None]] = {}
+        self._waiting: dict[int, deque[tuple[list[RowPlace], pa.Table] | None]] = {}
         self._in_hand: dict[int, Iterator[tuple[RowPlace, dict[str, Any]]]] = {}
         self._reading: Iterator[None] | None = None
         self._formatter = PythonFormatter(features=shares.rows.features)
@@ -127,9 +121,10 @@ class GroupReader:
             chunk = self._waiting[turn].popleft()
             if chunk is None:
                 return None
-            columns = self._formatter.format_batch(chunk.rows)
+            places, table = chunk
+            columns = self._formatter.format_batch(table)
             rows = [dict(zip(columns, r, strict=True)) for r in zip(*columns.values(), strict=True)]
-            self._in_hand[turn] = zip(chunk.places, rows, strict=True)
+            self._in_hand[turn] = zip(places, rows, strict=True)
         return found
 
     def _read(self, start: RowPlace) -> Iterator[None]:
@@ -166,7 +161,7 @@ class GroupReader:
             keep = [i for i, place in enumerate(places) if place >= self._begins[turn]]
             if keep:
                 rows = table.take(pa.array(mine[numbers[keep]]))
-                waiting.append(_Chunk([places[i] for i in keep], rows))
+                waiting.append(([places[i] for i in keep], rows))
 
 
 def _tables(

@@ -4,11 +4,10 @@
 A stream has a fixed number of lanes. Each row belongs to one of them in each pass (`shares.py`),
 and a lane makes its samples of its own rows alone. Rows with the tokens of N samples are a window:
 they are encoded, permuted, and packed (or cut, or left alone), and the samples permuted again. A
-window ends with its pass, so each row is in one window of each pass; of rows that are joined and
-cut the last goes on in the next window. Windows grow from few samples, so that the first batch
-waits for little. A shuffle buffer cannot be saved: its rows are lost or read twice. A lane's place
-can: where its window in hand begins, and how many of its samples were given. To continue, the lane
-skips to that row, makes the same window again, and leaves those samples out.
+window ends with its pass; of rows that are joined and cut the last goes on in the next window.
+Windows grow from few samples, so that the first batch waits for little. A lane's place is where its
+window in hand begins, and how many of its samples were given. To continue, the lane skips to that
+row, makes the same window again, and leaves those samples out.
 
 The sample at position p of the run is the next of lane p % L, whatever the number W of ranks; where
 W divides L, rank r reads the lanes r, r + W, ... and encodes nothing else. Lanes end their passes
@@ -178,8 +177,11 @@ class SourceStream:
         """Return the next sample; None when all passes are over. Passes without a sample, and a
         row that is refused, are DataErrors.
         """
-        if self._given and not self.items:
-            self._continue()
+        if self._given and not self.items:  # the window again of which samples were given before
+            self._fill()
+            if len(self.items) < self._given:
+                what = f"{self._given} samples or more, not {len(self.items)}, in a window from"
+                raise self._other_rows(what)
         while self._given == len(self.items):
             limit = self.source.max_repeats
             if limit is not None and self._next.at.epoch >= limit:
@@ -189,21 +191,13 @@ class SourceStream:
         self._given += 1
         return self.items[self._given - 1]
 
-    def _continue(self) -> None:
-        """Make the window again of which samples were given before."""
-        self._fill()
-        if len(self.items) < self._given:
-            what = f"{self._given} samples or more, not {len(self.items)}, in a window from"
-            raise self._other_rows(what)
-
     def _fill(self) -> None:
         """Make the samples of the next window."""
         self._place = self._next
         pieces, after, ended = self._read(self._place)
         self.items = self._samples(self._permuted(pieces, "rows"))
-        after.samples, after.all_samples = (
-            n + len(self.items) for n in (after.samples, after.all_samples)
-        )
+        after.samples += len(self.items)
+        after.all_samples += len(self.items)
         if ended:
             after = after.next_pass()
             # Each pass deals the rows anew: by now this lane had about as many as there are.
@@ -284,17 +278,14 @@ class SourceStream:
         return self._alike(samples) if self.shape.packing == "none" else samples
 
     def _alike(self, samples: list[StreamSample]) -> list[StreamSample]:
-        """Return samples in an order in which those of a global batch are of like lengths, in all
-        lanes: the n-th that a lane gives is of a quantile, of those left in its window, that n
-        decides, the same where a batch takes several of a lane. Lanes that the batch does not reach
-        have another.
+        """Return samples in an order in which those of a global batch are of like lengths in all
+        lanes: the n-th of a lane is of a quantile of its window that n alone decides, the same
+        where a batch takes several of a lane; lanes that the batch does not reach have another.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
         number, lanes, batch = self.lane
-        offset, each = (
-            derived_seed(self._lengths, number // batch) / (1 << 56),
-            max(1, batch // lanes),
-        )
+        offset = derived_seed(self._lengths, number // batch) / (1 << 56)
+        each = max(1, batch // lanes)
         for n in range(self._place.all_samples, self._place.all_samples + len(samples)):
             quantile = (offset + n // each * _GOLDEN_RATIO) % 1  # fills (0, 1) evenly
             order.append(by_length.pop(int(quantile * len(by_length))))

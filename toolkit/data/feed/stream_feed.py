@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,28 +146,22 @@ class StreamFeed(Feed):
             places = [lane["sources"][source.name] for lane in lanes.values()]
             passes = min(place["place"]["at"][0] for place in places)
             passes = 0 if len(places) < self.lanes else passes
-            total = _total([place["read"] for place in places])
+            counts = [place["read"] for place in places]
+            names = ("rows_read", "left_out", "truncated", "cut_off")
+            read, out, truncated, cut = (sum(c.get(name, 0) for c in counts) for name in names)
             lines.append(
-                f"{source.name}: {total['rows_read']:,} rows read ({passes:,} "
-                f"{'pass' if passes == 1 else 'passes'} done), {total['left_out']:,} left "
-                f"out, {total['truncated']:,} truncated ({total['cut_off']:,} tokens cut off)"
+                f"{source.name}: {read:,} rows read ({passes:,} "
+                f"{'pass' if passes == 1 else 'passes'} done), {out:,} left "
+                f"out, {truncated:,} truncated ({cut:,} tokens cut off)"
             )
-            for reason, rows in total["reasons"].items():
-                first = escaped(" ".join(total["first"].get(reason, "").split()), keep="")
+            reasons, firsts = Counter[str](), dict[str, str]()
+            for count in counts:
+                reasons.update(count.get("reasons", {}))
+                firsts = count.get("first", {}) | firsts
+            for reason, rows in reasons.items():
+                first = escaped(" ".join(firsts[reason].split()), keep="")
                 lines.append(f"  left out {rows:,}: {reason} (the first: {first})")
         return lines
-
-
-def _total(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the counts of lanes as one."""
-    names = ("rows_read", "left_out", "truncated", "cut_off")
-    total: dict[str, Any] = {name: sum(c.get(name, 0) for c in counts) for name in names}
-    total |= {"reasons": {}, "first": {}}
-    for count in counts:
-        for reason, rows in count.get("reasons", {}).items():
-            total["reasons"][reason] = total["reasons"].get(reason, 0) + rows
-            total["first"].setdefault(reason, count["first"][reason])
-    return total
 
 
 class MixedLane:

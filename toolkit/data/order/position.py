@@ -128,7 +128,11 @@ class Position:
                 "order; finish the run with the release that began it, or export it and "
                 "start anew from its weights in another output_dir"
             )
-        saved, now = _depends_on(state), _depends_on(here)
+        saved, now = (
+            s["reading"]
+            | {"the number of training samples": s.get("n_samples"), "the seed": s["seed"]}
+            for s in (state, here)
+        )
         for name in saved | now:
             if saved.get(name) != now.get(name):
                 said = ["nothing" if d.get(name) is None else d[name] for d in (saved, now)]
@@ -137,14 +141,6 @@ class Position:
                 raise DataError(f"the checkpoint's position in the data {what}; {advice}")
         self.samples_seen, self.global_batch = state["samples_seen"], state["global_batch"]
         self.stream, self.own, self.after_step = state.get("stream"), {}, None
-
-
-def _depends_on(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what the samples depend on, by names for a message."""
-    return state["reading"] | {
-        "the number of training samples": state.get("n_samples"),
-        "the seed": state["seed"],
-    }
 
 
 def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) -> int:
