@@ -78,30 +78,18 @@ def check_printed(view: Rendering, has_tools: bool) -> None:
 
     Costs a rendering for each tool call, each content too short to be looked for, and the tools.
     """
-    _check_contents(view)
-    _check_calls(view)
-    if has_tools and view.tried(view.messages, tools=False) == view.text:
-        advice = "use one that knows tools (data.chat_template), or leave out the column"
-        what = f"the chat template prints nothing of the tools; {advice}"
-        raise BadRow(what, "tools not printed")
-
-
-def _check_contents(view: Rendering) -> None:
+    calls = []
     for i, message in enumerate(view.messages):
+        calls += [(i, at, call) for at, call in enumerate(message.get("tool_calls") or [])]
         content = (message.get("content") or "").strip()
         if not content or (len(content) >= SURELY and content in view.text):
             continue
         text = view.changed({i: with_content(message, view.words[0])})
         if (content not in view.text) if text is None else (view.words[0] not in text):
-            beside = " beside its tool calls" if _calls(message) else ""
+            beside = " beside its tool calls" if message.get("tool_calls") else ""
             raise _not_printed(f"content of {view.named(i)}{beside}", "content")
-
-
-def _check_calls(view: Rendering) -> None:
-    calls = [(i, at) for i, m in enumerate(view.messages) for at in range(len(_calls(m)))]
-    for i, at in calls:
-        name = _calls(view.messages[i])[at]["function"]["name"]
-        text, mark = view.text, name
+    for i, at, call in calls:
+        text, mark = view.text, (name := call["function"]["name"])
         for where in ("argument", "name"):
             message, changed_to = with_call(view.messages[i], at, where, view.words[0], NUMBERS[0])
             if (changed := view.changed({i: message})) is not None:
@@ -109,10 +97,10 @@ def _check_calls(view: Rendering) -> None:
                 break
         if mark not in text:
             raise _not_printed(f"tool call {name!r} of {view.named(i)}", "tool call")
-
-
-def _calls(message: Message) -> list[dict[str, Any]]:
-    return message.get("tool_calls") or []
+    if has_tools and view.tried(view.messages, tools=False) == view.text:
+        advice = "use one that knows tools (data.chat_template), or leave out the column"
+        what = f"the chat template prints nothing of the tools; {advice}"
+        raise BadRow(what, "tools not printed")
 
 
 def _not_printed(what: str, kind: str) -> BadRow:

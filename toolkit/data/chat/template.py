@@ -35,7 +35,7 @@ from toolkit.data.chat.rendering import (
     pattern_of,
 )
 from toolkit.data.examples.recognise import Conversation
-from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.row_values import BadRow, clean
 from toolkit.errors import DataError
 from toolkit.formats import MAX_TEMPLATE_BYTES
 
@@ -86,6 +86,8 @@ class Chat:
         try:
             wanted = learned_turns(conversation, self.supervise)
             rendered = self.templates[name].mark(conversation, wanted)
+            # A template may print what no row may hold.
+            clean(rendered.text, "the rendered conversation", nul=True)
         except BadRow as bad:
             return bad
         except KeyboardInterrupt:  # a template may run without end
@@ -313,24 +315,21 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
     named = own if isinstance(own, dict) else {}
     if given is not None:
         text = named.get(given) or (given if "{" in given else _read(given, sorted(named)))
-        return _bounded({"default": text})
-    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        templates = {"default": text}
+    elif type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         what = f"renders conversations by code of its own ({type(tokenizer).__name__})"
         advice = "what is the assistant's cannot be told; give a template with data.chat_template"
         raise DataError(f"the tokenizer {tokenizer.name_or_path} {what}: {advice}")
-    if not own:
+    elif not own:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} has no chat template, and the data holds "
             "conversations; set data.chat_template to a Jinja template or a file that holds one, "
             "or give prompts and completions as text"
         )
-    return _bounded(named or {"default": own})
-
-
-def _bounded(templates: dict[str, str]) -> dict[str, str]:
-    """Refuse texts that take Jinja hundreds of megabytes to read; the largest known have 30 KB."""
+    else:
+        templates = named or {"default": own}
     for name, text in templates.items():
-        if len(text) > MAX_TEMPLATE_BYTES:
+        if len(text) > MAX_TEMPLATE_BYTES:  # Jinja takes hundreds of times as much to read it
             what = f"has {len(text):,} characters, more than the {MAX_TEMPLATE_BYTES:,} expected"
             raise DataError(f"the chat template {name!r} {what}; give another (data.chat_template)")
     return templates

@@ -27,7 +27,7 @@ from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
-from toolkit.data.sources.row_values import BadRow, Row, clean, or_bad
+from toolkit.data.sources.row_values import BadRow, Row, or_bad
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, TokenSpans, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
@@ -161,13 +161,7 @@ class Encoder:
             text = example.prompt + example.completion
             begin = 0 if self.supervise == "all" else len(example.prompt)
             return Rendered(text, [(begin, len(text))])
-        return or_bad(self._of_chat, example)
-
-    def _of_chat(self, example: Conversation) -> Rendered | BadRow:
-        found = self._chat.render(example)
-        if isinstance(found, Rendered):  # a template may print what no row may hold
-            clean(found.text, "the rendered conversation", nul=True)
-        return found
+        return self._chat.render(example)
 
     @cached_property
     def _chat(self) -> Chat:
@@ -314,14 +308,16 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     one rank first. Memory: a few hundred megabytes for each process. A row that the settings do not
     leave out is a DataError that names it; so are documents without any text.
     """
-    name = f"encoded-{_key(source, encoder)}"
+    templates = source.layout.format == "conversation" and encoder.tokenizer is not None
+    by = (transformers.__version__, TODAY, _MASKS) if templates else ""
+    key = tables.digest_of(source.rows._fingerprint, encoding_digest(source, encoder), by)
+    name = f"encoded-{key}"
     counted = tables.cache_folder() / f"{name}.json"
     if not counted.is_file():  # it is written before the tokens get their name
         counted.with_suffix(".arrow").unlink(missing_ok=True)
     schema = _WHOLE if source.layout.whole else _IN_PART
-    encoded = _encoded(source, encoder, counted)
-    title = f"Encoding {source.name}"
-    tokens = tables.cached(name, encoded, schema, title, len(source.rows))
+    parts, title = _encoded(source, encoder, counted), f"Encoding {source.name}"
+    tokens = tables.cached(name, parts, schema, title, len(source.rows))
     counts = Counts(**json.loads(counted.read_text("utf-8")))
     if source.layout.whole:
         check_documents(source, counts)
@@ -406,13 +402,6 @@ def _lists(values: list[np.ndarray]) -> pa.ListArray:
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
     flat = np.concatenate([_NOTHING, *values])  # `pa.array` of the arrays takes 7 times as long
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
-
-
-def _key(source: DataSource, encoder: Encoder) -> str:
-    """Return a digest of all that decides the result, the same in every process."""
-    templates = source.layout.format == "conversation" and encoder.tokenizer is not None
-    by = (transformers.__version__, TODAY, _MASKS) if templates else ""
-    return tables.digest_of(source.rows._fingerprint, encoding_digest(source, encoder), by)
 
 
 def encoding_digest(source: DataSource, encoder: Encoder) -> str:
