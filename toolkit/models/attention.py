@@ -10,6 +10,7 @@ Owns that function and when it is active. Which types bear it is tried (`packing
 
 import functools
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from toolkit.errors import ModelError, one_line
 
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What a batch carries of its documents; the names of transformers' `FlashAttentionKwargs`."""
+_Heads = Sequence[torch.Tensor]  # query, key and value: [tokens, heads, width]
 _PREFIX = "documents_"
 _BLOCK = 512  # queries that are masked at a time where SDPA takes no flag for the mask
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
@@ -131,11 +133,11 @@ def _attention(
     if window is None and (cu_seq_lens_q.shape[0], max_length_q) == (batch + 1, length):
         return own_way(module, query, key, value, None, **options)  # each row is a document
     scaling = width**-0.5 if scaling is None else scaling
-    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    if _has_kernel(query, dropout):
-        out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+    qkv = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
+    if _has_kernel(qkv[0], dropout):
+        out = _varlen(qkv, cu_seq_lens_q, max_length_q, scaling, window)
     else:
-        out = _each_document(query, key, value, cu_seq_lens_q, scaling, window, dropout)
+        out = _each_document(qkv, cu_seq_lens_q, scaling, window, dropout)
     return out.unflatten(0, (batch, length)).contiguous(), None
 
 
@@ -144,11 +146,11 @@ def check_kernel(device: torch.device) -> None:
     if device.type != "cuda":
         return
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 64, 2, 64, generator=generator).to(device)
+    qkv = [*torch.randn(3, 64, 2, 64, generator=generator).to(device)]
     borders = torch.tensor([0, 24, 64], dtype=torch.int32, device=device)
-    expected = _each_document(q, k, v, borders, 0.125, 16, 0.0)
+    expected = _each_document(qkv, borders, 0.125, 16, 0.0)
     try:
-        found = _varlen(q.bfloat16(), k.bfloat16(), v.bfloat16(), borders, 40, 0.125, 16)
+        found = _varlen([t.bfloat16() for t in qkv], borders, 40, 0.125, 16)
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"varlen flash attention does not run: {one_line(error)}") from error
     if (off := float((found.float() - expected).abs().max())) > 0.05:
@@ -162,24 +164,18 @@ def _has_kernel(query: torch.Tensor, dropout: float) -> bool:
 
 
 def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    longest: int,
-    scaling: float,
-    window: int | None,
+    qkv: _Heads, borders: torch.Tensor, longest: int, scaling: float, window: int | None
 ) -> torch.Tensor:
     """Return attention [tokens, heads, width] by one kernel over all documents."""
     # It takes one width, a multiple of 8; zeros more change no score.
-    out_width = value.shape[-1]
-    width = -(-max(query.shape[-1], out_width) // 8) * 8
-    query, key, value = (_widened(t, width) for t in (query, key, value))
+    out_width = qkv[2].shape[-1]
+    width = -(-max(qkv[0].shape[-1], out_width) // 8) * 8
+    query, key, value = (_widened(t, width) for t in qkv)
     options: dict[str, Any] = {"scale": scaling, "window_size": ((window or 0) - 1, 0)}
     if _GROUPED:
         options["enable_gqa"] = True
     else:
-        key, value = _repeated(query, key, value)
+        key, value = (_repeated(t, query) for t in (key, value))
     out = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
     return cast(torch.Tensor, out)[..., :out_width]
 
@@ -189,36 +185,27 @@ def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor  # a pad of nothing copies
 
 
-def _repeated(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return key and value [tokens, key heads, width] with as many heads as the query."""
-    times = query.shape[1] // key.shape[1]
-    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a tensor [tokens, key heads, width] with as many heads as the query."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
 # A loop over documents would be compiled anew for each batch.
 @torch.compiler.disable
 def _each_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    dropout: float,
+    qkv: _Heads, borders: torch.Tensor, scaling: float, window: int | None, dropout: float
 ) -> torch.Tensor:
     """Return attention [tokens, heads, width] document by document, at most `_BLOCK` rows of
     scores at a time. On a device the host waits for `borders`, once a micro-batch.
     """
     if not hasattr(borders, "lengths"):  # every layer is handed the same tensor
         borders.lengths = borders.diff().tolist()  # type: ignore[attr-defined]
-    out_width = value.shape[-1]
-    width = max(query.shape[-1], out_width)  # unlike widths would have SDPA hold all scores
-    query, key, value = (_widened(t, width) for t in (query, key, value))
-    key, value = _repeated(query, key, value)
+    out_width = qkv[2].shape[-1]
+    width = max(qkv[0].shape[-1], out_width)  # unlike widths would have SDPA hold all scores
+    query, *others = (_widened(t, width) for t in qkv)
+    heads = [query, *(_repeated(t, query) for t in others)]
     lengths: list[int] = borders.lengths  # type: ignore[attr-defined]
-    parts = (t.transpose(0, 1)[None].split(lengths, dim=2) for t in (query, key, value))
+    parts = (t.transpose(0, 1)[None].split(lengths, dim=2) for t in heads)
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     out = []
     for tokens, q, k, v in zip(lengths, *parts, strict=True):  # [1, heads, tokens, width]

@@ -54,7 +54,9 @@ def use_kernels(model: PreTrainedModel) -> None:
     finally:
         modeling.update(before)
     _call_instead(model, {n: f for n, f in replaced.items() if inspect.isfunction(f)})
-    if not (found := Counter(_with_kernels(model))):
+    # What has a forward of its own now, by class.
+    found = Counter(type(m).__name__ for m in model.modules() if "forward" in vars(m))
+    if not found:
         raise ModelError(f"{_ASKED}: Liger changed nothing in {type(model).__name__}; leave it out")
     vars(model)["kernels"] = "liger"
     listed = ", ".join(f"{count} {name}" for name, count in found.items())
@@ -75,11 +77,6 @@ def _call_instead(model: nn.Module, functions: dict[str, types.FunctionType]) ->
             )
             own.__kwdefaults__ = forward.__kwdefaults__
             module.forward = types.MethodType(own, module)
-
-
-def _with_kernels(model: nn.Module) -> list[str]:
-    """Return the classes of the modules whose own forward is not that of their class."""
-    return [type(m).__name__ for m in model.modules() if "forward" in vars(m)]
 
 
 def _known_types() -> dict[str, Any]:
