@@ -21,8 +21,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
+from toolkit.data.chat.habits import habits
 from toolkit.data.chat.masks import Rendered
-from toolkit.data.chat.rendering import habits
 from toolkit.data.chat.template import Chat, learned_turns
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
@@ -174,7 +174,7 @@ def test_a_turn_costs_a_few_renderings(name, vocabulary):
             continue
         tries.clear()
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        found = masks.mark(render, messages, turns, specials=specials, known=known)
+        found = masks.Search(render, messages, specials, known).found(turns)
         assert [found.text[b:e] for b, e in found.spans] == expected(name, messages), kind
         assert len(tries) <= 10 * len(turns), kind
 
@@ -210,7 +210,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
         messages = awkward(name, rng)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         try:
-            found = masks.mark(render, messages, turns, specials=specials, known=known)
+            found = masks.Search(render, messages, specials, known).found(turns)
         except BadRow:
             continue
         texts = [found.text[b:e] for b, e in found.spans]

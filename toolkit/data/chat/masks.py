@@ -20,34 +20,31 @@ It takes four to nine renderings for each turn. What cannot be found is refused:
 wrong by one turn trains without an error.
 """
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
-from toolkit.data.chat.rendering import (
-    NUMBERS,
-    SURELY,
+from toolkit.data.chat.habits import (
+    TEMPLATE_ERRORS,
+    WORDS,
     Habits,
     Marks,
     Message,
     Render,
-    Rendering,
     Span,
-    check_printed,
     closings_of,
     common_start,
-    loose_start,
-    only_content,
     pattern_of,
-    said_of,
-    text_of,
     uncut,
-    with_call,
-    with_content,
 )
 from toolkit.data.sources.row_values import BadRow
 
+REFUSED = "refused by template"
 NO_STOP = "assistant turns without a stop token"
 _LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
+_SURELY = 12  # a text of more characters that stands in the rendering was printed there
+_NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 
@@ -67,37 +64,39 @@ class Rendered:
     notes: Counter[str] = field(default_factory=Counter)  # kind -> how often: worth a warning
 
 
-def mark(
-    render: Render,
-    messages: list[Message],
-    wanted: list[int],
-    *,
-    specials: Marks,
-    known: Habits,
-    has_tools: bool = False,
-) -> Rendered:
-    """Return the rendering of `messages` with the characters of the turns `wanted`.
+class Search:
+    """The true rendering of a conversation, `text`, and what changed ones tell of its turns.
 
-    `wanted` are indices of turns of the assistant, ascending; empty to check only. With `has_tools`
-    the tools must be printed; `render(..., tools=False)` leaves them out. Raises NotFound where the
-    edges of a turn cannot be told, BadRow for what the template does not take or print.
+    With `has_tools` the tools must be printed; `render(..., tools=False)` leaves them out. BadRow:
+    the template refuses the conversation, or leaves out a content, a tool call, or the tools.
     """
-    view = Rendering(render, messages)
-    check_printed(view, has_tools)
-    return _Search(view, wanted, specials, known).found()
 
-
-class _Search:
-    def __init__(self, view: Rendering, wanted: list[int], specials: Marks, known: Habits) -> None:
-        self.view, self.wanted, self.specials, self.known = view, wanted, specials, known
-        self.text, self.messages, self.words = view.text, view.messages, view.words
+    def __init__(
+        self,
+        render: Render,
+        messages: list[Message],
+        specials: Marks,
+        known: Habits,
+        *,
+        has_tools: bool = False,
+    ) -> None:
+        self.render, self.messages, self.specials, self.known = render, messages, specials, known
         self.notes: Counter[str] = Counter()
         self.asked = ""  # the prompt for the turn that is looked at
+        try:
+            self.text = render(messages)
+        except TEMPLATE_ERRORS as error:
+            raise self._refusal(error) from error
+        # Two unlike words that are not in it, plain, so that no template escapes or trims them.
+        self.words = [_absent(word, self.text) for word in WORDS[:2]]
+        self._check_printed(has_tools)
 
-    def found(self) -> Rendered:
-        """Return the turns with their edges, after the checks on them."""
+    def found(self, wanted: list[int]) -> Rendered:
+        """Return the rendering with the characters of the turns `wanted`, indices of turns of the
+        assistant, ascending. NotFound where the edges of one cannot be told.
+        """
         spans, before = [], 0
-        for i in self.wanted:
+        for i in wanted:
             low, end, call = self._content(i)
             stop = self._stop(i, end, call)
             begin, exactly = self._start(i, low, end, before)
@@ -108,6 +107,62 @@ class _Search:
             before = stop
         return Rendered(self.text, spans, self.notes)
 
+    def words_like(self, content: str) -> list[str]:
+        """Return two words as long as `content`; none where it is too short."""
+        words = [(word * (1 + len(content) // len(word)))[: len(content)] for word in self.words]
+        return words if len(content) > 3 and not any(w in self.text for w in words) else []
+
+    def named(self, i: int) -> str:
+        return f"turn {i} ({self.messages[i].get('role')})"
+
+    def changed(self, changes: dict[int, Message]) -> str | None:
+        """Return the rendering with some turns replaced; None where the template raises."""
+        return self.tried([changes.get(i, message) for i, message in enumerate(self.messages)])
+
+    def tried(self, messages: list[Message], **options: Any) -> str | None:
+        """Return the rendering, None where the template raises: it may judge what it is given."""
+        try:
+            return self.render(messages, **options)
+        except TEMPLATE_ERRORS:
+            return None
+
+    def _refusal(self, error: Exception) -> BadRow:
+        """Name the turn that the template does not take: the first that makes it raise."""
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        for turn in range(len(self.messages)):
+            try:
+                self.render(self.messages[: turn + 1])
+            except TEMPLATE_ERRORS as earlier:
+                if str(earlier) == str(error):
+                    break
+        return BadRow(f"the chat template refuses {self.named(turn)}: {said}", REFUSED)
+
+    def _check_printed(self, has_tools: bool) -> None:
+        """Costs a rendering for each tool call, each short content, and the tools."""
+        calls, word = [], self.words[0]
+        for i, message in enumerate(self.messages):
+            calls += [(i, at, call) for at, call in enumerate(message.get("tool_calls") or [])]
+            content = (message.get("content") or "").strip()
+            if not content or (len(content) >= _SURELY and content in self.text):
+                continue
+            text = self.changed({i: with_content(message, word)})
+            if (content not in self.text) if text is None else (word not in text):
+                beside = " beside its tool calls" if message.get("tool_calls") else ""
+                raise _not_printed(f"content of {self.named(i)}{beside}", "content")
+        for i, at, call in calls:
+            text, mark = self.text, (name := call["function"]["name"])
+            for where in ("argument", "name"):
+                message, changed_to = with_call(self.messages[i], at, where, word, _NUMBERS[0])
+                if (changed := self.changed({i: message})) is not None:
+                    text, mark = changed, changed_to
+                    break
+            if mark not in text:
+                raise _not_printed(f"tool call {name!r} of {self.named(i)}", "tool call")
+        if has_tools and self.tried(self.messages, tools=False) == self.text:
+            advice = "use one that knows tools (data.chat_template), or leave out the column"
+            what = f"the chat template prints nothing of the tools; {advice}"
+            raise BadRow(what, "tools not printed")
+
     # ---- Contents
 
     def _content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
@@ -116,7 +171,7 @@ class _Search:
         """
         message = self.messages[i]
         content, calls = message.get("content") or "", message.get("tool_calls")
-        like = self.view.words_like(content)
+        like = self.words_like(content)
         for words in (self.words, like) if like and not calls else (self.words,):
             try:
                 low, end = self._between(i, [(only_content(message, w), w) for w in words])
@@ -131,31 +186,31 @@ class _Search:
             return low, end, None
         before, after = self.messages[:i], self.messages[i + 1 :]
         plain = [f(message, w) for f in (with_content, only_content) for w in self.words]
-        tried = [self.view.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
+        tried = [self.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
         low = common_start(self.text, *(text for text in tried if text is not None))
-        pairs = zip(self.words, NUMBERS, strict=True)
+        pairs = zip(self.words, _NUMBERS, strict=True)
         changes = [with_call(message, -1, "argument", word, number) for word, number in pairs]
         inner, end = self._between(i, changes)
         if self._before_next(i, end):
             return min(low, inner), end, changes[0]
-        raise NotFound(f"cannot tell where {self.view.named(i)} ends in the rendering")
+        raise NotFound(f"cannot tell where {self.named(i)} ends in the rendering")
 
     def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
         """Return how far all renderings agree, and where what follows the words begins."""
-        tried = (self.view.changed({i: message}) for message, _ in changes)
+        tried = (self.changed({i: message}) for message, _ in changes)
         texts = [text for text in tried if text is not None]
         if len(texts) < len(changes):
-            raise NotFound(f"the chat template refuses {self.view.named(i)} changed")
+            raise NotFound(f"the chat template refuses {self.named(i)} changed")
         tails = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
-                what = f"the chat template prints {self.view.named(i)} {text.count(word)} times"
+                what = f"the chat template prints {self.named(i)} {text.count(word)} times"
                 raise BadRow(f"{what}; use another (data.chat_template)", "turn printed twice")
             if word not in text:
-                raise NotFound(f"the chat template does not print {self.view.named(i)}")
+                raise NotFound(f"the chat template does not print {self.named(i)}")
             tails.append(text.rpartition(word)[2])
         if tails[0] != tails[1] or not self.text.endswith(tails[0]):
-            raise NotFound(f"cannot tell where {self.view.named(i)} ends: what follows varies")
+            raise NotFound(f"cannot tell where {self.named(i)} ends: what follows varies")
         return common_start(self.text, *texts), len(self.text) - len(tails[0])
 
     def _before_next(self, i: int, end: int) -> bool:
@@ -163,7 +218,7 @@ class _Search:
         if i == len(self.messages) - 1:
             return True
         following = (with_content(self.messages[i + 1], word) for word in self.words)
-        texts = [self.view.changed({i + 1: message}) for message in following]
+        texts = [self.changed({i + 1: message}) for message in following]
         return end <= common_start(self.text, *(text for text in texts if text is not None))
 
     def _check_content(self, i: int, content: str, end: int) -> None:
@@ -172,10 +227,10 @@ class _Search:
         if any(before.endswith(said) for said in said_of(content)):
             return
         # Letters may be escaped: then a word as long is asked for.
-        word = (self.view.words_like(content) or [""])[0]
-        text = self.view.changed({i: with_content(self.messages[i], word)}) if word else None
+        word = (self.words_like(content) or [""])[0]
+        text = self.changed({i: with_content(self.messages[i], word)}) if word else None
         if content.strip() and (text is None or word not in text):
-            raise NotFound(f"the chat template prints something else for {self.view.named(i)}")
+            raise NotFound(f"the chat template prints something else for {self.named(i)}")
 
     # ---- Stop tokens
 
@@ -190,7 +245,7 @@ class _Search:
             closings = [c for c in found if rest.startswith(c)]
             if not closings and pattern_of(self.specials).sub("", last).strip():
                 what = f"{last[:60]!r} follows it at the end, {middle[:60]!r} amid a conversation"
-                raise NotFound(f"cannot tell where {self.view.named(i)} ends: {what}")
+                raise NotFound(f"cannot tell where {self.named(i)} ends: {what}")
         closing = max(closings, key=len, default="")
         if not any(special and closing.endswith(special) for special in self.specials):
             self.notes[NO_STOP] += 1
@@ -200,19 +255,19 @@ class _Search:
         """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
         amid = i < len(self.messages) - 1
         if amid and self.messages[i].get("tool_calls"):
-            ended = self.view.tried(self.messages[: i + 1]) or ""
+            ended = self.tried(self.messages[: i + 1]) or ""
             known = self.text[: len(self.text) - len(rest)]
             if ended.startswith(known):
                 return ended[len(known) :], rest
-        word = [*self.view.words_like(self.messages[i].get("content") or ""), self.words[0]][0]
+        word = [*self.words_like(self.messages[i].get("content") or ""), self.words[0]][0]
         message, word = call or (only_content(self.messages[i], word), word)
         turns = [*self.messages[:i], message]
         following = [] if amid else [{"role": "user", "content": self.words[1]}]
-        text = self.view.tried([*turns, *following])
+        text = self.tried([*turns, *following])
         if text is not None and word in text:
             text = text.rpartition(word)[2].partition(self.words[1])[0]
         elif amid:
-            raise NotFound(f"the chat template lets no conversation end with {self.view.named(i)}")
+            raise NotFound(f"the chat template lets no conversation end with {self.named(i)}")
         else:
             text = rest
         return (text, rest) if amid else (rest, text)
@@ -221,7 +276,7 @@ class _Search:
 
     def _start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
         """Return where turn `i` begins, after its prompt, and whether all before is that prompt."""
-        asked = self.view.tried(self.messages[:i], prompt=True)
+        asked = self.tried(self.messages[:i], prompt=True)
         self.asked = asked or ""
         if asked is not None and i and not self.text.startswith(asked):
             return self._after_the_turn_before(i), False
@@ -231,11 +286,11 @@ class _Search:
             single = header.strip() and self.text.count(header, before, low) == 1
             if single and (at == low or header == self.known.prompt):
                 return at, False
-            raise NotFound(f"the chat template gives no prompt for {self.view.named(i)}")
+            raise NotFound(f"the chat template gives no prompt for {self.named(i)}")
         if not before <= len(asked) <= end:
-            raise NotFound(f"the prompt for {self.view.named(i)} ends in another turn")
+            raise NotFound(f"the prompt for {self.named(i)} ends in another turn")
         constant = self.text[len(asked) : low]
-        bare = asked if not constant.strip() else self.view.tried(self.messages[:i])
+        bare = asked if not constant.strip() else self.tried(self.messages[:i])
         return len(asked) + self._header(i, constant, asked != bare), True
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
@@ -245,7 +300,7 @@ class _Search:
         if self.known.prompt.strip() and constant.startswith(self.known.prompt):
             return len(self.known.prompt)
         raise NotFound(
-            f"the chat template prints {constant[:60]!r} before {self.view.named(i)}, and no "
+            f"the chat template prints {constant[:60]!r} before {self.named(i)}, and no "
             "generation prompt that tells whether the assistant says it"
         )
 
@@ -261,7 +316,7 @@ class _Search:
         turns[i - 1] = with_content(turns[i - 1], word)
 
         def after(messages: list[Message], prompt: bool = False) -> str | None:
-            text = self.view.tried(messages, prompt=prompt)
+            text = self.tried(messages, prompt=prompt)
             return text.partition(word)[2] if text is not None and text.count(word) == 1 else None
 
         full, prompt, bare = after(turns), after(turns[:i], True), after(turns[:i])
@@ -279,7 +334,7 @@ class _Search:
             or not self.text.endswith(full)
             or not tries
         ):
-            raise NotFound(f"cannot tell where {self.view.named(i)} begins in the rendering")
+            raise NotFound(f"cannot tell where {self.named(i)} begins in the rendering")
         return len(self.text) - len(full) + self._prompt_end(i, full, prompt, bare, tries)
 
     def _prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
@@ -304,7 +359,7 @@ class _Search:
             or pattern_of(self.specials, tags=True).search(prompt[shared:held])
         ):
             raise NotFound(
-                f"the chat template's prompt for {self.view.named(i)} goes on with "
+                f"the chat template's prompt for {self.named(i)} goes on with "
                 f"{prompt[held:][:60]!r}, the conversation does not; other chat_template_kwargs "
                 "may fit it (enable_thinking, say)"
             )
@@ -320,7 +375,7 @@ class _Search:
         most = min(len(inside), _LONGEST_PROMPT)
         shared = next((k for k in range(most, 0, -1) if asked.endswith(inside[:k])), 0)
         if pattern_of(self.specials, tags=True).search(inside[:shared]):
-            what = f"the prompt for {self.view.named(i)} holds {inside[:shared][:60]!r} already"
+            what = f"the prompt for {self.named(i)} holds {inside[:shared][:60]!r} already"
             raise NotFound(f"{what}, the conversation prints it once")
         if i == len(self.messages) - 1 and loose_start(asked, self.text)[0] < len(asked):
             self.notes[OTHER_PROMPT] += 1
@@ -330,7 +385,9 @@ class _Search:
         own, inside = text_of(self.messages[i]), self.text[begin:end]
         prompt = self.known.prompt.strip()
         others = [m.get("content") or "" for m in self.messages if m["role"] != "assistant"]
-        others = [said for said in map(str.strip, others) if len(said) > SURELY and said not in own]
+        others = [
+            said for said in map(str.strip, others) if len(said) > _SURELY and said not in own
+        ]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
         contents = said_of(self.messages[i].get("content") or "") if calls else []
@@ -342,4 +399,74 @@ class _Search:
             or any(name not in inside for name in names)
             or (contents and not any(said in inside for said in contents))
         ):
-            raise NotFound(f"cannot tell {self.view.named(i)} from what is rendered around it")
+            raise NotFound(f"cannot tell {self.named(i)} from what is rendered around it")
+
+
+def _not_printed(what: str, kind: str) -> BadRow:
+    return BadRow(
+        f"the chat template prints nothing of the {what}; use another template "
+        "(data.chat_template), or leave out such rows (data.on_bad_row: skip)",
+        f"{kind} not printed",
+    )
+
+
+def _absent(word: str, text: str) -> str:
+    while word in text:
+        word = word[0] + word
+    return word
+
+
+def with_content(message: Message, content: str) -> Message:
+    return {**message, "content": content}
+
+
+def only_content(message: Message, content: str) -> Message:
+    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
+
+
+def with_call(message: Message, at: int, where: str, word: str, number: int) -> tuple[Message, str]:
+    """Return the message with its tool call `at` changed, and the text to look for.
+
+    `where`: `name`, or `argument`: the last value in the arguments, however deep, a new one where
+    there are none. `word` takes the place of text, `number` of any other value.
+    """
+    message = copy.deepcopy(message)
+    inner: Any = message["tool_calls"][at]["function"]
+    key: Any = "name" if where == "name" else "arguments"
+    while isinstance(inner[key], dict | list) and inner[key]:
+        inner, key = inner[key], (list(inner[key])[-1] if isinstance(inner[key], dict) else -1)
+    if inner[key] == {}:
+        inner, key = inner[key], word
+        inner[key] = number
+    else:
+        inner[key] = word if isinstance(inner[key], str) else number
+    return message, str(inner[key])
+
+
+def text_of(message: Message) -> str:
+    """Return all that a turn says: content, reasoning, calls."""
+    reasons = (message.get(k) for k in ("reasoning_content", "reasoning", "thinking"))
+    calls = [c["function"] for c in message.get("tool_calls") or []]
+    return "\n".join([message.get("content") or "", *map(str, filter(None, reasons)), str(calls)])
+
+
+def loose_start(prompt: str, text: str) -> Span:
+    """Return how far both agree but for white space: characters of `prompt`, and of `text`."""
+    a = b = 0
+    while a < len(prompt):
+        if b < len(text) and prompt[a] == text[b]:
+            a, b = a + 1, b + 1
+        elif prompt[a].isspace():
+            a += 1
+        elif b < len(text) and text[b].isspace():
+            b += 1
+        else:
+            break
+    return a, b
+
+
+def said_of(content: str) -> list[str]:
+    """Return the content, and its rests where a template drops what a tag ends, as reasoning."""
+    tags = pattern_of((), tags=True).finditer(content)
+    rests = [content, *(content[tag.end() :] for tag in tags)]
+    return [rest.strip() for rest in rests if rest.strip()]

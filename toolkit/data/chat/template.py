@@ -23,17 +23,8 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.masks import NotFound, Rendered, mark
-from toolkit.data.chat.rendering import (
-    REFUSED,
-    TEMPLATE_ERRORS,
-    Habits,
-    Marks,
-    Message,
-    Span,
-    habits,
-    pattern_of,
-)
+from toolkit.data.chat.habits import Habits, Marks, Message, Span, habits, pattern_of
+from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, clean
 from toolkit.errors import DataError
@@ -118,7 +109,7 @@ class Template:
             raise DataError(f"the chat template cannot be used: {what}") from error
 
     def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered:
-        """Return what `masks.mark` does of the first spelling that it takes, or raise a BadRow."""
+        """Return what `Search` finds of the first spelling that it takes, or raise a BadRow."""
         refusal: BadRow | None = None
         for messages in _spellings(conversation.messages):
             try:
@@ -134,30 +125,23 @@ class Template:
         messages, tools = conversation.messages, conversation.tools
         known = self._known(conversation.template_kwargs)
         render = partial(self._text, tools=tools, kwargs=conversation.template_kwargs)
-        options: Any = {"specials": self.specials, "known": known, "has_tools": bool(tools)}
+        search = Search(render, messages, self.specials, known, has_tools=bool(tools))
         if not (self.has_markers and wanted):
-            return mark(render, messages, wanted, **options)
+            return search.found(wanted)
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        unchecked = False
-
-        def known_prompt(i: int) -> str:
-            try:
-                return render(messages[:i], prompt=True)
-            except TEMPLATE_ERRORS:
-                return ""
-
+        found = None
         try:
-            found = mark(render, messages, every, **options)
+            found = search.found(every)
         except NotFound:
             if every != wanted:
                 raise
-            found, unchecked = mark(render, messages, [], **options), True
         kwargs = conversation.template_kwargs
         markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
-        if unchecked:  # but for what the prompts hold
-            prompts = [len(p) for p in map(known_prompt, every) if found.text.startswith(p)]
+        if found is None:  # but for what the prompts hold
+            asked = (search.tried(messages[:i], prompt=True) for i in every)
+            prompts = [len(p) for p in asked if p is not None and search.text.startswith(p)]
             markers = [(max([b, *(at for at in prompts if b < at < e)]), e) for b, e in markers]
-            return Rendered(found.text, markers, found.notes + Counter([UNCHECKED]))
+            return Rendered(search.text, markers, Counter([UNCHECKED]))
         turns = dict(zip(every, found.spans, strict=True))
         spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
         return Rendered(found.text, spans, found.notes)
