@@ -82,10 +82,8 @@ def coverage_lines(model: nn.Module) -> list[str]:
         remedy = "PEFT has no adapter for them"
         if all(len(row.shape) > 2 for row in left):
             remedy = f"lora.target_parameters: [{names}] trains them (without dropout and DoRA)"
-        lines.append(
-            f"WARNING    the routed experts are not adapted: {names} ({share:.0%} of the base's "
-            f"matrices). {remedy}"
-        )
+        what = f"{names} ({share:.0%} of the base's matrices)"
+        lines.append(f"WARNING    the routed experts are not adapted: {what}. {remedy}")
     if routers := [row for row in rows if row.part == "router" and row.trained]:
         shown = fold([row.name for row in routers])[0][0]
         lines.append(

@@ -18,8 +18,6 @@ from toolkit.errors import LoadingError
 from toolkit.formats import laid_out_as, local_tensor, part_of
 from toolkit.models.peft_model import ADAPTER, base_of, copies, layer_parameters
 
-_Value = Callable[[torch.Tensor], torch.Tensor]  # from the parameter to this rank's part of it
-
 
 def first_values(
     model: nn.Module, seed: int, device: torch.device
@@ -33,52 +31,45 @@ def first_values(
     Collective where a norm runs over several ranks, which exchange tensors on `device`. Draws a
     whole adapter matrix at a time, on the CPU. LoadingError for a first value of another shape.
     """
-    rules = _rules(model, seed, device)
+    originals = {id(copy): original for original, copy in copies(model)}
+    prefix = next(n for n, m in model.named_modules() if m is base_of(model))
+    adapters = {
+        id(parameter): (kind, module, f"{seed}/{name.removeprefix(prefix + '.')}.{kind}")
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+        for kind, parameter in layer_parameters(module).items()
+    }
     for name, parameter in list(model.named_parameters()):  # the caller replaces them on the way
         if not parameter.requires_grad:
             continue
-        part, shape = rules[id(parameter)](parameter), local_tensor(parameter).shape
-        if part.shape != shape:
+        if id(parameter) in originals:  # a copy is sharded as its original is
+            part = local_tensor(originals[id(parameter)].detach())
+        else:
+            part = _of_adapter(parameter, *adapters[id(parameter)], device)
+        if part.shape != (shape := local_tensor(parameter).shape):
             what = f"{list(shape)} on this rank, its first value {list(part.shape)}"
             raise LoadingError(f"{name} holds {what}; leave its module out of lora.target_modules")
         yield name, part
 
 
-def _rules(model: nn.Module, seed: int, device: torch.device) -> dict[int, _Value]:
-    """Return how each trained parameter begins, by its id."""
-    kaiming = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
-    rules: dict[int, _Value] = {}
-    for original, copy in copies(model):
-        rules[id(copy)] = partial(_of_original, original)
-    prefix = next(n for n, m in model.named_modules() if m is base_of(model))
-    for name, module in model.named_modules():
-        if not hasattr(module, "lora_A"):
-            continue
-        own = name.removeprefix(prefix + ".")
-        values: dict[str, _Value] = {
-            "lora_A": partial(_drawn, kaiming, f"{seed}/{own}.lora_A"),
-            "lora_B": _zeros,
-            "lora_embedding_A": _zeros,
-            "lora_embedding_B": partial(_drawn, nn.init.normal_, f"{seed}/{own}.lora_embedding_B"),
-            "lora_magnitude_vector": partial(_norms, module, device),
-        }
-        rules |= {id(p): values[part] for part, p in layer_parameters(module).items()}
-    return rules
-
-
-def _drawn(draw: Callable[..., torch.Tensor], key: str, parameter: torch.Tensor) -> torch.Tensor:
+def _of_adapter(
+    parameter: torch.Tensor, kind: str, layer: Any, key: str, device: torch.device
+) -> torch.Tensor:
+    """Return this rank's part of an adapter's parameter, by PEFT's name for its `kind`."""
+    draw: Callable[..., torch.Tensor]
+    match kind:
+        case "lora_magnitude_vector":
+            return _norms(layer, device, parameter)
+        case "lora_A":
+            draw = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+        case "lora_embedding_B":
+            draw = nn.init.normal_
+        case _:
+            return torch.zeros_like(local_tensor(parameter), device="cpu")
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     whole = draw(torch.empty(parameter.shape, dtype=torch.float32), generator=generator)
     return part_of(whole, parameter)
-
-
-def _zeros(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(local_tensor(parameter), device="cpu")
-
-
-def _of_original(original: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return local_tensor(original.detach())  # a copy is sharded as its original is
 
 
 def _norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:

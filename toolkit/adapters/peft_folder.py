@@ -159,16 +159,14 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
             yield AdapterLayer(names[id(parameter)], kind, path, own, module.r[ADAPTER])
 
 
+def _tensors(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return every parameter, tied ones under each name, and every persistent buffer."""
+    return [*module.state_dict(keep_vars=True).items()]
+
+
 def _first_names(module: nn.Module) -> dict[int, str]:
     """Return id of a tensor -> its first name."""
-    return {id(tensor): name for name, tensor in reversed(list(_tensors(module)))}
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter, tied ones under each name, and every persistent buffer."""
-    yield from module.named_parameters(remove_duplicate=False)
-    persistent = module.state_dict().keys()
-    yield from ((n, b) for n, b in module.named_buffers(remove_duplicate=False) if n in persistent)
+    return {id(tensor): name for name, tensor in reversed(_tensors(module))}
 
 
 def without_storage(base: PreTrainedModel) -> PreTrainedModel:
@@ -177,16 +175,11 @@ def without_storage(base: PreTrainedModel) -> PreTrainedModel:
     """
     made: dict[int, torch.Tensor] = {}
     for module in base.modules():
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in made:
-                    empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(empty, False) if is_parameter else empty
-                table[name] = made[id(tensor)]
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.is_meta:
+                empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                new = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+                setattr(module, name, made.setdefault(id(tensor), new))
     return base
 
 

@@ -1,8 +1,4 @@
-"""Which modules get adapters (linear layers, experts, embeddings), and which are refused.
-
-By their names in the base; refused are names that match nothing, ties that would come apart and
-modules that cannot be adapted.
-"""
+"""Which modules get adapters (linear layers, experts, embeddings), and which are refused."""
 
 import re
 from collections.abc import Iterable
@@ -24,7 +20,6 @@ from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_paramete
 if TYPE_CHECKING:
     from peft import PeftModel
 
-ALL_LINEAR = "all-linear"
 # What the export knows; PEFT adapts convolutions, too, which no merge or proof of ours can follow.
 _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
@@ -78,7 +73,7 @@ def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
 
 def _unknown(setting: str, pattern: str, names: Iterable[str]) -> str:
     what = "parameter" if setting == "lora.target_parameters" else "module"
-    return no_match(setting, pattern, what, {numbered(n) for n in names})
+    return no_match(setting, pattern, what, {*map(numbered, names)})
 
 
 def _ending(pattern: str, names: Iterable[str]) -> set[str]:
@@ -113,10 +108,9 @@ def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Modul
     targets = cfg.target_modules
     if isinstance(targets, list):
         return set().union(*(_ending(pattern, named) for pattern in targets))
-    if targets.lower() == ALL_LINEAR:
+    if targets.lower() == "all-linear":
         head = model.get_output_embeddings()
-        linear = (nn.Linear, Conv1D)
-        return {n for n, m in named.items() if isinstance(m, linear) and m is not head}
+        return {n for n, m in named.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     try:
         pattern = re.compile(targets)
     except re.error as error:
