@@ -155,8 +155,7 @@ def test_a_single_layer_of_another_kind_decides():
 def test_a_tiny_copy_has_every_kind_of_layer_and_little_else():
     config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=62, num_attention_heads=16)
     full = tiny_copy.on_meta(AutoModelForCausalLM._model_mapping[type(config)], config)
-    layers = tiny_copy.Layers.of(full)
-    kinds = layers.kinds(full)
+    kinds = tiny_copy.layer_kinds(full)
     assert len(kinds) == 62
     assert len(set(kinds)) == 2
     small = next(tiny_copy.cuts(config, kinds, None))

@@ -17,7 +17,7 @@ from toolkit.errors import one_line
 from toolkit.models.attention import attend_within_documents, check_kernel, document_borders
 from toolkit.models.causal_lm import build, mapped_class
 from toolkit.models.modes import forked_rng
-from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, Layers, cuts, on_meta
+from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, cuts, layer_kinds, on_meta
 
 Batch = list[tuple[int, ...]]  # of each row the lengths of its samples
 Batches = list[Batch]
@@ -66,8 +66,7 @@ def keeps_apart(
     try:
         model_class = model_class or mapped_class(config)
         full = on_meta(model_class, config)
-        layers = Layers.of(full)
-        kinds = layers.kinds(full)
+        kinds = layer_kinds(full)
     except Exception as error:  # an architecture may do anything on its way
         why = f"its layers cannot be looked at: {one_line(error, 400)}"
         return Verdict(not packed, why, mask=why)
@@ -76,7 +75,7 @@ def keeps_apart(
         try:
             bare = on_meta(model_class, small)
             size = sum(p.numel() for p in bare.parameters())
-            if missing := set(kinds) - set(layers.kinds(bare)):
+            if missing := set(kinds) - set(layer_kinds(bare, full)):
                 why = f"{len(missing)} kind(s) of its layers are not in a tiny copy"
             elif size > _MOST_PARAMETERS:
                 why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"

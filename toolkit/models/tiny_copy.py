@@ -11,7 +11,6 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,38 +68,30 @@ def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
         return build(model_class, config, torch.float32)
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Where a model keeps its decoder layers, and what its config says of each."""
-
-    stacks: tuple[str, ...]  # names of the lists that hold them, or of a layer that is in none
-    listed: tuple[str, ...]  # settings that are lists with an entry a layer
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "Layers":
-        names = list(decoder_layers(model))
-        parted = [name.rpartition(".") for name in names]
-        stacks = dict.fromkeys(p[0] if p[2].isdecimal() else "".join(p) for p in parted)
-        settings = vars(model.config.get_text_config()).items()
-        lists = {n: v for n, v in settings if isinstance(v, list | tuple)}
-        return cls(tuple(stacks), tuple(n for n, v in lists.items() if len(v) == len(names)))
-
-    def kinds(self, model: PreTrainedModel) -> list[str]:
-        """Return the kind of each decoder layer: its modules, their switches, its settings; numbers
-        count by whether they are there only: widths and a layer's own index are no kind.
-        """
-        settings = vars(model.config.get_text_config())
-        layers: list[nn.Module] = []
-        for name in self.stacks:
-            found = model.get_submodule(name)
-            layers += found.children() if isinstance(found, nn.ModuleList) else [found]
-        kinds = []
-        for i, layer in enumerate(layers):
-            entries = [entry for name in self.listed for entry in settings[name][i : i + 1]]
-            # 0 is often an `off`.
-            said = [bool(e) if isinstance(e, int | float) else _plain(e) for e in entries]
-            kinds.append(json.dumps([_switches(layer), said], sort_keys=True))
-        return kinds
+def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> list[str]:
+    """Return the kind of each decoder layer: its modules, their switches, its settings; numbers
+    count by whether they are there only: widths and a layer's own index are no kind. Of a copy the
+    layers and settings are where `full`, the model that it is made of, has them.
+    """
+    full = model if full is None else full
+    names = list(decoder_layers(full))
+    parted = [name.rpartition(".") for name in names]
+    # The lists that hold the layers, or a layer that is in none.
+    stacks = dict.fromkeys(p[0] if p[2].isdecimal() else "".join(p) for p in parted)
+    layers: list[nn.Module] = []
+    for name in stacks:
+        found = model.get_submodule(name)
+        layers += found.children() if isinstance(found, nn.ModuleList) else [found]
+    settings, of_full = (vars(m.config.get_text_config()) for m in (model, full))
+    lists = {n: v for n, v in of_full.items() if isinstance(v, list | tuple)}
+    listed = [n for n, v in lists.items() if len(v) == len(names)]
+    kinds = []
+    for i, layer in enumerate(layers):
+        entries = [entry for name in listed for entry in settings[name][i : i + 1]]
+        # 0 is often an `off`.
+        said = [bool(e) if isinstance(e, int | float) else _plain(e) for e in entries]
+        kinds.append(json.dumps([_switches(layer), said], sort_keys=True))
+    return kinds
 
 
 def _switches(layer: nn.Module) -> list[str]:

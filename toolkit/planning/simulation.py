@@ -31,7 +31,7 @@ from toolkit.models.causal_lm import build_on_meta, plain_class, plain_name
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
-from toolkit.models.tiny_copy import Layers, cuts, on_meta
+from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.meter import (
     BUFFERS,
     GRADIENTS,
@@ -202,8 +202,7 @@ def _decided(
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
     """Find by a tiny copy what `model` makes of its logits; return what is to be said of it."""
-    layers = Layers.of(base)
-    kinds = layers.kinds(base)
+    kinds = layer_kinds(base)
     why = "it has no decoder layers to look at"
     for small in cuts(base.config, kinds, None) if kinds else ():
         said = io.StringIO()

@@ -20,7 +20,7 @@ from toolkit.errors import ModelError, one_line
 from toolkit.formats import DTYPES, assets_of, local_folder
 from toolkit.models.causal_lm import build, build_on_meta, plain_class, plain_name
 from toolkit.models.modes import forked_rng
-from toolkit.models.tiny_copy import Layers, cuts
+from toolkit.models.tiny_copy import cuts, layer_kinds
 
 _MOST = 2**28  # parameters of a copy
 
@@ -50,8 +50,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
     """
     own = replace(cfg, resize_embeddings=False, pad_to_multiple_of=None, frozen_parameters=[])
     real = build_on_meta(own)
-    layers = Layers.of(real)
-    kinds = layers.kinds(real)
+    kinds = layer_kinds(real)
     why = "it has no decoder layers to look at"
     tries = cuts(real.config, kinds, None, real_text=True) if kinds else ()
     for config in chain(tries, [real.config]):  # one that is small already may be taken as it is
@@ -65,7 +64,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
             why = one_line(error)
         else:
             count = sum(p.numel() for p in small.parameters())
-            depth = len(Layers.of(small).kinds(small))
+            depth = len(layer_kinds(small))
             return Shrunk(folder, count, (depth, len(kinds)), len({*kinds}), dtype)
     raise ModelError(f"{plain_name(real)} cannot be cut down to a size to rehearse with: {why}")
 
