@@ -1,5 +1,6 @@
 """The data of a run: made of its settings, refused where it cannot be trained on, and read."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -114,7 +115,13 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     sources = load_sources(data, documents=not finetune)
     # Read before the training data is encoded, which may take an hour.
     others = load_sources(data, what="eval", documents=not finetune)
-    _warn_of_shared(sources, others)
+    trained, evaluated = (
+        {os.path.realpath(f) for source in some for f in source.files} for some in (sources, others)
+    )
+    if both := sorted(trained & evaluated):
+        more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+        what = f"{both[0]}{more} is trained on and evaluated on"
+        ranks.say(f"WARNING: {what}: evaluations tell what was learned by heart (data.eval_files)")
     rows = train.micro_batch * train.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "seed": cfg.seed,
@@ -136,13 +143,6 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     ]
     return StreamFeed(streams, shape, lanes=data.stream_lanes, **settings)
 
-
-def _warn_of_shared(train: list[DataSource], evals: list[DataSource]) -> None:
-    trained, evaluated = ({f for s in some for f in s.real_files} for some in (train, evals))
-    if both := sorted(trained & evaluated):
-        more = f" and {len(both) - 1} more" if len(both) > 1 else ""
-        what = f"{both[0]}{more} is trained on and evaluated on"
-        ranks.say(f"WARNING: {what}: evaluations tell what was learned by heart (data.eval_files)")
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,7 @@ def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
     states = [state] if ranks.same(state) else ranks.gather(state)
     ours = states[0]
     for rank, theirs in enumerate(states):
-        if theirs != ours:
-            names = [name for name in ours if theirs.get(name) != ours[name]]
+        if names := [name for name in ours if theirs.get(name) != ours[name]]:
             raise DataError(
                 f"expected the same data on every rank, rank {rank} reads another than rank 0 "
                 f"({', '.join(names)}: {[theirs.get(n) for n in names]} and "

@@ -35,11 +35,6 @@ class DataSource:
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
 
-    @property
-    def real_files(self) -> set[str]:
-        """The files, without links."""
-        return set(map(os.path.realpath, self.files))
-
     def files_digest(self) -> str:
         """Return a digest of names and sizes of the files, in order; the folder may move."""
         return tables.digest_of([(Path(f).name, os.path.getsize(f)) for f in self.files])
@@ -87,26 +82,23 @@ def load_sources(
     """
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
-    if not configs and what == "train" and documents:
+    if not configs and what == "train":
+        if not documents:
+            pairs = instructions.pairs()
+            rows = pairs.to_iterable_dataset() if streaming else pairs
+            where = "the built-in instructions (Python's standard library)"
+            layout = recognise.Layout("messages", ("messages",))
+            return [DataSource("stdlib-instructions", where, rows, layout)]
         source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
-    elif not configs and what == "train":
-        where, rows = "the built-in instructions (Python's standard library)", instructions.pairs()
-        stream = rows.to_iterable_dataset() if streaming else rows
-        return [
-            DataSource(
-                "stdlib-instructions", where, stream, recognise.Layout("messages", ("messages",))
-            )
-        ]
     return [_source(source, setting, cfg, streaming, documents) for setting, source in configs]
 
 
 def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
 ) -> DataSource:
-    files: list[Path] = []
     known = recognise.known_columns(cfg.text_column)
-    schema, kind, shards = None, None, list[tables.FileShard]()
+    files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
         rows = tables.read_named(source, where, known, streaming=streaming)
