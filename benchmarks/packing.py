@@ -98,11 +98,11 @@ def measure(kind: str, samples: int) -> dict[str, Any]:
     bound = -(-int(lengths.sum()) // SEQUENCE_LENGTH)
     data: Any
     if kind == "ours":
-        from toolkit.data.samples.sequences import EncodedRows, Pieces, Samples, SampleShape
+        from toolkit.data.samples.sequences import EncodedRows, Samples, SampleShape, cut_rows
 
         start = time.perf_counter()
         shape = SampleShape("bfd", SEQUENCE_LENGTH)
-        packed = Samples(Pieces(EncodedRows(rows), SEQUENCE_LENGTH), shape)
+        packed = Samples(cut_rows(EncodedRows(rows), SEQUENCE_LENGTH), shape)
         seconds = time.perf_counter() - start
         bins, tokens, data = len(packed), packed.pieces.lengths.sum(), packed
     else:

@@ -144,7 +144,6 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     return StreamFeed(streams, shape, lanes=data.stream_lanes, **settings)
 
 
-
 @dataclass(frozen=True)
 class Choice:
     """How rows become samples, and whether their documents need a mask to be told apart."""

@@ -18,10 +18,10 @@ from toolkit.data.samples.sequences import (
     Chosen,
     EncodedRows,
     MicroBatch,
-    Pieces,
     Samples,
     SampleShape,
-    Windows,
+    cut_rows,
+    windows,
 )
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
@@ -46,9 +46,9 @@ class Processes(Protocol):
 
 def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
     """Return `source`, or what is `chosen` of its `units_of`, as samples; no sample is an error."""
-    rows, kind = EncodedRows(source.tokens), Windows if shape.packing == "wrapped" else Pieces
-    pieces = kind(rows, shape.sequence_length, chosen)
-    if kind is Windows and rows.total < shape.sequence_length:
+    rows, wrapped = EncodedRows(source.tokens), shape.packing == "wrapped"
+    pieces = (windows if wrapped else cut_rows)(rows, shape.sequence_length, chosen)
+    if wrapped and rows.total < shape.sequence_length:
         raise DataError(
             f"expected at least one sample of {shape.sequence_length} tokens "
             f"(data.sequence_length) in {source.name}, all documents of it together hold "

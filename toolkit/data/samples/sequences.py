@@ -169,65 +169,63 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
     return labels
 
 
-class Windows:
-    """All rows joined and cut into pieces of `length` tokens: ids and labels, both copies.
-
-    The tokens after the last whole window are `dropped`.
-    """
-
-    def __init__(self, rows: EncodedRows, length: int, chosen: Chosen = None) -> None:
-        count, rest = divmod(rows.total, length)
-        self.rows, self.length, self.cut, self.dropped = rows, length, 0, {"tokens": rest}
-        self.chosen = range(count) if chosen is None else chosen
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.full(len(self), self.length)
-
-    def __getitem__(self, window: int) -> Piece:
-        return self.rows.joined(self.chosen[window] * self.length, self.length)
-
-
+@dataclass(frozen=True, eq=False)
 class Pieces:
-    """What packing and padding put into samples: rows, long ones as pieces of `limit` tokens and a
-    rest; rows without a token become none and are `dropped`.
-    """
+    """Stretches of encoded rows, which samples are made of; see `windows` and `cut_rows`."""
 
-    def __init__(self, rows: EncodedRows, limit: int, chosen: Chosen = None) -> None:
-        self.rows, self.limit = rows, limit
-        used = np.arange(len(rows)) if chosen is None else np.asarray(chosen)
-        lengths = rows.lengths()[used]
-        pieces = -(-lengths // limit)
-        self.dropped, self.cut = {"empty rows": int((pieces == 0).sum())}, int((pieces > 1).sum())
-        self.of_row = np.repeat(used, pieces)
-        nth = np.arange(len(self.of_row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self.begins = (nth * limit).astype(np.int32)
-        left = np.repeat(lengths, pieces) - self.begins
-        self.lengths = np.minimum(left, limit).astype(np.int32)
+    rows: EncodedRows
+    begins: np.ndarray  # in the tokens of all rows joined
+    lengths: np.ndarray  # in tokens
+    dropped: dict[str, int]  # what is in no piece
+    cut: int = 0  # rows that became several pieces
 
     def __len__(self) -> int:
-        return len(self.of_row)
+        return len(self.begins)
 
     def __getitem__(self, piece: int) -> Piece:
-        """Return the ids (a view of the file) and the labels of a piece."""
-        row, begin = int(self.of_row[piece]), int(self.begins[piece])
-        here = slice(begin, begin + self.limit)
-        return self.rows.ids(row)[here], self.rows.labels(row)[here]
+        """Return the ids and the labels of a piece; copies."""
+        return self.rows.joined(int(self.begins[piece]), int(self.lengths[piece]))
+
+    def rows_of(self, piece: int) -> list[int]:
+        """Return the first and the last row that a piece holds a part of."""
+        begin = self.begins[piece]
+        return self.rows.ends.searchsorted(
+            [begin, begin + self.lengths[piece] - 1], "right"
+        ).tolist()
+
+
+def windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
+    """Return all rows joined and cut into pieces of `length` tokens, and what is left dropped."""
+    count, rest = divmod(rows.total, length)
+    numbers = np.arange(count) if chosen is None else np.asarray(chosen)
+    return Pieces(rows, numbers * length, np.full(len(numbers), length), {"tokens": rest})
+
+
+def cut_rows(rows: EncodedRows, limit: int, chosen: Chosen = None) -> Pieces:
+    """Return what packing and padding put into samples: rows, long ones as pieces of `limit` tokens
+    and a rest; rows without a token become none and are dropped.
+    """
+    used = np.arange(len(rows)) if chosen is None else np.asarray(chosen)
+    lengths = rows.lengths()[used]
+    counts = -(-lengths // limit)
+    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    left = np.repeat(lengths, counts) - nth * limit
+    begins = np.repeat(rows.ends[used], counts) - left
+    dropped = {"empty rows": int((counts == 0).sum())}
+    lengths = np.minimum(left, limit).astype(np.int32)
+    return Pieces(rows, begins, lengths, dropped, int((counts > 1).sum()))
 
 
 class Samples(Dataset):
-    """Windows or pieces as samples of a shape, packed where it says so; see `SampleShape.sample`.
+    """Pieces of rows as samples of a shape, packed where it says so; see `SampleShape.sample`.
 
     `FILLER` gives one without a label that counts. Pickles as the path of its file, and its plan.
     """
 
-    def __init__(self, pieces: Windows | Pieces, shape: SampleShape) -> None:
+    def __init__(self, pieces: Pieces, shape: SampleShape) -> None:
         self.pieces, self.shape = pieces, shape
         self.plan: BinPlan | None = None
-        if shape.packing == "bfd" and isinstance(pieces, Pieces):
+        if shape.packing == "bfd":
             self.plan = best_fit(pieces.lengths, shape.sequence_length)
 
     def __len__(self) -> int:
@@ -242,14 +240,10 @@ class Samples(Dataset):
 
     def rows(self, index: int) -> str:
         """Return the encoded rows that a sample holds a part of, counted from 0, in words."""
-        if isinstance(self.pieces, Windows):
-            begin = self.pieces.chosen[index] * self.pieces.length
-            of = self.pieces.rows.ends.searchsorted(
-                [begin, begin + self.pieces.length - 1], "right"
-            )
-            first, last = of.tolist()
-            return f"row {first}" if first == last else f"rows {first} to {last}"
-        rows = sorted({int(self.pieces.of_row[number]) for number in self._numbers(index)})
+        held = [self.pieces.rows_of(int(number)) for number in self._numbers(index)]
+        if self.plan is None and held[0][0] != held[0][1]:
+            return f"rows {held[0][0]} to {held[0][1]}"
+        rows = sorted({first for first, _ in held})
         return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
 
     def _numbers(self, index: int) -> Sequence[int] | np.ndarray:
