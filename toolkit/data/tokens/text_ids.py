@@ -12,16 +12,15 @@ the white space before a word out of the offsets of its token; it is looked for 
 """
 
 import copy
-import json
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sources.row_values import BadRow
@@ -51,9 +50,12 @@ class TextTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.backend = tokenizer, None
         if tokenizer.is_fast:
-            self.backend = _with_whole_offsets(tokenizer.backend_tokenizer)
+            self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
             self.backend.no_truncation()
             self.backend.no_padding()
+        self._with_special = self.lists(["a"], True)[0]
+        if self.backend is not None:
+            self.backend.post_processor = None  # some leave spaces out of the offsets of tokens
 
     def encode(self, texts: list[str], spans: list[list[Span]]) -> list[TokenSpans | BadRow]:
         """Return the ids of each text, and which of them lie within its spans, on all cores."""
@@ -88,7 +90,7 @@ class TextTokenizer:
 
     def around(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the tokenizer puts before and after a text."""
-        (bare,), (full,) = self.lists(["a"]), self.lists(["a"], True)
+        bare, full = self.lists(["a"])[0], self._with_special
         for at in range(len(full) - len(bare) + 1):
             if full[at : at + len(bare)] == bare:
                 return full[:at], full[at + len(bare) :]
@@ -130,20 +132,6 @@ class TextTokenizer:
                 "tokenizer without offsets",
             )
         return TokenSpans(np.asarray(whole, np.int32), out)
-
-
-def _with_whole_offsets(backend: Tokenizer) -> Tokenizer:
-    """Return a copy, whose offsets hold the spaces of a token, which some leave out."""
-
-    def untrimmed(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {k: k != "trim_offsets" and untrimmed(v) for k, v in part.items()}
-        return [untrimmed(inner) for inner in part] if isinstance(part, list) else part
-
-    content = json.loads(backend.to_str())
-    if (whole := untrimmed(content["post_processor"])) == content["post_processor"]:
-        return copy.deepcopy(backend)
-    return Tokenizer.from_str(json.dumps(content | {"post_processor": whole}))
 
 
 def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
