@@ -103,10 +103,6 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -114,30 +110,30 @@ def _attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return attention [B, T, heads, width], by `AttentionInterface`'s contract, as `own` does."""
+    borders = {name: others.pop(name, None) for name in BORDERS}
+    begins, _, longest, _ = borders.values()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
     own_way = partial(_flash, own, sliding_window) if "flash" in own else sdpa_attention_forward
-    if cu_seq_lens_q is None or max_length_q is None:
+    if begins is None or longest is None:
         return own_way(module, query, key, value, attention_mask, **options, **others)
     if attention_mask is not None or not causal or query.shape[2] != key.shape[2]:
         raise ModelError("it attends with a mask of its own, or to other tokens than its own")
     if "flash" in own:
-        borders = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        options |= others | dict(zip(BORDERS, borders, strict=True))
-        return own_way(module, query, key, value, None, **options)
+        return own_way(module, query, key, value, None, **options, **others, **borders)
     unknown = sorted(n for n, v in others.items() if v is not None and n not in _IDLE)
     if unknown:
         raise ModelError(f"its attention takes {', '.join(unknown)}, which needs its own kernel")
-    window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
+    window = None if sliding_window is None or sliding_window >= longest else sliding_window
     batch, _, length, width = query.shape
-    if window is None and (cu_seq_lens_q.shape[0], max_length_q) == (batch + 1, length):
+    if window is None and (begins.shape[0], longest) == (batch + 1, length):
         return own_way(module, query, key, value, None, **options)  # each row is a document
     scaling = width**-0.5 if scaling is None else scaling
     qkv = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if _has_kernel(qkv[0], dropout):
-        out = _varlen(qkv, cu_seq_lens_q, max_length_q, scaling, window)
+        out = _varlen(qkv, begins, longest, scaling, window)
     else:
-        out = _each_document(qkv, cu_seq_lens_q, scaling, window, dropout)
+        out = _each_document(qkv, begins, scaling, window, dropout)
     return out.unflatten(0, (batch, length)).contiguous(), None
 
 
