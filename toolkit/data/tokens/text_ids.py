@@ -159,11 +159,6 @@ def _marked(
                 if sign not in _SPACES or not begin or not text[begin - 1].isspace():
                     break
                 begin -= 1
-        if begin < end and not text[end - 1].isspace():
-            for sign in reversed(token):
-                if sign not in _SPACES or not text[end : end + 1].isspace():
-                    break
-                end += 1
         return begin, end
 
     def after(edge: int) -> int:  # the first token with no character before `edge`
