@@ -10,6 +10,7 @@ from feeds import APART, FEATURES, rows, samples, source
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed.prepared import PreparedFeed
+from toolkit.data.order import grouping
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.samples.packing import best_fit
@@ -195,9 +196,10 @@ def test_batches_of_like_length_hold_the_same_samples_with_little_padding():
     assert not np.array_equal(other.indices(0, 320), grouped.indices(0, 320))
 
 
-def test_a_pass_is_over_before_the_next_begins_however_batches_are_grouped():
+def test_a_pass_is_over_before_the_next_begins_however_batches_are_grouped(monkeypatch):
+    monkeypatch.setattr(grouping, "WINDOW", 5)
     for n, size in ((7, 4), (50, 4), (101, 8)):
-        grouped = ByLength(SampleOrder(n, 0), np.arange(n) * 7 % 13, size, seed=0, window=5)
+        grouped = ByLength(SampleOrder(n, 0), np.arange(n) * 7 % 13, size, seed=0)
         read = grouped.indices(0, 4 * n // size * size)
         for start in range(0, len(read) - n, n):
             assert sorted(read[start : start + n]) == list(range(n))

@@ -58,7 +58,12 @@ class PreparedFeed(Feed):
         self.train = [samples for samples, _ in split]
         self.parts = [_part(s, *pair, shape) for s, pair in zip(sources, split, strict=True)]
         self.data: ConcatDataset = ConcatDataset(self.train)
-        self.order = _order(sources, [len(samples) for samples in self.train], seed)
+        sizes = [len(samples) for samples in self.train]
+        weights = [source.weight for source in sources if source.weight is not None]
+        limits = [source.max_repeats for source in sources]
+        self.order: Mixture = SampleOrder(sum(sizes), seed)
+        if any(limit is not None for limit in limits) or (weights and len(sources) > 1):
+            self.order = Mixture(sizes, weights or sizes, seed, limits)
         self.sources, self.total = list(sources), self.order.total
         position = Position(len(self), seed, global_batch, _reading(sources, self.train, shape))
         super().__init__(shape, position, eval_sources, max_eval_samples)
@@ -153,14 +158,6 @@ def held_out(
         evaluated = permute(units[:held], len(units), 0, 0)
         train, evaluated = np.setdiff1d(units, evaluated), np.sort(evaluated[:most])
     return samples_of(source, shape, train), samples_of(source, shape, evaluated[:most])
-
-
-def _order(sources: Sequence[EncodedSource], sizes: list[int], seed: int) -> Mixture:
-    weights = [source.weight for source in sources if source.weight is not None]
-    limits = [source.max_repeats for source in sources]
-    if any(limit is not None for limit in limits) or (weights and len(sources) > 1):
-        return Mixture(sizes, weights or sizes, seed, limits)
-    return SampleOrder(sum(sizes), seed)
 
 
 def _reading(

@@ -11,6 +11,7 @@ regrouped, and only with others of the same passes. The rest stay as they are.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -23,17 +24,10 @@ WINDOW = 50  # global batches that are sorted together
 class ByLength:
     """An order of samples, regrouped by `lengths` in tokens. See [Note: grouping by length]."""
 
-    def __init__(
-        self,
-        order: Mixture,
-        lengths: np.ndarray,
-        global_batch: int,
-        seed: int,
-        window: int = WINDOW,
-    ) -> None:
+    def __init__(self, order: Mixture, lengths: np.ndarray, global_batch: int, seed: int) -> None:
         self.order, self.lengths, self.seed = order, lengths, derived_seed(seed, "lengths")
-        self.global_batch, self.stretch = global_batch, window * global_batch
-        self._kept: tuple[int, np.ndarray] | None = None
+        self.global_batch, self.stretch = global_batch, WINDOW * global_batch
+        self._window = lru_cache(maxsize=1)(self._regrouped)  # it is read in parts
 
     def indices(self, start: int, count: int) -> np.ndarray:
         """Return the samples at the `count` positions from `start` on; int64."""
@@ -42,29 +36,19 @@ class ByLength:
         windows = [self._window(number) for number in range(first, last)]
         return np.concatenate([np.zeros(0, np.int64), *windows])[at : at + count]
 
-    def _window(self, number: int) -> np.ndarray:
-        if self._kept is None or self._kept[0] != number:  # one is kept: it is read in parts
-            first, last = number * self.stretch, (number + 1) * self.stretch
-            last = last if self.order.total is None else min(last, self.order.total)
-            draws = self.order.draws(first, last - first)
-            lengths = self.lengths[draws.samples]
-            places = regroup(draws, lengths, self.global_batch, self.seed, first)
-            self._kept = number, draws.samples[places]
-        return self._kept[1]
-
-
-def regroup(draws: DrawnSamples, lengths: np.ndarray, size: int, seed: int, key: int) -> np.ndarray:
-    """Return the places of a window's samples in the order in which they are read.
-
-    A rest that fills no batch of `size` stays at the end. `key` tells this window from others.
-    """
-    places = np.arange(len(lengths))
-    for first, last in _runs(draws, size):
-        here = slice(first * size, last * size)
-        by_length = places[here][np.argsort(lengths[here], kind="stable")]
-        order = permute(np.arange(last - first), last - first, seed, key + first)
-        places[here] = by_length.reshape(-1, size)[order].reshape(-1)
-    return places
+    def _regrouped(self, number: int) -> np.ndarray:
+        """Return the samples of a window; a rest that fills no batch stays at its end."""
+        start, stop = number * self.stretch, (number + 1) * self.stretch
+        stop = stop if self.order.total is None else min(stop, self.order.total)
+        draws = self.order.draws(start, stop - start)
+        lengths, size = self.lengths[draws.samples], self.global_batch
+        places = np.arange(len(lengths))
+        for first, last in _runs(draws, size):
+            here = slice(first * size, last * size)
+            by_length = places[here][np.argsort(lengths[here], kind="stable")]
+            order = permute(np.arange(last - first), last - first, self.seed, start + first)
+            places[here] = by_length.reshape(-1, size)[order].reshape(-1)
+        return draws.samples[places]
 
 
 def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:

@@ -40,13 +40,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> BinPlan:
     depends on nothing but the arguments. See [Note: best fit by counting]. A million samples take
     well under a second and some 50 bytes each, of which 8 stay.
     """
-    bins = _bins(lengths, capacity) if len(lengths) else np.zeros(0, np.int64)
-    # Stable, so that the samples of a bin stay in their own order.
-    return BinPlan(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins + 1, minlength=1)))
-
-
-def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each sample."""
+    if not len(lengths):
+        return BinPlan(np.zeros(0, np.int64), np.zeros(1, np.int64))
     narrow = lengths.astype(np.uint16 if capacity < 1 << 16 else np.int32)  # 16 bits: radix sort
     spread = _spread(len(lengths))
     room = (capacity - narrow[spread]).astype(narrow.dtype)
@@ -59,7 +54,8 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(placed) - placed, placed)
     bins = np.empty(len(lengths), np.int64)
     bins[longest_first] = np.repeat(first, placed) + within // np.repeat(each, placed)
-    return bins
+    # Stable, so that the samples of a bin stay in their own order.
+    return BinPlan(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins + 1)))
 
 
 def _place(values: list[int], counts: list[int], capacity: int) -> list[tuple[int, int, int]]:
