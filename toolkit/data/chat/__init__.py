@@ -2,5 +2,3 @@
 
 from toolkit.data.chat.masks import Rendered
 from toolkit.data.chat.template import TODAY, Chat, chat_templates
-
-__all__ = ["TODAY", "Chat", "Rendered", "chat_templates"]
