@@ -35,6 +35,7 @@ from toolkit.formats import local_tensor, reshard
 from toolkit.models.peft_model import persistent_buffers
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Values = list[tuple[list[str], torch.Tensor]]  # on each device: names, and a value for each
 _NAMED = 3  # tensors of a rank
 _SMALL = 2**16  # bytes: a call costs more than reading them
 _ON_HOST = 10  # steps: shards in host memory beside a device cost more to read than there
@@ -71,10 +72,10 @@ class Integrity:
         self._every = every or (_ON_HOST if offloaded and torch.accelerator.is_available() else 1)
         self._every_state = every or _STATE
         self._done = state.step
-        self._start = BitSums(self._frozen())
+        self._start = _sums_of(self._frozen())
         # Of weights, and where they are due of the optimizer's state, since its last step.
-        self._open: tuple[int, list[BitSums]] | None = None
-        self._unread = list[tuple[str, Flags]]()  # when; what differs, not looked at yet
+        self._open: tuple[int, list[Values]] | None = None
+        self._unread = list[tuple[str, Values]]()  # when; whether it differs, not looked at yet
         self._copies, self._sharded = self._start, set[str]()  # of the last look
         state.optimizer.register_step_pre_hook(lambda *_: self._stepping())
         state.optimizer.register_step_post_hook(lambda *_: self._stepped())
@@ -95,31 +96,32 @@ class Integrity:
         if step % self._every == 0:
             self._open = step, self._at_rest(state=step % self._every_state == 0)
 
-    def _at_rest(self, state: bool) -> list["BitSums"]:
-        weights = BitSums(self._weights())
-        return [weights, BitSums(self._optimizer_state())] if state else [weights]
+    def _at_rest(self, state: bool) -> list[Values]:
+        weights = _sums_of(self._weights())
+        return [weights, _sums_of(self._optimizer_state())] if state else [weights]
 
-    def _compare(self, now: list["BitSums"]) -> None:
+    def _compare(self, now: list[Values]) -> None:
         if self._open is not None:
             step, before = self._open
             when = f"between the optimizer's steps {step} and {step + 1}"
             for then, sums in zip(before, now, strict=False):  # of what was summed both times
-                self._unread.append((when, then.differ(sums)))
+                self._unread.append((when, _changed(then, sums)))
 
     def numbers(self) -> list[int]:
         """Return what `judge` compares, of this rank: integers of 64 bits. Waits for the device,
         and reads everything once.
         """
         mine = self._weights(), self._optimizer_state(), self._frozen(), self._buffers
-        weights, state, frozen, buffers = map(BitSums, mine)
+        weights, state, frozen, buffers = map(_sums_of, mine)
         self._compare([weights, state])
-        self._unread.append(("since the start, though not trained", self._start.differ(frozen)))
+        frozen_changed = _changed(self._start, frozen)
+        self._unread.append(("since the start, though not trained", frozen_changed))
         sharded = _sharded(mine[0] | mine[1] | mine[2])
-        self._copies, self._sharded = weights | state | frozen | buffers, set(sharded)
-        sums = self._copies.values()
+        self._copies, self._sharded = weights + state + frozen + buffers, set(sharded)
+        sums = _by_name(self._copies)
         shards = _hash([(n, value) for n, value in sums.items() if n in self._sharded])
         whole = _hash([(n, value) for n, value in sums.items() if n not in self._sharded])
-        changed = any(flags.any() for _, flags in self._unread)
+        changed = any(bool(flags.any()) for _, found in self._unread for _, flags in found)
         place = next(map(_place, sharded.values()), 0)
         return [int(changed), place, shards, whole, _hash(_facts(self._state))]
 
@@ -140,7 +142,7 @@ class Integrity:
         self._unread.clear()
 
     def _name_changed(self) -> str:
-        mine = [(name, when) for when, flags in self._unread for name in flags.names()]
+        mine = [(n, when) for when, found in self._unread for n, f in _by_name(found).items() if f]
         told = ranks.gather((socket.gethostname(), mine))
         return "; ".join(
             f"rank {rank} ({host}): bits of {_listed([name for name, _ in found])} changed "
@@ -150,7 +152,7 @@ class Integrity:
         )
 
     def _name_copies(self, step: int, alike: list[list[int]]) -> str:
-        told = ranks.gather((socket.gethostname(), self._copies.values()))
+        told = ranks.gather((socket.gethostname(), _by_name(self._copies)))
         found: dict[int, list[str]] = {}
         for name in told[0][1]:
             every = [list(range(len(told)))]
@@ -191,67 +193,39 @@ class Integrity:
         return {id(p) for group in self._state.optimizer.param_groups for p in group["params"]}
 
 
-class BitSums:
-    """The sums of the bits of this rank's part of some tensors, as integers; see `bit_sums`."""
-
-    @torch.no_grad()  # with gradients a DTensor's part costs as much as its sum
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sum them where they are; does not wait."""
-        alike: dict[Any, dict[str, torch.Tensor]] = {}  # small ones are summed in one call
-        for name, tensor in tensors.items():
-            part = local_tensor(tensor)
-            key = (part.device, part.dtype, part.shape, "" if part.nbytes < _SMALL else name)
-            alike.setdefault(key, {})[name] = part
-        parts: dict[torch.device, list[tuple[list[str], torch.Tensor]]] = {}
-        for (device, *_), some in alike.items():
-            rows = [*some.values()]
-            stacked = rows[0][None] if len(rows) == 1 else torch.stack(rows)
-            parts.setdefault(device, []).append(([*some], bit_sums(stacked)))
-        self._sums = [
-            ([n for names, _ in sums for n in names], torch.cat([values for _, values in sums]))
-            for sums in parts.values()
-        ]
-
-    def __or__(self, other: "BitSums") -> "BitSums":
-        """Return the sums of both."""
-        both = BitSums({})
-        both._sums = self._sums + other._sums
-        return both
-
-    def differ(self, other: "BitSums") -> "Flags":
-        """Return which sums are not those of `other`, of the tensors that both have; does not
-        wait.
-        """
-        if [names for names, _ in self._sums] == [names for names, _ in other._sums]:
-            pairs = zip(self._sums, other._sums, strict=True)
-            return Flags([(names, mine != theirs) for (names, mine), (_, theirs) in pairs])
-        mine, theirs = self._each(), other._each()  # as where a recipe thaws parameters
-        return Flags([([n], (mine[n] != theirs[n])[None]) for n in mine if n in theirs])
-
-    def _each(self) -> dict[str, torch.Tensor]:
-        return {n: s for names, sums in self._sums for n, s in zip(names, sums, strict=True)}
-
-    def values(self) -> dict[str, int]:
-        """Return the sums by name. Waits for the device."""
-        return {
-            n: v for names, sums in self._sums for n, v in zip(names, sums.tolist(), strict=True)
-        }
+@torch.no_grad()  # with gradients a DTensor's part costs as much as its sum
+def _sums_of(tensors: Mapping[str, torch.Tensor]) -> Values:
+    """Return `bit_sums` of this rank's part of each tensor, on its device; does not wait."""
+    alike: dict[Any, dict[str, torch.Tensor]] = {}  # small ones are summed in one call
+    for name, tensor in tensors.items():
+        part = local_tensor(tensor)
+        key = (part.device, part.dtype, part.shape, "" if part.nbytes < _SMALL else name)
+        alike.setdefault(key, {})[name] = part
+    parts: dict[torch.device, list[tuple[list[str], torch.Tensor]]] = {}
+    for (device, *_), some in alike.items():
+        rows = [*some.values()]
+        stacked = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        parts.setdefault(device, []).append(([*some], bit_sums(stacked)))
+    return [
+        ([n for names, _ in sums for n in names], torch.cat([values for _, values in sums]))
+        for sums in parts.values()
+    ]
 
 
-class Flags:
-    """Which of some tensors have changed, on the device."""
+def _changed(then: Values, now: Values) -> Values:
+    """Return which sums differ, of the tensors that both have; does not wait."""
+    if [names for names, _ in then] == [names for names, _ in now]:
+        return [(names, a != b) for (names, a), (_, b) in zip(then, now, strict=True)]
+    old, new = (  # as where a recipe thaws parameters
+        {n: s for names, sums in one for n, s in zip(names, sums, strict=True)}
+        for one in (then, now)
+    )
+    return [([n], (old[n] != new[n])[None]) for n in old if n in new]
 
-    def __init__(self, flags: list[tuple[list[str], torch.Tensor]]) -> None:
-        self._flags = flags
 
-    def any(self) -> bool:
-        """Return whether one has. Waits for the device."""
-        return any(bool(flags.any()) for _, flags in self._flags)
-
-    def names(self) -> list[str]:
-        """Return those that have. Waits for the device."""
-        return [n for names, flags in self._flags
-                for n, flag in zip(names, flags.tolist(), strict=True) if flag]  # fmt: skip
+def _by_name(values: Values) -> dict[str, int]:
+    """Return them by name. Waits for the device."""
+    return {n: v for names, some in values for n, v in zip(names, some.tolist(), strict=True)}
 
 
 def bit_sums(rows: torch.Tensor) -> torch.Tensor:
