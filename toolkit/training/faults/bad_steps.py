@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import TrainingError
+from toolkit.formats import local_tensor
 
 _NAMED = 12  # samples of a step
 
@@ -62,11 +62,8 @@ class BadSteps:
             if not skipped:
                 continue
             self._count += 1
-            if spike:
-                what = f"loss {loss:.4g} or gradient norm {grad_norm:.4g} is far above those before"
-                said = what + self._sample_list(ranks.gather(self._own_samples(step)))
-            else:
-                said = self._describe(step, bool(here))
+            far = f"loss {loss:.4g} or gradient norm {grad_norm:.4g} is far above those before"
+            said = self._describe(step, bool(here), far if spike else "")
             if self._streak > self._most:
                 self._stop(step, said)
             ranks.say(f"WARNING: step {step} is skipped, its {said}")
@@ -85,22 +82,15 @@ class BadSteps:
             "newest checkpoint is from before; lower optim.learning_rate before going on from it"
         )
 
-    def _describe(self, step: int, here: bool) -> str:
-        """Return what was not finite, where, with which samples. Collective."""
-        told = ranks.gather((here, self._own_samples(step)))
+    def _describe(self, step: int, here: bool, spike: str) -> str:
+        """Return what was wrong, where, with which samples. Collective."""
+        told = ranks.gather((here, list(self._samples(step)) if self._samples else []))
         losses = [rank for rank, (bad, _) in enumerate(told) if bad]
         what = f"loss on rank {', '.join(map(str, losses))}" if losses else "gradient"
-        of = losses or range(len(told))
-        return f"{what} is NaN or infinite{self._sample_list([told[rank][1] for rank in of])}"
-
-    def _own_samples(self, step: int) -> list[str]:
-        return list(self._samples(step)) if self._samples is not None else []
-
-    @staticmethod
-    def _sample_list(samples: list[list[str]]) -> str:
-        names = [name for own in samples for name in own]
+        names = [name for rank in losses or range(len(told)) for name in told[rank][1]]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return f"; samples: {', '.join(names[:_NAMED])}{more}" if names else ""
+        samples = f"; samples: {', '.join(names[:_NAMED])}{more}" if names else ""
+        return (spike or f"{what} is NaN or infinite") + samples
 
     def _stop(self, step: int, said: str) -> None:
         row = f"{self._streak} step(s) in a row, up to {step}," if self._most else f"step {step}"
@@ -111,6 +101,7 @@ class BadSteps:
         )
 
 
+@torch.no_grad()
 def _not_finite(state: Any) -> list[str]:
     """Return the names of this rank's tensors with a value that is NaN or infinite."""
     trained = state.trained()
@@ -118,10 +109,8 @@ def _not_finite(state: Any) -> list[str]:
     for name, parameter in trained.items():
         values = state.optimizer.state.get(parameter, {})
         found |= {f"{key} of {name}": v for key, v in values.items() if torch.is_tensor(v)}
-    local = {
-        name: t.to_local() if isinstance(t, DTensor) else t.detach() for name, t in found.items()
-    }
-    local = {name: t for name, t in local.items() if t.is_floating_point() and t.numel()}
+    local = {name: local_tensor(t) for name, t in found.items() if t.is_floating_point()}
+    local = {name: t for name, t in local.items() if t.numel()}
     # The largest of the absolute values is NaN where one is.
     largest = [torch.linalg.vector_norm(t, torch.inf).float() for t in local.values()]
     if not largest:
