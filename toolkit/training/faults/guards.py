@@ -1,7 +1,7 @@
 """What watches the numbers of a run: bad steps, the bits of its state, the times of its ranks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -47,7 +47,7 @@ class Guards:
         times = [] if self.stragglers is None else self.stragglers.numbers(step_time)
         if not bits and not times:
             return {}
-        rows = ranks.gather_integers(bits + times)
+        rows = ranks.gather(bits + times)
         if self.integrity is not None:
             self.integrity.judge(step, [row[: len(bits)] for row in rows])
         if self.stragglers is None:
@@ -60,7 +60,7 @@ class Guards:
         """
         self.bad_steps.read()
         if self.integrity is not None:
-            self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
+            self.integrity.judge(step, ranks.gather(self.integrity.numbers()))
         self.bad_steps.check_values(step)
         if self._state is not None and (watched := spikes.spikes_of(self._state.model)) is not None:
             self._state.extra[spikes.KEY] = watched.state_dict()
@@ -68,25 +68,22 @@ class Guards:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the collectives inside out of the times."""
-        if self.stragglers is None:
-            yield
-            return
-        with self.stragglers.pause():
+        with self.stragglers.pause() if self.stragglers else nullcontext():
             yield
 
 
 def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: Any) -> Guards:
     """Return what watches a run from `state` on; have its optimizer and model watched."""
-    train, feed, times = cfg.train, data.feed, times_of(model)
+    train, feed = cfg.train, data.feed
     if train.skip_spikes is None:
         state.extra.pop(spikes.KEY, None)  # of a start that had them; they grow stale
     else:
         kept, device = state.extra.get(spikes.KEY, {}), data.run.device
         spikes.watch(model, Spikes(train.skip_spikes, train.spike_window, device, kept))
     integrity = None if train.check_steps == 0 else Integrity(state, train.check_steps)
-    sampled = 1 if data.run.device.type == "cpu" else train.logging_steps
     stragglers = None
-    if ranks.world_size() > 1:
+    if (times := times_of(model)) is not None and ranks.world_size() > 1:
+        sampled = 1 if data.run.device.type == "cpu" else train.logging_steps
         stragglers = Stragglers(times, lambda: feed.waited, sampled)
     bad_steps = BadSteps(train.max_bad_steps, data.samples_of, state)
     return Guards(bad_steps, integrity, stragglers, state)

@@ -12,9 +12,9 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from toolkit import ranks
+from toolkit.sharding.collective_times import CollectiveTimes
 
 _LOST = 0.15  # of a step: what others must lose by a rank that is named
 _IN_A_ROW = 3  # lines of metrics for which it is the same one, and of the same kind
@@ -27,37 +27,34 @@ class Stragglers:
     """Keeps this rank's times, and names a rank by which the others lose time.
 
     Args:
-        times: of this rank's collectives (`sharding.collective_times`); None: one process.
+        times: of this rank's collectives.
         waited: returns the seconds that steps have waited for data so far, on this rank.
         sampled: steps from one that is timed to the next, after the first; 1: all.
     """
 
-    def __init__(self, times: Any, waited: Callable[[], float], sampled: int = 1) -> None:
+    def __init__(
+        self, times: CollectiveTimes, waited: Callable[[], float], sampled: int = 1
+    ) -> None:
         self._times, self._waited, self._sampled = times, waited, sampled
         self._before, self._steps, self._timed = waited(), 0, 0
         self._suspect: tuple[int, str] | None = None
         self._lines = 0  # in a row of which it is the suspect
-        if times is not None:
-            times.on = True
+        times.on = True
 
     def take(self, step: int) -> None:
         """Count a step, and time the next where that is due."""
         self._steps += 1
-        if self._times is not None:
-            self._timed += self._times.on
-            self._times.on = (step + 1) % self._sampled == 0
+        self._timed += self._times.on
+        self._times.on = (step + 1) % self._sampled == 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the collectives inside (of an evaluation) out."""
-        on = self._times is not None and self._times.on
-        if on:
-            self._times.on = False
+        on, self._times.on = self._times.on, False
         try:
             yield
         finally:
-            if on:
-                self._times.on = True
+            self._times.on = on
 
     def numbers(self, step_time: float | None) -> list[int]:
         """Return this rank's nanoseconds a step since the last call: of the whole `step_time`
@@ -67,9 +64,9 @@ class Stragglers:
             step_time = None
         waited, steps, timed = self._waited(), max(1, self._steps), max(1, self._timed)
         data = (waited - self._before) / steps
-        collectives = 0.0 if self._times is None else self._times.take() / timed
         self._before, self._steps, self._timed = waited, 0, 0
-        return [int(seconds * _NANO) for seconds in (step_time or 0.0, data, collectives)]
+        found = (step_time or 0.0, data, self._times.take() / timed)
+        return [int(seconds * _NANO) for seconds in found]
 
     def judge(self, rows: list[list[int]]) -> dict[str, float]:
         """Return the times of a step as keys of a metrics line, given the `numbers` of all ranks,
@@ -81,7 +78,7 @@ class Stragglers:
             return {}
         parts = zip(whole, data, waits, strict=True)
         compute = [max(0.0, seconds - read - waited) for seconds, read, waited in parts]
-        if self._times is not None and self._times.hidden:
+        if self._times.hidden:
             compute = []
         found = dict[str, float]()
         for name, values in zip(PARTS, (data, compute, waits), strict=True):
