@@ -126,14 +126,16 @@ class Metrics:
         self._guards.take(step, stats)
         watchdog.in_step(step + 1)
         slowed = self._profiler is not None and self._profiler.slows(step)
-        if more or step % self._every == 0 or step in (self._first + 1, self._last):
-            skipped = self._guards.bad_steps.count()  # waits for the device
-            self._take_time(counts=not slowed)
-            self._write(
-                step, stats, learning_rate, more | ({"skipped": skipped} if skipped else {})
-            )
-        else:
-            self._take_time(counts=not slowed)
+        is_due = more or step % self._every == 0 or step in (self._first + 1, self._last)
+        if is_due and (skipped := self._guards.bad_steps.count()):  # waits for the device
+            more["skipped"] = skipped
+        now = time.perf_counter()
+        if not slowed:  # a step which rates are made of
+            self._seconds += now - self._since - self._paused
+            self._steps += 1
+        self._since, self._paused = now, 0.0
+        if is_due:
+            self._write(step, stats, learning_rate, more)
         self._bar.update(1)
         if self._profiler is not None and self._profiler.end_step(step):
             with watchdog.patient("writing what was profiled"):
@@ -141,14 +143,6 @@ class Metrics:
                 if self._snapshot is not None:
                     write_snapshot(self._snapshot)
             self._since = time.perf_counter()
-
-    def _take_time(self, *, counts: bool) -> None:
-        """Add the time of the step that ends now to that of the steps which rates are made of."""
-        now = time.perf_counter()
-        if counts:
-            self._seconds += now - self._since - self._paused
-            self._steps += 1
-        self._since, self._paused = now, 0.0
 
     def _write(self, step: int, stats: Any, learning_rate: float, more: dict[str, float]) -> None:
         line = self._line(step, stats, learning_rate) | more
@@ -256,7 +250,7 @@ class Metrics:
             step_time = max(1e-9, self._seconds) / self._steps
             rate = self._tokens_per_step / step_time
             line |= {"tokens_per_second": rate, "step_time": step_time}
-            if (peak := device_peak_flops(self._device)) is not None:
+            if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(self._device))):
                 line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
         line |= self._guards.line(step, line.get("step_time"))
         self._seconds, self._steps = 0.0, 0
@@ -274,10 +268,8 @@ class Metrics:
         memory = size_text(line["memory_peak_bytes"])
         text = f"step {step:>{len(str(self._last))}}/{self._last}  {shown}  {speed}"
         if "eval_loss" in line:
-            more = (
-                f"perplexity {line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%}"
-            )
-            text += f"  eval_loss {line['eval_loss']:.4f} ({more})"
+            text += f"  eval_loss {line['eval_loss']:.4f} (perplexity "
+            text += f"{line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%})"
         text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}  {memory}"
         if self._paced is None:  # the first step compiles, and says nothing of those to come
             self._paced = step, now
@@ -322,7 +314,6 @@ def begin(
         settings["train"]["gradient_accumulation_steps"] = data.accumulation
         record_start(folder, run, state.step, data.max_steps, opening, supervision, settings)
     reading = data.position
-    trackers = _trackers(cfg, run, folder, model, data, state)
     metrics = Metrics(
         folder,
         device=run.device,
@@ -334,7 +325,7 @@ def begin(
         logging_steps=cfg.train.logging_steps,
         disable_tqdm=cfg.metrics.disable_tqdm,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
-        trackers=trackers,
+        trackers=_trackers(cfg, run, folder, model, data, state),
         guards=guards_of(cfg, model, data, state),
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
@@ -382,15 +373,9 @@ def _trackers(
         "global_batch": data.position.global_batch,
     }
     logged = ranks.on_main(lambda: [line["step"] for line in read_metrics(folder)])
-    return run.at_end.enter_context(
-        Trackers(
-            cfg.metrics,
-            folder,
-            settings,
-            first_step=state.step,
-            last_logged=max(logged, default=0),
-        )
-    )
+    last = max(logged, default=0)
+    started = Trackers(cfg.metrics, folder, settings, first_step=state.step, last_logged=last)
+    return run.at_end.enter_context(started)
 
 
 def due(step: int, every: int | None) -> bool:
@@ -443,11 +428,6 @@ def training_flops(model: nn.Module, sequence_length: int) -> float:
     if all(type(n) is int for n in sizes):
         width = math.prod(sizes)
     return weights + 12.0 * len(decoder_layers(base)) * width * sequence_length
-
-
-def device_peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of a known GPU in FLOP/s, None for others and for CPUs."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_flops(name: str) -> float | None:

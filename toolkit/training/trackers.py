@@ -65,10 +65,7 @@ class Trackers:
                 self._trackers[name], known[name] = (tracker, after), run_id
             if known:
                 temporary = file.with_suffix(".tmp")
-                with open(temporary, "w", encoding="utf-8") as out:
-                    json.dump(known, out)
-                    out.flush()
-                    os.fsync(out.fileno())
+                temporary.write_text(json.dumps(known), "utf-8")
                 os.replace(temporary, file)
 
         ranks.on_main(start)
