@@ -114,7 +114,7 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
 
     monkeypatch.setattr(dist, "rendezvous", lambda *a, **k: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    monkeypatch.setattr(launch.rendezvous, "apart", lambda store, *_: store)
+    monkeypatch.setattr(launch.network, "apart", lambda store, *_: store)
     environment = {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "mgmt0"}
     monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "1"})
     with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from toolkit import recipes
 from toolkit.errors import EXIT_CODE_PREEMPTED, ConfigError
-from toolkit.training import rendezvous
+from toolkit.training import network
 from toolkit.training.faults import preemption
 
 
 def meet(store: dist.Store, rank: int, world: int = 2, seconds: float = 30.0) -> dist.Store:
-    return rendezvous.apart(store, rank, world, datetime.timedelta(seconds=seconds))
+    return network.apart(store, rank, world, datetime.timedelta(seconds=seconds))
 
 
 def meet_all(store: dist.Store, world: int) -> list[dist.Store]:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
-from toolkit.training import background, device, network, rendezvous
+from toolkit.training import background, device, network
 from toolkit.training.faults import preemption, watchdog
 
 # Nodes of one job may start minutes apart.
@@ -188,7 +188,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             start(deterministic=cfg.train.deterministic) as run,
         ):
             slow = device.slow_dtype(run.device, cfg.sharding.param_dtype) if run.rank == 0 else ""
-            run.say(rendezvous.restart_line(), slow)
+            run.say(network.restart_line(), slow)
             watchdog.begin(cfg.train.hang_seconds, Path(cfg.output_dir), background.busy)
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
@@ -242,7 +242,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             "sharding.activation_checkpointing: full"
         )
         return 1, ""
-    if not isinstance(error, ToolkitError) and preemption.stopped_elsewhere():
+    if not isinstance(error, ToolkitError) and ranks.posted(preemption.MARK):
         return preemption.EXIT_CODE, ""
     if ranks.lost_another(error):
         code = watchdog.verdict()
@@ -377,7 +377,7 @@ def _connect(backend: str, rank: int, world: int) -> None:
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
-            store = rendezvous.apart(store, rank, world, _RENDEZVOUS_TIMEOUT)
+            store = network.apart(store, rank, world, _RENDEZVOUS_TIMEOUT)
         place: Any = {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **place)
         if here < world:  # gloo connects at its first use, and the groups of `ranks` wait a day

@@ -35,6 +35,7 @@ from toolkit.training.faults import watchdog
 T = TypeVar("T")
 
 EXIT_CODE = EXIT_CODE_PREEMPTED
+MARK = "preempted"  # `ranks.posted` by a rank that leaves by a signal
 _SAME = 2.0  # seconds in which a signal that comes again, as from terminal and launcher, is one
 _PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the parent ends
 _LAUNCHER = os.getppid()
@@ -89,7 +90,7 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         # Code in C that was calling Python may make an error of its own of what a signal raised.
         if not (isinstance(error, Preempted) or _state.raised):
             raise
-        ranks.post("preempted")  # for those that got no signal, and lose this rank
+        ranks.post(MARK)  # for those that got no signal, and lose this rank
         raise Preempted from error
     finally:
         leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
@@ -148,11 +149,6 @@ def leave_loop(step: int) -> None:
     if _state.agreed or _state.signal is not None:
         _state.leaving = True
         raise Preempted
-
-
-def stopped_elsewhere() -> bool:
-    """Return whether another rank left by a signal, where this one has failed. Not collective."""
-    return ranks.posted("preempted")
 
 
 def exit_code() -> int:
