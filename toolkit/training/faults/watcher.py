@@ -118,7 +118,7 @@ class Rank:
 
     def state(self) -> str:
         """Return the process's state as ps(1) writes it; empty where that is not known."""
-        return _stat(self.pid)[:1][0] if _stat(self.pid) else ""
+        return "".join(_stat(self.pid)[:1])
 
     def was_killed_for_memory(self) -> bool:
         return _memory_kills() > self._kills
@@ -252,8 +252,7 @@ class Judge:
         self._world, self._patience = settings["world"], settings["patience"]
         self._folder = Path(settings["folder"])
         self._seen: dict[int, Seen] = {}
-        self._links: dict[int, Lines] = {}
-        self._numbers: dict[int, int] = {}  # descriptor -> rank
+        self._connected: dict[int, Seen] = {}  # by the link's descriptor
         self._ready = selectors.DefaultSelector()
         self._causes = list[tuple[int, Seen, int, str]]()  # depth (0: deepest), rank, code, words
         self._decide_at: float | None = None
@@ -275,8 +274,8 @@ class Judge:
                 seen.heard = seen.got_on = now
             if now - sent >= _SILENT / 6:
                 sent = now
-                for link in self._links.values():
-                    link.send(beat=True)
+                for seen in self._connected.values():
+                    seen.link.send(beat=True)
             if not self._over:
                 self._look(now)
         if self._causes and not self._over:
@@ -284,7 +283,7 @@ class Judge:
 
     def _all_left(self) -> bool:
         whole = len(self._seen) == self._world or not self._rank.alive()
-        return whole and not self._links
+        return whole and not self._connected
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -298,21 +297,21 @@ class Judge:
             connection.close()
             return
         number = int(hello[0]["hello"])
-        self._seen[number] = Seen(link, number, hello[0]["host"], hello[0]["pid"])
-        self._links[link.fileno()], self._numbers[link.fileno()] = link, number
+        seen = Seen(link, number, hello[0]["host"], hello[0]["pid"])
+        self._seen[number] = self._connected[link.fileno()] = seen
         for message in hello[1:]:
-            self._hear(self._seen[number], message)
+            self._hear(seen, message)
         self._ready.register(link, selectors.EVENT_READ)
 
     def _read(self, descriptor: int) -> None:
-        link, seen = self._links[descriptor], self._seen[self._numbers[descriptor]]
-        messages = link.receive()
+        seen = self._connected[descriptor]
+        messages = seen.link.receive()
         seen.heard = time.monotonic()
         for message in messages or []:
             self._hear(seen, message)
         if messages is None:
-            self._ready.unregister(link)
-            del self._links[descriptor], self._numbers[descriptor]
+            self._ready.unregister(seen.link)
+            del self._connected[descriptor]
             if seen.ended is None:
                 self._gone(seen, "lost with its watcher")
 
@@ -383,7 +382,7 @@ class Judge:
         until = time.monotonic() + 2 * _ANSWER
         while time.monotonic() < until and any(seen.stacks is None for seen in running):
             for key, _ in self._ready.select(_TICK):
-                if key.fd in self._links:
+                if key.fd in self._connected:
                     self._read(key.fd)
             if self._causes:  # one of them ended meanwhile, and was the cause
                 return
@@ -398,8 +397,8 @@ class Judge:
         self._over = True
         if why:
             tell(why)
-        for link in self._links.values():
-            link.send(leave=code, why=why, grace=grace, lost=lost)
+        for seen in self._connected.values():
+            seen.link.send(leave=code, why=why, grace=grace, lost=lost)
 
 
 def summary(ranks: list[Seen]) -> list[str]:
