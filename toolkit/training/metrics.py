@@ -1,9 +1,14 @@
-"""What a run shows of itself: first lines, loss, speed and memory, a progress bar, the summary."""
+"""What a run shows of itself: first lines, loss, speed and memory, a progress bar, the summary.
+
+Where and with what it was started is kept in `starts.jsonl`, a line for each start.
+"""
 
 import dataclasses
+import importlib.metadata
 import math
+import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +18,14 @@ from torch import nn
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from toolkit import ranks
+from toolkit import __version__, ranks
 from toolkit.adapters.coverage import coverage_lines
 from toolkit.config import flat
+from toolkit.config.published import publishable_settings
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.formats.metrics_file import METRICS, append, keep_until, read_metrics
+from toolkit.errors import TrainingError
+from toolkit.formats.metrics_file import METRICS, STARTS, append, keep_until, read_metrics
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
 from toolkit.models.layers import decoder_layers, routed_shares
@@ -33,11 +40,11 @@ from toolkit.training.faults.guards import Guards, guards_of
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
-from toolkit.training.starts import record_start
 from toolkit.training.step import EvalSets, evaluate
 from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
 
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 # Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
 _PEAKS = {
     "H200": 989e12,
@@ -58,49 +65,34 @@ _PEAKS = {
 }
 
 
+@dataclasses.dataclass
 class Metrics:
     """Collects one run's steps and writes them on the main process. The tensors of a step are read
     only when a line is due, so that the device never waits in between.
-
-    Args:
-        first_step: steps that an earlier start has done; what it logged after them is dropped.
-        tokens: supervised tokens of those steps.
-        tokens_per_step: non-padding tokens of the global batch, for rates.
-        epochs_per_step: share of the data that a step reads, where that is known.
-        trackers: are sent each line.
-        flops_per_token: operations of forward and backward; see `training_flops`.
-        profiler: profiles some of the steps, whose times then count for no rate.
-        snapshot: file of GPU memory that is written when it has.
-        guards: what watches the numbers; without, the first skipped step ends the run.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        device: torch.device,
-        first_step: int,
-        max_steps: int,
-        tokens: int,
-        tokens_per_step: int,
-        flops_per_token: float,
-        logging_steps: int,
-        disable_tqdm: bool,
-        epochs_per_step: float | None = None,
-        trackers: Trackers | None = None,
-        profiler: StepProfiler | None = None,
-        snapshot: Path | None = None,
-        guards: Guards | None = None,
-    ):
-        self._file, self._main, self._device = run_dir / METRICS, ranks.rank() == 0, device
-        self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
-        self._first, self._last, self._every = first_step, max_steps, logging_steps
-        self._epochs_per_step, self._trackers = epochs_per_step, trackers
-        self._profiler, self._snapshot = profiler, snapshot
+    run_dir: Path
+    _: dataclasses.KW_ONLY
+    device: torch.device
+    first_step: int  # steps that an earlier start has done; what it logged after them is dropped
+    max_steps: int
+    tokens_before: int  # supervised tokens of those steps
+    tokens_per_step: int  # non-padding tokens of the global batch, for rates
+    flops_per_token: float  # of forward and backward; see `training_flops`
+    logging_steps: int
+    disable_tqdm: bool
+    epochs_per_step: float | None = None  # share of the data that a step reads, where it is known
+    trackers: Trackers | None = None  # are sent each line
+    profiler: StepProfiler | None = None  # of some of the steps, whose times count for no rate
+    snapshot: Path | None = None  # file of GPU memory that is written when that has
+    guards: Guards = dataclasses.field(default_factory=Guards)
+    """What watches the numbers; without, the first skipped step ends the run."""
+
+    def __post_init__(self) -> None:
+        self._file, self._main = self.run_dir / METRICS, ranks.rank() == 0
         # Of steps whose tensors are not read yet; of those that are, since the last line.
         self._pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
-        self._tokens, self._loss, self._loss_tokens = tokens, 0.0, 0.0
-        self._guards = guards or Guards()
+        self._tokens, self._loss, self._loss_tokens = self.tokens_before, 0.0, 0.0
         self._began = self._since = time.perf_counter()
         # Since the last step; seconds and number of steps since the last line.
         self._paused, self._seconds, self._steps = 0.0, 0.0, 0
@@ -109,13 +101,12 @@ class Metrics:
         self._last_line: dict[str, Any] = {}
         self._unwritten: list[dict[str, Any]] = []  # lines that the disk refused
         if self._main:
-            keep_until(self._file, first_step)
-        hide = disable_tqdm or not self._main or None  # None: shown in a terminal only
+            keep_until(self._file, self.first_step)
         self._bar = tqdm(
-            total=max_steps,
-            initial=first_step,
+            total=self.max_steps,
+            initial=self.first_step,
             dynamic_ncols=True,
-            disable=hide,
+            disable=self.disable_tqdm or not self._main or None,  # None: shown in a terminal only
             bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
         )
 
@@ -123,11 +114,13 @@ class Metrics:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
-        self._guards.take(step, stats)
+        self.guards.take(step, stats)
         watchdog.in_step(step + 1)
-        slowed = self._profiler is not None and self._profiler.slows(step)
-        is_due = more or step % self._every == 0 or step in (self._first + 1, self._last)
-        if is_due and (skipped := self._guards.bad_steps.count()):  # waits for the device
+        slowed = self.profiler is not None and self.profiler.slows(step)
+        is_due = (
+            more or step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
+        )
+        if is_due and (skipped := self.guards.bad_steps.count()):  # waits for the device
             more["skipped"] = skipped
         now = time.perf_counter()
         if not slowed:  # a step which rates are made of
@@ -137,11 +130,11 @@ class Metrics:
         if is_due:
             self._write(step, stats, learning_rate, more)
         self._bar.update(1)
-        if self._profiler is not None and self._profiler.end_step(step):
+        if self.profiler is not None and self.profiler.end_step(step):
             with watchdog.patient("writing what was profiled"):
-                ranks.say(*self._profiler.write())
-                if self._snapshot is not None:
-                    write_snapshot(self._snapshot)
+                ranks.say(*self.profiler.write())
+                if self.snapshot is not None:
+                    write_snapshot(self.snapshot)
             self._since = time.perf_counter()
 
     def _write(self, step: int, stats: Any, learning_rate: float, more: dict[str, float]) -> None:
@@ -152,8 +145,8 @@ class Metrics:
             self._unwritten.append(line)
             self._append()
             self._show(line)
-            if self._trackers is not None:
-                self._trackers.log(line)
+            if self.trackers is not None:
+                self.trackers.log(line)
 
     def _append(self) -> None:
         """Write the lines that are due; those that the disk refuses wait for the next one."""
@@ -173,7 +166,7 @@ class Metrics:
         """Raise a `TrainingError` where too many steps up to here were skipped, or what would be
         saved is not finite or not what it was left as. Collective; see `Guards.before_save`.
         """
-        self._guards.before_save(step)
+        self.guards.before_save(step)
 
     @property
     def tokens(self) -> int:
@@ -191,13 +184,13 @@ class Metrics:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave what happens inside (evaluation, saving) out of the rates."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # steps under way are not part of the pause
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # steps under way are not part of the pause
         begun = time.perf_counter()
         try:
             with (
                 record_function(PAUSE),
-                self._guards.pause(),
+                self.guards.pause(),
                 watchdog.patient("evaluation, save or export"),
             ):
                 yield
@@ -207,12 +200,12 @@ class Metrics:
     def close_bar(self) -> None:
         """End the progress bar and the profiler, where they have not ended yet."""
         self._bar.close()
-        if self._profiler is not None:
-            self._profiler.close()
+        if self.profiler is not None:
+            self.profiler.close()
 
     def close(self) -> str:
         """End the progress bar; return the line that sums up the steps, empty without a step."""
-        if self._profiler is not None and self._profiler.open:
+        if self.profiler is not None and self.profiler.open:
             ranks.say("WARNING: the run ended before train.profile_steps did: there is no profile")
         self.close_bar()
         if self._unwritten:
@@ -225,7 +218,7 @@ class Metrics:
             return ""
         more = f", eval perplexity {last['eval_perplexity']:.1f}" if "eval_loss" in last else ""
         return (
-            f"\ndone: step {self._first + 1} to {last['step']} in {seconds:.0f} s, "
+            f"\ndone: step {self.first_step + 1} to {last['step']} in {seconds:.0f} s, "
             f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{more}"
         )
 
@@ -242,17 +235,17 @@ class Metrics:
         if self._loss_tokens:
             line["mean_loss"] = self._loss / self._loss_tokens
         self._loss = self._loss_tokens = 0.0
-        if self._epochs_per_step is not None:
-            line["epoch"] = step * self._epochs_per_step
-        on_gpu = self._device.type == "cuda"
-        most = torch.cuda.max_memory_allocated(self._device) if on_gpu else host_memory_peak()
+        if self.epochs_per_step is not None:
+            line["epoch"] = step * self.epochs_per_step
+        on_gpu = self.device.type == "cuda"
+        most = torch.cuda.max_memory_allocated(self.device) if on_gpu else host_memory_peak()
         if self._steps:
             step_time = max(1e-9, self._seconds) / self._steps
-            rate = self._tokens_per_step / step_time
+            rate = self.tokens_per_step / step_time
             line |= {"tokens_per_second": rate, "step_time": step_time}
-            if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(self._device))):
-                line["mfu"] = rate * self._flops_per_token / (peak * ranks.world_size())
-        line |= self._guards.line(step, line.get("step_time"))
+            if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(self.device))):
+                line["mfu"] = rate * self.flops_per_token / (peak * ranks.world_size())
+        line |= self.guards.line(step, line.get("step_time"))
         self._seconds, self._steps = 0.0, 0
         return line | {"memory_peak_bytes": most}
 
@@ -260,13 +253,13 @@ class Metrics:
         """Print a line above the progress bar, which shows what the line begins with."""
         step, loss, now = line["step"], f"loss {line['loss']:.4f}", time.perf_counter()
         shown = loss
-        if self._every > 1 and "mean_loss" in line:
+        if self.logging_steps > 1 and "mean_loss" in line:
             shown += f" (mean {line['mean_loss']:.4f})"
         rate = line.get("tokens_per_second")
         speed = "profiled" if rate is None else f"{rate:,.0f} tok/s"
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         memory = size_text(line["memory_peak_bytes"])
-        text = f"step {step:>{len(str(self._last))}}/{self._last}  {shown}  {speed}"
+        text = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {shown}  {speed}"
         if "eval_loss" in line:
             text += f"  eval_loss {line['eval_loss']:.4f} (perplexity "
             text += f"{line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%})"
@@ -274,7 +267,7 @@ class Metrics:
         if self._paced is None:  # the first step compiles, and says nothing of those to come
             self._paced = step, now
         elif self._bar.disable:
-            left = (self._last - step) * (now - self._paced[1]) / (step - self._paced[0])
+            left = (self.max_steps - step) * (now - self._paced[1]) / (step - self._paced[0])
             text += f"  eta {tqdm.format_interval(left)}"
         ranks.show(text)
         self._bar.set_postfix_str(f"{loss}  {speed}  {memory}")
@@ -310,16 +303,14 @@ def begin(
     if state.step >= data.max_steps:
         run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
     else:
-        settings = dataclasses.asdict(cfg)
-        settings["train"]["gradient_accumulation_steps"] = data.accumulation
-        record_start(folder, run, state.step, data.max_steps, opening, supervision, settings)
+        _record_start(cfg, run, folder, state.step, data, opening, supervision)
     reading = data.position
     metrics = Metrics(
         folder,
         device=run.device,
         first_step=state.step,
         max_steps=data.max_steps,
-        tokens=state.tokens,
+        tokens_before=state.tokens,
         tokens_per_step=data.tokens_per_step,
         flops_per_token=training_flops(model, cfg.data.sequence_length),
         logging_steps=cfg.train.logging_steps,
@@ -333,6 +324,51 @@ def begin(
     watchdog.name_samples(data.samples_of)
     preemption.enter_loop()
     return metrics
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the toolkit, of Python and of the packages that shape the weights."""
+    installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return {"toolkit": __version__, "python": platform.python_version(), **installed}
+
+
+def _record_start(
+    cfg: RunConfig,
+    run: Run,
+    folder: Path,
+    step: int,
+    data: TrainingData,
+    opening: Sequence[str | None],
+    supervision: str,
+) -> None:
+    """Append the start after `step` to the file, on rank 0; starts after later steps are dropped.
+    Collective.
+    """
+    settings = dataclasses.asdict(cfg)
+    settings["train"]["gradient_accumulation_steps"] = data.accumulation
+    on_gpu = run.device.type == "cuda"
+    line: dict[str, Any] = {
+        "step": step,
+        "max_steps": data.max_steps,
+        "time": time.time(),
+        "hosts": sorted(set(ranks.gather_to_main(platform.node()))),
+        "world_size": run.world_size,
+        "device": torch.cuda.get_device_name(run.device) if on_gpu else run.device.type,
+        "versions": versions(),
+        "opening": [text for text in opening if text],
+        "supervision": supervision,
+    }
+
+    def write() -> None:
+        line["run"] = publishable_settings(settings, folder)
+        try:
+            keep_until(folder / STARTS, step)
+            append(folder / STARTS, [line])
+        except OSError as error:
+            what = f"{folder / STARTS} cannot be written: {error.strerror}"
+            raise TrainingError(what) from error
+
+    ranks.on_main(write)
 
 
 def _profiling(

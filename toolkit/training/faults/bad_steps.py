@@ -6,6 +6,7 @@ of metrics is due or something is saved.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +18,16 @@ from toolkit.formats import local_tensor
 _NAMED = 12  # samples of a step
 
 
+@dataclass
 class BadSteps:
-    """The skipped steps of a start.
+    """The skipped steps of a start."""
 
-    Args:
-        most: of them may follow each other; the next one ends the run.
-        samples: step -> the samples that this rank reads in it, in words.
-        state: a `TrainState`, whose values are looked at before they are saved.
-    """
+    most: int = 0  # of them may follow each other; the next one ends the run
+    samples: Callable[[int], Sequence[str]] | None = None
+    """Step -> the samples that this rank reads in it, in words."""
+    state: Any = None  # a `TrainState`, whose values are looked at before they are saved
 
-    def __init__(
-        self,
-        most: int = 0,
-        samples: Callable[[int], Sequence[str]] | None = None,
-        state: Any = None,
-    ) -> None:
-        self._most, self._samples, self._state = most, samples, state
+    def __post_init__(self) -> None:
         self._unread = list[tuple[int, torch.Tensor]]()
         self._streak = self._count = 0
 
@@ -64,7 +59,7 @@ class BadSteps:
             self._count += 1
             far = f"loss {loss:.4g} or gradient norm {grad_norm:.4g} is far above those before"
             said = self._describe(step, bool(here), far if spike else "")
-            if self._streak > self._most:
+            if self._streak > self.most:
                 self._stop(step, said)
             ranks.say(f"WARNING: step {step} is skipped, its {said}")
 
@@ -72,7 +67,7 @@ class BadSteps:
         """Raise a `TrainingError` where a trained weight or the optimizer's state is not finite
         after `step`, so that it is not saved. Collective; reads this rank's bytes of them once.
         """
-        bad = [] if self._state is None else _not_finite(self._state)
+        bad = [] if self.state is None else _not_finite(self.state)
         if not any(ranks.any_of([bool(bad)])):
             return
         said = ranks.gather(bad[:3])
@@ -84,7 +79,7 @@ class BadSteps:
 
     def _describe(self, step: int, here: bool, spike: str) -> str:
         """Return what was wrong, where, with which samples. Collective."""
-        told = ranks.gather((here, list(self._samples(step)) if self._samples else []))
+        told = ranks.gather((here, list(self.samples(step)) if self.samples else []))
         losses = [rank for rank, (bad, _) in enumerate(told) if bad]
         what = f"loss on rank {', '.join(map(str, losses))}" if losses else "gradient"
         names = [name for rank in losses or range(len(told)) for name in told[rank][1]]
@@ -93,10 +88,10 @@ class BadSteps:
         return (spike or f"{what} is NaN or infinite") + samples
 
     def _stop(self, step: int, said: str) -> None:
-        row = f"{self._streak} step(s) in a row, up to {step}," if self._most else f"step {step}"
+        row = f"{self._streak} step(s) in a row, up to {step}," if self.most else f"step {step}"
         raise TrainingError(
             f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
-            f"{self._most}); the last: {said}. Nothing was changed by them, and nothing was saved "
+            f"{self.most}); the last: {said}. Nothing was changed by them, and nothing was saved "
             "since. Lower optim.learning_rate, raise optim.warmup_steps, or look at these samples"
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -17,18 +18,14 @@ from toolkit.training.faults.spikes import Spikes
 from toolkit.training.faults.stragglers import Stragglers
 
 
+@dataclass(frozen=True)
 class Guards:
     """All of them, as the metrics of a run call them; what is None is not watched."""
 
-    def __init__(
-        self,
-        bad_steps: BadSteps | None = None,
-        integrity: Integrity | None = None,
-        stragglers: Stragglers | None = None,
-        state: Any = None,
-    ) -> None:
-        self.bad_steps, self._state = bad_steps or BadSteps(), state
-        self.integrity, self.stragglers = integrity, stragglers
+    bad_steps: BadSteps = field(default_factory=BadSteps)
+    integrity: Integrity | None = None
+    stragglers: Stragglers | None = None
+    state: Any = None
 
     def take(self, step: int, stats: Any) -> None:
         """Take the `StepStats` of `step`; does not wait."""
@@ -62,8 +59,8 @@ class Guards:
         if self.integrity is not None:
             self.integrity.judge(step, ranks.gather(self.integrity.numbers()))
         self.bad_steps.check_values(step)
-        if self._state is not None and (watched := spikes.spikes_of(self._state.model)) is not None:
-            self._state.extra[spikes.KEY] = watched.state_dict()
+        if self.state is not None and (watched := spikes.spikes_of(self.state.model)) is not None:
+            self.state.extra[spikes.KEY] = watched.state_dict()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
