@@ -8,6 +8,7 @@ import argparse
 import atexit
 import datetime
 import hashlib
+import io
 import json
 import os
 import random
@@ -179,7 +180,8 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
 
     def run_recipe() -> None:
         own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
-        with _shown_once():
+        # What --help and --print_config ask every process for is shown once.
+        with redirect_stdout(sys.stdout if os.environ.get("RANK", "0") == "0" else io.StringIO()):
             cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
         cfg.metrics.trackers()  # all are installed
         signals, grace = cfg.checkpoint.preemption_signals, cfg.checkpoint.grace_seconds
@@ -201,15 +203,6 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             recipe(cfg, run)
 
     guarded(run_recipe)
-
-
-@contextmanager
-def _shown_once() -> Iterator[None]:
-    """Let rank 0 alone print what --help and --print_config ask every process for."""
-    with open(os.devnull, "w") as nowhere, ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":
-            stack.enter_context(redirect_stdout(nowhere))
-        yield
 
 
 def guarded(main: Callable[[], None]) -> None:

@@ -276,16 +276,9 @@ def verdict() -> int | None:
     return None
 
 
-def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and its callers, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _units(frame: FrameType) -> Iterator[str]:
     """Yield the names of the FSDP units that a stack gathers or reduces, the innermost first."""
-    for one in _frames_of(frame):
+    for one, _ in traceback.walk_stack(frame):
         owner = one.f_locals.get("self")
         if type(owner).__name__ == "FSDPParamGroup":
             yield str(getattr(owner, "_module_fqn", None) or "(root)")
@@ -294,7 +287,8 @@ def _units(frame: FrameType) -> Iterator[str]:
 def _place(frame: FrameType, units: list[str]) -> tuple[str, str]:
     """Return where a stack is; and what it waits for, empty where it does not."""
     code, line = frame.f_code, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    own = next((f for f in _frames_of(frame) if "site-packages" not in f.f_code.co_filename), frame)
+    callers = (f for f, _ in traceback.walk_stack(frame))
+    own = next((f for f in callers if "site-packages" not in f.f_code.co_filename), frame)
     where = f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
     if "torch/distributed" in code.co_filename or ".wait(" in line:
         name = code.co_name if "torch/distributed" in code.co_filename else line
