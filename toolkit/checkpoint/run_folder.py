@@ -20,26 +20,10 @@ from typing import Any
 from torch import nn
 
 from toolkit import config, ranks
-from toolkit.checkpoint import disk, lock
-from toolkit.checkpoint.commit import (
-    CHECKPOINTS,
-    EXPORTS,
-    beside,
-    committed_steps,
-    find_checkpoint,
-    step_name,
-)
+from toolkit.checkpoint import commit, disk, lock, store
+from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.state import TrainState
-from toolkit.checkpoint.store import (
-    BLOCK,
-    Folder,
-    Place,
-    disk_errors,
-    is_url,
-    probe,
-    replace_synced,
-    where,
-)
+from toolkit.checkpoint.store import Folder, Place, disk_errors, where
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError, ConfigError, LaunchError
@@ -141,7 +125,7 @@ class RunFolder:
         """Rename the exports of later steps: this start trains those anew."""
         folders = sorted((self.path / EXPORTS).glob("step-" + "[0-9]" * 8))
         with disk_errors(f"exports of {self.path} cannot be renamed"):
-            return [set_export_aside(f) for f in folders if f.name > step_name(after)]
+            return [set_export_aside(f) for f in folders if f.name > commit.step_name(after)]
 
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
         """Return what a run prints at its end: where things are, and the command that exports."""
@@ -155,7 +139,7 @@ class RunFolder:
 
 def set_export_aside(export: Path) -> str:
     """Rename an export of other weights to `step-N.old-*`; return the line that says so."""
-    old = beside(export, "old")
+    old = commit.beside(export, "old")
     os.rename(export, old)
     return f"NOTE: {export} was there already; it is now {old}"
 
@@ -225,12 +209,12 @@ def local_copy(path: str | Path) -> Iterator[Path]:
     if not isinstance(place, Place):
         yield place
         return
-    checkpoint = find_checkpoint(place)
+    checkpoint = commit.find_checkpoint(place)
     with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
         run = Path(scratch, "run")
         folder = run / CHECKPOINTS / checkpoint.name.partition(".")[0]
         _copy(checkpoint, folder)
-        if not is_url(path):
+        if not store.is_url(path):
             for name in (CONFIG, METRICS, STARTS):
                 if Path(path, name).is_file():
                     shutil.copyfile(Path(path, name), run / name)
@@ -257,7 +241,7 @@ def _copy(checkpoint: Place, folder: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with (checkpoint / name).open() as source, open(file, "wb") as target:
-                shutil.copyfileobj(source, target, BLOCK)
+                shutil.copyfileobj(source, target, store.BLOCK)
         except FileNotFoundError:
             raise CheckpointError(f"{checkpoint / name} is missing") from None
 
@@ -298,7 +282,7 @@ def claim(cfg: Any) -> Any:
         raise ConfigError(f"output_dir {folder} holds {what}; give an empty or new folder")
     if cfg.checkpoint.root is not None:
         if isinstance(root, Place):
-            probe(root)
+            store.probe(root)
         else:
             _check_writable(root, "checkpoint.root")
         if committed_steps(root):
@@ -349,11 +333,11 @@ def record(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
     folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
     with disk_errors(f"{CONFIG} of the run could not be written"):
-        replace_synced(folder / CONFIG, text)
+        store.replace_synced(folder / CONFIG, text)
         if isinstance(root, Place):
             (root / CONFIG).write_bytes(text.encode())
         elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
-            replace_synced(root / CONFIG, text)
+            store.replace_synced(root / CONFIG, text)
 
 
 def _read(file: Folder, cls: type) -> Any:

@@ -25,18 +25,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from toolkit import ranks
+from toolkit import formats, ranks
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.checkpoint.store import disk_error
 from toolkit.errors import CheckpointError
-from toolkit.formats import (
-    METADATA_FILE,
-    ChunkTable,
-    Known,
-    Tensors,
-    collector_paused,
-    local_tensor,
-)
+from toolkit.formats import METADATA_FILE, ChunkTable, Known, Tensors, local_tensor
 
 
 @dataclass
@@ -123,7 +116,7 @@ def metadata_of(known: Known, every: list[bytes]) -> bytes:
     for name in table.tensors:
         if fault := table.fault(name):
             raise CheckpointError(f"{name} is not whole: {fault}")
-    with collector_paused():
+    with formats.collector_paused():
         return pickle.dumps(table.metadata())
 
 
@@ -169,17 +162,13 @@ def _write_own(tensors: Tensors, writer: HashingWriter) -> tuple[Known, bytes]:
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
     planner.set_up_planner(tensors, writer.storage_meta(), rank == 0)
     items = planner.create_local_plan().items
-    known = {i.index.fqn: _entry(i) for i in items}
+    data: dict[str, Any] = {i.index.fqn: i.tensor_data for i in items}
+    known = {n: TensorStorageMetadata(d.properties, d.size, []) for n, d in data.items()}
     own = written_here(tensors)
     plan = writer.prepare_local_plan(SavePlan([i for i in items if i.index.fqn in own]))
     written = writer.write_data(planner.finish_plan(plan), planner)
     written.wait()
     return known, summary(known, plan.items, written.value())
-
-
-def _entry(item: WriteItem) -> TensorStorageMetadata:
-    data: Any = item.tensor_data
-    return TensorStorageMetadata(data.properties, data.size, [])
 
 
 def summary(known: Known, items: list[WriteItem], results: list[WriteResult]) -> bytes:

@@ -12,17 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -57,7 +49,7 @@ class HashingWriter(FileSystemWriter):
         """Return where the checkpoint is, for torch's logs and its metadata."""
         return self.path if self._files.shards is None else str(self._files.shards)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> "Future[Any]":
         """Write this rank's items; what `dcp.save` calls."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         most = min(_FILES, (cores or 1) // self.ranks_here)
@@ -96,7 +88,7 @@ class ShardReader(FileSystemReader):
         """Return the metadata; torch's own way would run its pickle."""
         return self.metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> "Future[None]":
         """Read this rank's items; called by `dcp.load`."""
         items = sorted(plan.items, key=lambda i: self.storage_data[i.storage_index].offset)
         blobs = {i.storage_index: self.storage_data[i.storage_index] for i in items}
@@ -194,7 +186,7 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(own, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:
+        except dcp.CheckpointException as error:
             ((failure, _),) = error.failures.values()
             text = " ".join(str(failure).split())
             raise CheckpointError(f"{folder} cannot be read: {text}") from error
@@ -217,7 +209,7 @@ def _done(value: Any) -> "Future[Any]":
     return future
 
 
-def _size(item: WriteItem) -> int:
+def _size(item: dcp.WriteItem) -> int:
     return (item.tensor_storage_size() or 0) if item.tensor_data is not None else 0
 
 

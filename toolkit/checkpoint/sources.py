@@ -219,12 +219,9 @@ def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
     files = commit.read_manifest(checkpoint)["files"]
     if metadata not in files:
         raise CheckpointError(f"{checkpoint} has no {metadata} in its manifest")
-    shards = [n for n in files if n.startswith("dcp/")]
-    small = [n for n in files if n.startswith("hf/") or n == metadata]
-    for name, fault in (
-        *commit.damaged_files(checkpoint, shards, hashed=(), files=files),
-        *commit.damaged_files(checkpoint, small, files=files),
-    ):
+    of_model = [n for n in files if n.startswith(("dcp/", "hf/"))]
+    small = [n for n in of_model if n.startswith("hf/") or n == metadata]
+    for name, fault in commit.damaged_files(checkpoint, of_model, hashed=small, files=files):
         raise damaged(checkpoint / name, fault)
     return _dcp(checkpoint / "dcp", _assets(hf_assets, checkpoint / "hf"), checkpoint)
 
