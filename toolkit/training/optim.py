@@ -46,9 +46,9 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     """Return the optimizer of `cfg` over the trainable parameters of `model`.
 
     Matrices decay; vectors and scalars (norms, biases, also those of experts in one tensor) do not,
-    unless asked. AdamW is exact on
-    DTensors, and fused 4 to 6 times faster than the plain loop on CPU; its state is two tensors of
-    the parameters' size and dtype. The others: see `sharded_optimizers`.
+    unless asked. AdamW is exact on DTensors, and fused 4 to 6 times faster than the plain loop on
+    CPU; its state is two tensors of the parameters' size and dtype. The others: see
+    `sharded_optimizers`.
     """
     reshard(model)
     groups: dict[tuple, list[nn.Parameter]] = {}

@@ -1,22 +1,14 @@
 """Weights, optimizer state and position that are not what they were left as, or differ on ranks.
 
 [Note: integrity] Compared are sums of a tensor's bits, taken as integers that wrap around, which
-any single changed bit changes:
-
-* at rest: trained weights, and the optimizer's state less often, right after a step of the
-  optimizer and right before the next; in between nothing writes them;
-* what is never trained, as a frozen base, with the start of the run;
-* copies: what is not sharded (buffers that are saved too) on all ranks, and shards on the ranks
-  that hold the same (HSDP);
-* the step, the position in the data and the schedule on all ranks.
+any single changed bit changes: of what is at rest, from right after a step of the optimizer to
+right before the next; of what is never trained, with the start of the run; of copies (what is not
+sharded, buffers that are saved too, and shards of HSDP's replicas), with other ranks. So are the
+step, the position in the data and the schedule. docs/observing.md says what is not found.
 
 The first is summed around the optimizer's step, in torch's hooks, on the device, and nothing waits
 for it. It is read, and the others are made, where a line of metrics is due and before anything is
 saved: each rank brings a few numbers, and only where they do not fit tensors are named.
-
-Not found is what a step computes wrongly before it is written (arithmetic, a gathered copy, a
-gradient) where no other rank computes the same; replicas differ from then on. Nor are buffers that
-are not saved, some of which hold what a rank's samples make of them.
 """
 
 import hashlib

@@ -1,14 +1,10 @@
 """Steps whose loss or gradient is far above those before: skipped by `train.skip_spikes`.
 
-[Note: spikes] PaLM went back 100 steps and left out 200 to 500 batches where the loss spiked
-(Chowdhery et al. 2022, section 5.1); OLMo-core's `SkipStepOptimizer` leaves out a step whose loss
-or gradient norm is more than 6 standard deviations above the mean of the last 128. Here the same
-is measured from the median, in median absolute deviations x 1.4826 (a standard deviation of normal
-values): a spike does not lift the limit for the next one, as it does through mean and deviation
-(one of 50 lifts OLMo's from 6 to 27), and a level that stays up becomes the normal one after
-half a window. A deviation is taken to be 1 % of the median loss at least, and 10 % of the median
-norm: values that hardly move make no spike of a little more. Before the window is full nothing is
-skipped.
+PaLM left out the batches around a spike (Chowdhery et al. 2022, section 5.1), OLMo-core's
+`SkipStepOptimizer` leaves out the step. Here it is measured from the median, in median absolute
+deviations x 1.4826: a spike does not lift the limit for the next one (docs/decisions.md), and a
+level that stays up becomes the normal one after half a window. A deviation is taken to be 1 % of
+the median loss at least, and 10 % of the median norm. Before the window is full nothing is skipped.
 
 Everything is decided on the device, from a loss and a norm that are the same on all ranks to the
 bit; nobody waits. The window is part of a checkpoint.

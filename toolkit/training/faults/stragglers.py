@@ -12,6 +12,7 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from toolkit import ranks
 from toolkit.sharding.collective_times import CollectiveTimes
@@ -23,38 +24,34 @@ _NANO = 10**9
 PARTS = ("data", "compute", "wait")
 
 
+@dataclass
 class Stragglers:
-    """Keeps this rank's times, and names a rank by which the others lose time.
+    """Keeps this rank's times, and names a rank by which the others lose time."""
 
-    Args:
-        times: of this rank's collectives.
-        waited: returns the seconds that steps have waited for data so far, on this rank.
-        sampled: steps from one that is timed to the next, after the first; 1: all.
-    """
+    times: CollectiveTimes  # of this rank
+    waited: Callable[[], float]  # the seconds that its steps have waited for data so far
+    sampled: int = 1  # steps from one that is timed to the next, after the first; 1: all
 
-    def __init__(
-        self, times: CollectiveTimes, waited: Callable[[], float], sampled: int = 1
-    ) -> None:
-        self._times, self._waited, self._sampled = times, waited, sampled
-        self._before, self._steps, self._timed = waited(), 0, 0
+    def __post_init__(self) -> None:
+        self._before, self._steps, self._timed = self.waited(), 0, 0
         self._suspect: tuple[int, str] | None = None
         self._lines = 0  # in a row of which it is the suspect
-        times.on = True
+        self.times.on = True
 
     def take(self, step: int) -> None:
         """Count a step, and time the next where that is due."""
         self._steps += 1
-        self._timed += self._times.on
-        self._times.on = (step + 1) % self._sampled == 0
+        self._timed += self.times.on
+        self.times.on = (step + 1) % self.sampled == 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the collectives inside (of an evaluation) out."""
-        on, self._times.on = self._times.on, False
+        on, self.times.on = self.times.on, False
         try:
             yield
         finally:
-            self._times.on = on
+            self.times.on = on
 
     def numbers(self, step_time: float | None) -> list[int]:
         """Return this rank's nanoseconds a step since the last call: of the whole `step_time`
@@ -62,10 +59,10 @@ class Stragglers:
         """
         if not self._timed:
             step_time = None
-        waited, steps, timed = self._waited(), max(1, self._steps), max(1, self._timed)
+        waited, steps, timed = self.waited(), max(1, self._steps), max(1, self._timed)
         data = (waited - self._before) / steps
         self._before, self._steps, self._timed = waited, 0, 0
-        found = (step_time or 0.0, data, self._times.take() / timed)
+        found = (step_time or 0.0, data, self.times.take() / timed)
         return [int(seconds * _NANO) for seconds in found]
 
     def judge(self, rows: list[list[int]]) -> dict[str, float]:
@@ -78,7 +75,7 @@ class Stragglers:
             return {}
         parts = zip(whole, data, waits, strict=True)
         compute = [max(0.0, seconds - read - waited) for seconds, read, waited in parts]
-        if self._times.hidden:
+        if self.times.hidden:
             compute = []
         found = dict[str, float]()
         for name, values in zip(PARTS, (data, compute, waits), strict=True):
