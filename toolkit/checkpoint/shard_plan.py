@@ -1,11 +1,9 @@
 """Who writes what of a checkpoint, and its `.metadata`, without the planning of torch's DCP.
 
-[Note: planning] `dcp.save` sends an object for each tensor of each rank to rank 0, which plans,
-sends the plans back, gets an object for each blob, and sends the whole metadata to all ranks: with
-900 tensors on 1,024 ranks minutes of rank 0 in each save. Here a rank knows from the layout of a
-tensor which part it writes: of replicas one writes. What it wrote goes to rank 0 as numbers, and
-only where that is other than in the last save; the metadata that rank 0 made of them it keeps. The
-folder is the one that DCP writes, and DCP reads it.
+`dcp.save` plans on rank 0, an object for each tensor of each rank: with 900 tensors on 1,024 ranks
+minutes of each save. Here a rank knows from the layout of a tensor which part it writes: of
+replicas one writes. What it wrote goes to rank 0 as numbers, and only where that is other than in
+the last save; the metadata that rank 0 made of them it keeps. The folder is as DCP writes it.
 """
 
 import contextlib

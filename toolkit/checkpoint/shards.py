@@ -44,11 +44,6 @@ class HashingWriter(FileSystemWriter):
         self.fs = self._files = _Files(shards)
         self.files = self._files.hashed
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Return where the checkpoint is, for torch's logs and its metadata."""
-        return self.path if self._files.shards is None else str(self._files.shards)
-
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> "Future[Any]":
         """Write this rank's items; what `dcp.save` calls."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
