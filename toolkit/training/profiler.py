@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,23 +19,22 @@ FOLDER = "profile"
 _ENTRIES = 100_000  # allocations and frees that a snapshot goes back
 
 
+@dataclass
 class StepProfiler:
-    """Traces the steps `first` to `last` of a run, with one before them to warm the profiler up.
+    """Traces the steps `first` to `last` of a run, with one before them to warm the profiler up."""
 
-    Args:
-        folder: for `rank-0.json.gz` and so on, one for each rank, and `summary.json`.
-        after: steps that are done; a first step among them is too late, and the next one is first.
-    """
+    folder: Path  # for `rank-0.json.gz` and so on, one for each rank, and `summary.json`
+    device: torch.device
+    first: int
+    last: int
+    after: int  # steps that are done; a first step among them is too late, and the next is first
 
-    def __init__(
-        self, folder: Path, device: torch.device, first: int, last: int, after: int
-    ) -> None:
-        self._folder, self._device = folder, device
-        self.first, self.last = max(first, after + 1), last
+    def __post_init__(self) -> None:
+        self.first = max(self.first, self.after + 1)
         self.open = True
         self._profile = profile(schedule=self._action, acc_events=True)
         self._profile.start()
-        self._profile.step_num = after  # its numbers are the run's
+        self._profile.step_num = self.after  # its numbers are the run's
         self._profile.step()
 
     def _action(self, step: int) -> ProfilerAction:
@@ -47,8 +47,8 @@ class StepProfiler:
         """Whether the profiler runs in `step`. Waits for the device where that changes after it,
         and before the first traced step, so that a step's work lies in the step.
         """
-        if step in (self.first - 2, self.first - 1, self.last) and self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        if step in (self.first - 2, self.first - 1, self.last) and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return self.first - 1 <= step <= self.last
 
     def end_step(self, step: int) -> bool:
@@ -66,21 +66,21 @@ class StepProfiler:
         mean = {name: sum(one[name] for one in parts) / len(parts) for name in parts[0]}
         summary = {"steps": [self.first, self.last], "seconds_per_step": mean, "ranks": parts}
         text = json.dumps(summary, indent=1)
-        ranks.on_main(lambda: (self._folder / "summary.json").write_text(text, "utf-8"))
+        ranks.on_main(lambda: (self.folder / "summary.json").write_text(text, "utf-8"))
         lines = [
             f"profile    steps {self.first} to {self.last}, milliseconds of a step",
             *part_table(parts),
-            f"traces     {self._folder} (open them in ui.perfetto.dev or chrome://tracing)",
+            f"traces     {self.folder} (open them in ui.perfetto.dev or chrome://tracing)",
         ]
-        if self._device.type != "cpu" and not all(seen):
+        if self.device.type != "cpu" and not all(seen):
             what = "a trace has no kernels, so that the times are the host's"
             lines.append(f"WARNING: {what}: the driver lets this process profile no device")
         return lines
 
     def _write_trace(self) -> tuple[dict[str, float], bool]:
         """Return the seconds that a step spent in each part, and whether a device was seen."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"rank-{ranks.rank()}.json.gz"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"rank-{ranks.rank()}.json.gz"
         self._profile.export_chrome_trace(str(file))
         with gzip.open(file, "rt", encoding="utf-8") as f:
             events = json.load(f)["traceEvents"]

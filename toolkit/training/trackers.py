@@ -9,6 +9,7 @@ import operator
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _FILE = "trackers.json"
 _OWN_ID = {"mlflow": "info.run_id", "aim": "hash", "clearml": "id"}
 
 
+@dataclass
 class Trackers:
     """The trackers of one run; a resumed run continues what it began in them.
 
@@ -32,43 +34,68 @@ class Trackers:
 
     As a context it closes them at its end, and W&B learns whether that was a failure.
 
-    Args:
-        settings: name -> value of what the run is, sent by the start that begins it.
-        first_step: steps that an earlier start has done.
-        last_logged: the last step that it logged.
-
-    Raises:
-        TrainingError: on every rank: a tracker does not start, as one without a login. Collective.
+    TrainingError, on every rank: a tracker does not start, as one without a login. Collective.
     """
 
-    def __init__(
-        self,
-        cfg: MetricsConfig,
-        folder: Path,
-        settings: dict[str, Any],
-        *,
-        first_step: int,
-        last_logged: int,
-    ) -> None:
+    cfg: MetricsConfig
+    folder: Path
+    settings: dict[str, Any]  # name -> value of what the run is, sent by the start that begins it
+    _: KW_ONLY
+    first_step: int  # steps that an earlier start has done
+    last_logged: int  # the last step that it logged
+
+    def __post_init__(self) -> None:
         # On rank 0 alone: name -> the tracker, and the step after which it is sent lines.
         self._trackers: dict[str, tuple[tracking.GeneralTracker, int]] = {}
+        ranks.on_main(self._start)
 
-        def start() -> None:
-            file = folder / _FILE
-            known = _begun(file)
-            for name in cfg.trackers():
-                begun = name in known
-                tracker, run_id = _start(name, cfg, folder, known.get(name), first_step)
-                if not begun:
-                    tracker.store_init_configuration(settings)
-                after = last_logged if begun and name != "tensorboard" else first_step
-                self._trackers[name], known[name] = (tracker, after), run_id
-            if known:
-                temporary = file.with_suffix(".tmp")
-                temporary.write_text(json.dumps(known), "utf-8")
-                os.replace(temporary, file)
+    def _start(self) -> None:
+        file = self.folder / _FILE
+        known = _begun(file)
+        for name in self.cfg.trackers():
+            begun = name in known
+            tracker, known[name] = self._started(name, known.get(name))
+            if not begun:
+                tracker.store_init_configuration(self.settings)
+            after = self.last_logged if begun and name != "tensorboard" else self.first_step
+            self._trackers[name] = tracker, after
+        if known:
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(known), "utf-8")
+            os.replace(temporary, file)
 
-        ranks.on_main(start)
+    def _started(self, name: str, known: str | None) -> tuple[tracking.GeneralTracker, str]:
+        """Return a tracker that goes on with the run `known`, or begins one, and the run's id."""
+        cfg, folder, goes_on = self.cfg, self.folder, known or False
+        run_id, run_name = known or uuid.uuid4().hex, cfg.run_name or folder.resolve().name
+        resuming: dict[str, Any] = {"id": run_id, "resume": "allow", "tags": cfg.tags}
+        project = {"tensorboard": "tensorboard", "aim": run_name}.get(name, cfg.project)
+        tags, dvc = dict.fromkeys(cfg.tags, "true"), str(folder / "dvclive")
+        options: dict[str, Any] = {
+            "tensorboard": {"logging_dir": folder, "purge_step": self.first_step + 1},
+            "wandb": {"name": run_name, "dir": str(folder), **resuming},
+            # A run of trackio is known by its name alone.
+            "trackio": {"name": f"{run_name}-{run_id[:6]}", "resume": "allow"},
+            "mlflow": {"run_name": run_name, "run_id": known, "tags": tags},
+            "comet_ml": {"experiment_key": run_id, "mode": "get_or_create"},
+            "swanlab": {"experiment_name": run_name, **resuming},
+            "aim": {"logging_dir": folder, "run_hash": known, "experiment": cfg.project},
+            "clearml": {"task_name": run_name, "tags": cfg.tags, "continue_last_task": goes_on},
+            "dvclive": {"dir": dvc, "resume": known is not None, "save_dvc_exp": False},
+        }[name]
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
+        try:
+            tracker.start()
+            if name == "comet_ml" and known is None:
+                tracker.tracker.set_name(run_name)
+                tracker.tracker.add_tags(cfg.tags)
+        except Exception as error:
+            what = f"metrics.report_to: {name} does not start: {one_line(error)}"
+            advice = "see to its login and address, or leave it out"
+            raise TrainingError(f"{what}; {advice}") from error
+        if name in _OWN_ID:
+            run_id = operator.attrgetter(_OWN_ID[name])(tracker.tracker)
+        return tracker, run_id
 
     def log(self, line: dict[str, Any]) -> None:
         """Send a line of `metrics.jsonl`, named as transformers does: `train/loss`, `eval/loss`."""
@@ -110,52 +137,6 @@ def _begun(file: Path) -> dict[str, str]:
         ranks.show(f"WARNING: {error}; trackers begin new runs")
         return {}
     return {name: run for name, run in known.items() if isinstance(run, str)}
-
-
-def _start(
-    name: str, cfg: MetricsConfig, folder: Path, known: str | None, first_step: int
-) -> tuple[tracking.GeneralTracker, str]:
-    """Return a tracker that goes on with the run `known`, or begins one, and the run's id."""
-    run_id, run_name = known or uuid.uuid4().hex, cfg.run_name or folder.resolve().name
-    resuming: dict[str, Any] = {"id": run_id, "resume": "allow", "tags": cfg.tags}
-    project, options = {
-        "tensorboard": ("tensorboard", {"logging_dir": folder, "purge_step": first_step + 1}),
-        "wandb": (cfg.project, {"name": run_name, "dir": str(folder), **resuming}),
-        # A run of trackio is known by its name alone.
-        "trackio": (cfg.project, {"name": f"{run_name}-{run_id[:6]}", "resume": "allow"}),
-        "mlflow": (
-            cfg.project,
-            {"run_name": run_name, "run_id": known, "tags": dict.fromkeys(cfg.tags, "true")},
-        ),
-        "comet_ml": (cfg.project, {"experiment_key": run_id, "mode": "get_or_create"}),
-        "swanlab": (cfg.project, {"experiment_name": run_name, **resuming}),
-        "aim": (
-            run_name,
-            {"logging_dir": folder, "run_hash": known, "experiment": cfg.project},
-        ),
-        "clearml": (
-            cfg.project,
-            {"task_name": run_name, "tags": cfg.tags, "continue_last_task": known or False},
-        ),
-        "dvclive": (
-            cfg.project,
-            {"dir": str(folder / "dvclive"), "resume": known is not None, "save_dvc_exp": False},
-        ),
-    }[name]
-    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
-    try:
-        tracker.start()
-        if name == "comet_ml" and known is None:
-            tracker.tracker.set_name(run_name)
-            tracker.tracker.add_tags(cfg.tags)
-    except Exception as error:
-        raise TrainingError(
-            f"metrics.report_to: {name} does not start: {one_line(error)}; see to its login and "
-            "address, or leave it out"
-        ) from error
-    return tracker, operator.attrgetter(_OWN_ID[name])(
-        tracker.tracker
-    ) if name in _OWN_ID else run_id
 
 
 def _name(key: str) -> str:
