@@ -184,7 +184,7 @@ def test_what_a_rank_says_last_is_heard() -> None:
         (mine, rank), (there, judge) = socket.socketpair(), socket.socketpair()
         if said:
             watcher.Lines(rank).send(**said)
-        watch = watcher.Watcher(_Ended(), watcher.Lines(mine), watcher.Lines(there), 0, 1.0)  # type: ignore[arg-type]
+        watch = watcher.Watcher(_Ended(), watcher.Lines(mine), watcher.Lines(there), 1.0)  # type: ignore[arg-type]
         watch._hear_last()
         if not watch._ended:
             watch.run()

@@ -142,9 +142,8 @@ class Rank:
 class Watcher:
     """Watches one rank: reports to the judge, and does what that says."""
 
-    def __init__(self, rank: Rank, link: Lines, judge: Lines, number: int, pace: float) -> None:
-        self._rank, self._link, self._judge, self._number = rank, link, judge, number
-        self._pace = pace
+    def __init__(self, rank: Rank, link: Lines, judge: Lines, pace: float) -> None:
+        self._rank, self._link, self._judge, self._pace = rank, link, judge, pace
         self._heard = self._sent = time.monotonic()
         self._asked: float | None = None  # when the judge asked for stacks
         self._ended = self._left = False
@@ -507,10 +506,10 @@ def main(settings: dict[str, Any]) -> None:
         return
     connection.settimeout(None)
     mine = Lines(connection)
-    number = settings["rank"]
-    mine.send(secret=settings["secret"], hello=number, pid=rank.pid, host=settings["host"])
+    hello = {name: settings[name] for name in ("secret", "pid", "host")}
+    mine.send(hello=settings["rank"], **hello)
     link.send(ready=True)
-    Watcher(rank, link, mine, number, settings["pace"]).run()
+    Watcher(rank, link, mine, settings["pace"]).run()
     connection.close()
     if judging is not None:
         judging.join()
