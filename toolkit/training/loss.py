@@ -23,6 +23,8 @@ from toolkit.models.peft_model import base_of, trained_module
 from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
 
 _TRIED = 8  # tokens of the trial
+_SMALL, _LARGE = 2.0**-30, 2.0**40  # values by which it tells a scale and a soft cap
+_NOT_ONCE = "its head is not called once, with a hidden state for each token"
 # The logits of a token and what a model makes of them; None: its own logits are used.
 _Found = tuple[int, LogitMap] | None
 _known: "weakref.WeakKeyDictionary[nn.Module, _Found]" = weakref.WeakKeyDictionary()
@@ -113,7 +115,7 @@ class _InHead:
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._loss is not None or hidden.shape[:-1] != self._labels.shape:
-            raise _OtherUse("its head is not called once, with a hidden state for each token")
+            raise _OtherUse(_NOT_ONCE)
         self._loss, answer = self._task(hidden, self._labels, self._supervised)
         return answer
 
@@ -160,13 +162,27 @@ def _find_out(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) ->
 
 
 def _tried(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[int, LogitMap]:
-    head = _head(model)
-    probe = _Probe(head, labels.shape)
-    with replaced_forward(head, probe.forward):
+    head, probes = _head(model), list[torch.Tensor]()
+    own = head.forward
+
+    def probe(hidden: torch.Tensor) -> torch.Tensor:
+        """Answer with numbers of which the model's map can be told."""
+        if probes or hidden.shape[:-1] != labels.shape:
+            raise _OtherUse(_NOT_ONCE)
+        if any(isinstance(p, DTensor) for p in head.parameters()):
+            raise _OtherUse("its head's weights are not gathered where it computes")
+        real = own(hidden)
+        values = torch.linspace(-100.0, 100.0, real.numel(), device=real.device)
+        values[0], values[1] = _SMALL, _LARGE
+        probes.append(values.view(real.shape))
+        torch.set_grad_enabled(True)  # to see whether the map is trained, up to the forward's end
+        return probes[0]
+
+    with replaced_forward(head, probe):
         logits = model(**inputs).logits
-    if probe.logits is None:
+    if not probes:
         raise _OtherUse("its head is not called")
-    logit_map = _fitted(probe.logits, logits)
+    logit_map = _fitted(probes[0], logits)
     vocabulary = logits.shape[-1]
     inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), labels)
     with replaced_forward(head, inside.forward):
@@ -174,29 +190,6 @@ def _tried(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> tu
     if answer.shape != (*labels.shape, 0):
         raise _OtherUse("it does something else with its logits")
     return vocabulary, logit_map
-
-
-class _Probe:
-    """A forward of `head` that answers with numbers of which the model's map can be told."""
-
-    def __init__(self, head: nn.Module, shape: torch.Size) -> None:
-        self._head, self._own, self._shape = head, head.forward, shape
-        self.logits: torch.Tensor | None = None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.logits is not None or hidden.shape[:-1] != self._shape:
-            raise _OtherUse("its head is not called once, with a hidden state for each token")
-        if any(isinstance(p, DTensor) for p in self._head.parameters()):
-            raise _OtherUse("its head's weights are not gathered where it computes")
-        real = self._own(hidden)
-        values = torch.linspace(-100.0, 100.0, real.numel(), device=real.device)
-        values[0], values[1] = _SMALL, _LARGE
-        self.logits = values.view(real.shape)
-        torch.set_grad_enabled(True)  # to see whether the map is trained, up to the forward's end
-        return self.logits
-
-
-_SMALL, _LARGE = 2.0**-30, 2.0**40
 
 
 def _fitted(z: torch.Tensor, logits: torch.Tensor) -> LogitMap:
