@@ -10,6 +10,7 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
 from toolkit.checkpoint.store import Folder, Place, disk_errors, read_object, where
 from toolkit.config.best_metric import best_metric
+from toolkit.config.published import mapping
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 
@@ -59,10 +60,9 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
                 sound, read = commit.verifies(folder, budget)
                 budget -= read
                 with contextlib.suppress(CheckpointError):  # its state is damaged: not sound
-                    metrics = (read_object(folder / STATE) or {}).get("metrics")
-                    found = metrics.items() if isinstance(metrics, dict) else ()
+                    metrics = mapping(read_object(folder / STATE) or {}, "metrics").items()
                     if sound:
-                        verified[step] = {k: v for k, v in found if isinstance(v, int | float)}
+                        verified[step] = {k: v for k, v in metrics if isinstance(v, int | float)}
         gone = [a.folder for a in attempts if a.kind in commit.LEFT_OVER]
         for a in attempts:
             superseded = a.step in verified and a.order < newest[a.step].order

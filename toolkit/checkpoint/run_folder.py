@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from toolkit.checkpoint import commit, disk, lock, store
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import Folder, Place, disk_errors, where
+from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError, ConfigError, LaunchError
@@ -57,16 +59,12 @@ class RunFolder:
         self._cfg, self.before = cfg, ranks.on_all(lambda: claim(cfg))
         self.path, self.root = Path(cfg.output_dir), root_of(cfg)
         # Before anything is written or tokenised that a second start would do as well.
-        ranks.say(ranks.on_main(lambda: lock.take(self.path, run.job)))
-        run.at_end.callback(lock.release, self.path)
-        if self.root != self.path:
-            named = "checkpoint.root"
-            ranks.say(ranks.on_main(lambda: lock.take(self.root, run.job, setting=named)))
-            run.at_end.callback(lock.release, self.root)
+        for folder, setting in ((self.path, "output_dir"), (self.root, "checkpoint.root")):
+            ranks.say(ranks.on_main(partial(lock.take, folder, run.job, setting)))
+            run.at_end.callback(lock.release, folder)
         if isinstance(self.root, Path):  # else the hosts may have nothing in common but the store
-            check_shared(self.path)
-            if self.root != self.path:
-                check_shared(self.root)
+            for shared in dict.fromkeys((self.path, self.root)):
+                check_shared(shared)
         self.tokenizer = self.path / TOKENIZER  # one that the run trains
         self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
         self.holds_work = self.before is not None  # metrics or checkpoints of an earlier start
@@ -97,26 +95,24 @@ class RunFolder:
             ranks.say(f"resuming   {self.path} after step {state.step}")
         if done or state.step >= data.max_steps:
             return
-        cfg, changes = self._cfg, {}
-        asked_batch, batch = cfg.train.global_batch_size, data.position.global_batch
+        train, batch, used = self._cfg.train, data.position.global_batch, data.accumulation
+        asked_batch, asked = train.global_batch_size, train.gradient_accumulation_steps
         if asked_batch not in (None, batch):
             ranks.say(f"note: train.global_batch_size {asked_batch} has no effect, it is {batch}")
-            train: Any = dataclasses.replace(cfg.train, global_batch_size=batch)
-            cfg = dataclasses.replace(cfg, train=train)
-        if state.step and self.before:
-            changes = config.differences(self.before, cfg)
+        holds: dict[str, Any] = {
+            "global_batch_size": asked_batch and batch,
+            "gradient_accumulation_steps": used,
+        }
+        cfg: Any = dataclasses.replace(self._cfg, train=dataclasses.replace(train, **holds))
+        changes = config.differences(self.before, cfg) if state.step and self.before else {}
         for name, (old, new) in changes.items():
             if not name.startswith((*_SILENT, _ACCUMULATION)):
                 ranks.say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")
-        asked, used = cfg.train.gradient_accumulation_steps, data.accumulation
         if asked != used and asked_batch is None:
             ranks.say(
                 f"note: {_ACCUMULATION} {asked} has no effect, it is {used}: the global batch of a "
-                f"run stays, here {data.position.global_batch} samples"
+                f"run stays, here {batch} samples"
             )
-        if asked != used:
-            train = dataclasses.replace(cfg.train, gradient_accumulation_steps=used)
-            cfg = dataclasses.replace(cfg, train=train)
         ranks.on_main(lambda: record(cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
         ranks.say(*ranks.on_main(lambda: self._set_exports_aside(state.step)))
@@ -168,15 +164,13 @@ def recorded_root(run: Path) -> Folder:
     is.
     """
     recorded = plain_config(run)
-    saving = recorded.get("checkpoint")
-    root = saving.get("root") if isinstance(saving, dict) else None
+    root = mapping(recorded, "checkpoint").get("root")
     is_root = (run / CHECKPOINTS).is_dir() and not (run / METRICS).is_file()
     if not isinstance(root, str) or not root or is_root:
         return run
     place = where(root)
-    if isinstance(place, Path):
-        place = beside_recorded(run, recorded.get("output_dir"), str(place))
-    return place
+    elsewhere = isinstance(place, Place)
+    return place if elsewhere else beside_recorded(run, recorded.get("output_dir"), str(place))
 
 
 def beside_recorded(place: Path, written: Any, other: str) -> Path:
