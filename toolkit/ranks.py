@@ -108,28 +108,19 @@ def first_to_report(text: str) -> bool:
     """Return whether this rank is the first that is about to print `text`. Not collective: a rank
     that fails alone, or cannot ask any more, says it itself.
     """
-    store = _store()
     key = f"said/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-    try:
-        own = str(rank())
-        return store is None or store.compare_set(key, "", own) == own.encode()
-    except RuntimeError:
-        return True
+    own = str(rank())
+    return _of_store(lambda store: store.compare_set(key, "", own)) in (None, own.encode())
 
 
 def post(name: str) -> None:
     """Leave `name` for ranks that lose this one, which is about to leave. Not collective."""
-    with suppress(RuntimeError):  # the store is gone, with whoever held it
-        if (store := _store()) is not None:
-            store.set(f"posted/{name}", "")
+    _of_store(lambda store: store.set(f"posted/{name}", ""))
 
 
 def posted(name: str) -> bool:
     """Return whether any rank did `post` this. Not collective."""
-    try:
-        return (store := _store()) is not None and store.check([f"posted/{name}"])
-    except RuntimeError:
-        return False
+    return bool(_of_store(lambda store: store.check([f"posted/{name}"])))
 
 
 def broadcast(value: T) -> T:
@@ -165,8 +156,6 @@ def gather(value: T) -> list[T]:
     """Return the `value` of every rank, in rank order, on every rank. Collective; rank 0 sends W
     pickled objects to each of W ranks: take `gather_to_main`, `least` or `any_of` where they do.
     """
-    if world_size() == 1 or _is_fake():
-        return [value] * world_size()
     return broadcast(gather_to_main(value))
 
 
@@ -205,8 +194,7 @@ def gather_results(fn: Callable[[], T]) -> list[T]:
     """Run `fn` on every rank; return all results, in rank order, or raise as `on_all` does.
     Collective; see `gather`.
     """
-    results = gather_results_to_main(fn)
-    return results if world_size() == 1 or _is_fake() else broadcast(results)
+    return broadcast(gather_results_to_main(fn))
 
 
 def gather_results_to_main(fn: Callable[[], T]) -> list[T]:
@@ -308,11 +296,14 @@ def _current_group() -> dist.ProcessGroup | None:
     return object_group(getattr(_channel, "name", "main"))
 
 
-def _store() -> dist.Store | None:
-    """Return the store of the process group, None without other ranks."""
+def _of_store(act: Callable[[dist.Store], T]) -> T | None:
+    """Return what `act` makes of the process group's store, None without other ranks or a store."""
     # Private in torch 2.x; without it each rank speaks for itself.
     store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return None if world_size() == 1 or store_of is None else store_of()
+    if world_size() > 1 and store_of is not None:
+        with suppress(RuntimeError):  # it is gone, with whoever held it
+            return act(store_of())
+    return None
 
 
 def _is_fake() -> bool:
