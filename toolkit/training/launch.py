@@ -250,7 +250,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
     rank = os.environ.get("RANK", "0")
     # Before the ranks know each other each machine speaks for itself.
     alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
-    if not getattr(error, "already_reported", False) and (alone or not before_ranks_met):
+    mine = not getattr(error, "already_reported", False) and (alone or not before_ranks_met)
+    if mine and ranks.first_to_report(str(error)):  # all ranks may raise the same
         _print_error(error)
         if os.environ.get("TOOLKIT_TRACEBACK"):
             traceback.print_exc()

@@ -126,11 +126,12 @@ class Integrity:
         for rank, place in enumerate(where):
             alike.setdefault(place, []).append(rank)
         if any(changed):
-            _fail(self._name_changed())
+            raise TrainingError(f"{self._name_changed()}. {_ADVICE}")
         if len({*whole}) > 1 or any(len({shards[r] for r in g}) > 1 for g in alike.values()):
-            _fail(self._name_copies(step, [*alike.values()]))
+            raise TrainingError(f"{self._name_copies(step, [*alike.values()])}. {_ADVICE}")
         if len({*facts}) > 1:
-            _fail(_name_facts(step, ranks.gather(_facts(self._state))), _APART)
+            told = ranks.gather(_facts(self._state))
+            raise TrainingError(f"{_name_facts(step, told)}. {_APART}")
         self._unread.clear()
 
     def _name_changed(self) -> str:
@@ -303,10 +304,3 @@ def _hash(content: Any) -> int:
     """Return 63 bits of a digest of JSON values."""
     text = json.dumps(content, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def _fail(what: str, advice: str = _ADVICE) -> None:
-    error = TrainingError(f"{what}. {advice}")
-    # Every rank has it; one prints it.
-    error.already_reported = ranks.rank() != 0  # type: ignore[attr-defined]
-    raise error
