@@ -4,7 +4,6 @@ torch reads these variables when the device is first used, so they are set befor
 """
 
 import contextlib
-import datetime
 import gc
 import os
 import socket
@@ -14,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import LaunchError
@@ -23,7 +21,6 @@ from toolkit.training.faults import watchdog
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50
 _SLOW = 5.0  # times the seconds of float32, from where a run is told
-_timeout: datetime.timedelta | None = None  # of collectives, once steps are steady
 
 
 def prepare(*, deterministic: bool) -> None:
@@ -115,14 +112,8 @@ def collect_garbage(step: int) -> None:
     random holds up the others, and a full one takes a tenth of a second and more. From the first
     step of a run on accelerators on collectives have the timeout of steady steps, too.
     """
-    global _timeout
-    first = gc.isenabled()
-    if torch.accelerator.is_available() and dist.is_initialized():
-        _timeout = None if first else _timeout
-        if timeout := watchdog.collective_timeout(_timeout):
-            ranks.set_timeouts(timeout)
-            _timeout = timeout
-    if first:
+    watchdog.fit_timeouts()
+    if gc.isenabled():  # the first step
         gc.collect()
         gc.freeze()  # modules, model and data: they stay
         gc.disable()

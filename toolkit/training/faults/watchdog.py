@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import LaunchError, one_line
@@ -52,6 +53,7 @@ class _Watch:
         self.count, self.step, self.doing, self.patient = 0, 0, "start", True
         self.began = time.monotonic()  # of this step
         self.slowest = 0.0  # seconds of the slowest step of late
+        self.timeout = datetime.timedelta()  # of collectives; 0: as it was before the first step
         self.code: int | None = None  # that this rank ends with
         self.judged = threading.Event()
         self.verdict: int | None = None
@@ -195,14 +197,16 @@ def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
         ranks.set_timeouts(_DEBUGGER)
 
 
-def collective_timeout(now: datetime.timedelta | None) -> datetime.timedelta | None:
-    """Return the timeout that collectives of steady steps are to have where it is `now`, None where
-    that stays: twice what the watchdog waits, which tells more than NCCL, which aborts.
+def fit_timeouts() -> None:
+    """Let collectives of steady steps on accelerators wait for twice as long as the watchdog, which
+    tells more than NCCL, which aborts.
     """
-    if _watch is None:
-        return None
+    if _watch is None or not (torch.accelerator.is_available() and dist.is_initialized()):
+        return
     needed = max(_COLLECTIVE, datetime.timedelta(seconds=2 * _watch.steady()))
-    return needed if now is None or needed > now else None
+    if needed > _watch.timeout:
+        ranks.set_timeouts(needed)
+        _watch.timeout = needed
 
 
 def progress() -> None:
