@@ -19,8 +19,7 @@ from transformers import BitsAndBytesConfig
 
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, load
-from toolkit.config.converting import convert_config
-from toolkit.config.meanings import Conversion, convert
+from toolkit.config.converting import Conversion, convert, convert_config
 from toolkit.config.names import ELSEWHERE, LEFT, leaves_of
 from toolkit.errors import ConfigError
 
@@ -267,6 +266,8 @@ def test_a_script_calls_peft_and_bitsandbytes_with_their_own_defaults(tmp_path) 
     # TRL's command line has others.
     yaml_too = convert({"model_name_or_path": "m", "use_peft": True}, "trl").settings
     assert (yaml_too["lora.lora_alpha"], yaml_too["lora.lora_dropout"]) == (32, 0.05)
+    (tmp_path / "a.yaml").write_text("{model_name_or_path: m, use_peft: true}")
+    assert convert_config(tmp_path / "a.yaml", "trl").settings == yaml_too
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,79 @@
 """`toolkit convert-config`: a config of axolotl, TRL or Trainer as one of `recipes/finetune.py`.
 
-Scripts are read as syntax, never run (`scripts`); what keys mean is `meanings`'.
+Every key is carried, or named in a note. Names, and what a tool does where a key is missing, are
+those of `names`; here is what values mean. Scripts are read as syntax, never run (`scripts`).
 """
 
 import dataclasses
+import re
 import tempfile
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from toolkit.config.meanings import Conversion, convert
+from toolkit.config.accelerate_yaml import translate
+from toolkit.config.names import UNSAID, UNSAID_OF_LORA, setting_of, why_left
+from toolkit.config.outputs import Tracker
 from toolkit.config.parse import parse
 from toolkit.config.scripts import read_script
-from toolkit.config.settings import FinetuneConfig
-from toolkit.errors import ConfigError
+from toolkit.config.settings import FinetuneConfig, Schedule
+from toolkit.errors import ConfigError, LaunchError, is_secret_name, looks_secret
 from toolkit.parsing import read_json, read_yaml
+
+_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_PRECISIONS = ("bf16", "fp16", "bfloat16", "float16")
+_OPTIMIZERS = {
+    "adamw_torch_fused": "adamw_torch_fused",
+    "adamw_torch": "adamw_torch_fused",
+    "adamw_hf": "adamw_torch_fused",
+    "paged_adamw_32bit": "adamw_torch_fused",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+    "muon": "muon",
+}
+# Keys, or values of `attention`.
+_ATTENTION = {"flash_attention": "flash_attention_2", "flash": "flash_attention_2"} | {
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+}
+_LIGER = (
+    *("use_liger_kernel", "use_liger", "liger_kernel", "liger_rope", "liger_rms_norm"),
+    *("liger_swiglu", "liger_glu_activation", "liger_layer_norm"),
+)
+_OF_A_SOURCE = {"name": "dataset_config_name", "config": "dataset_config_name"} | {
+    "split": "dataset_split"
+}
+# Keys of a data set -> the values that say what is recognised by the columns anyway.
+_USUAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("field_messages", "message_field_role", "message_field_content"),
+    ("messages", "conversations", "role", "content", "from", "value"),
+) | {
+    "message_property_mappings": (
+        {"role": "from", "content": "value"},
+        {"role": "role", "content": "content"},
+    ),
+}
+_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+
+
+@dataclass
+class Conversion:
+    """What became of a config."""
+
+    tool: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted setting -> value."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each key that is not carried, or means something else here."""
+    text: str = ""
+    """The YAML."""
 
 
 def convert_config(file: Path, tool: str | None = None) -> Conversion:
@@ -24,41 +81,515 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
 
     Args:
         file: YAML or JSON, or a Python script, which is not run.
-        tool: one of `TOOLS`; None: told by the keys.
+        tool: axolotl, trl or trainer; None: told by the keys.
 
     Raises:
         ConfigError: the file cannot be read, or the result is no config (its settings contradict
             each other).
     """
-    computed: dict[str, str] = {}
+    computed: dict[str, str] | None = None
     if file.suffix == ".py":
         content, computed = read_script(file)
-    elif file.suffix == ".json":
-        content = read_json(file, ConfigError)
+        tool = tool or ("trl" if "SFTConfig" in file.read_text("utf-8") else "trainer")
     else:
-        content = read_yaml(file, ConfigError)
-    if not isinstance(content, dict) or not {**content, **computed}:
+        content = (read_json if file.suffix == ".json" else read_yaml)(file, ConfigError)
+    if not isinstance(content, dict) or not (content or computed):
         raise ConfigError(f"{file} holds no settings; expected a mapping, or a script that trains")
-    if tool is None and file.suffix == ".py":
-        tool = "trl" if "SFTConfig" in file.read_text("utf-8") else "trainer"
     out = convert({str(key): value for key, value in content.items()}, tool, computed)
-    out.text = _text(out.settings, file, out.tool)
-    return out
-
-
-def _text(settings: Mapping[str, Any], file: Path, tool: str) -> str:
     nested: dict[str, Any] = {}
-    for name, value in settings.items():
+    for name, value in out.settings.items():
         section, _, leaf = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[leaf] = value
     order = [f.name for f in dataclasses.fields(FinetuneConfig) if f.name in nested]
     body = yaml.safe_dump({n: nested[n] for n in order}, sort_keys=False, allow_unicode=True)
-    text = f"# From {file.name} ({tool}), for recipes/finetune.py.\n{body}"
+    out.text = f"# From {file.name} ({out.tool}), for recipes/finetune.py.\n{body}"
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "converted.yaml")
-        written.write_text(text, encoding="utf-8")
+        written.write_text(out.text, encoding="utf-8")
         try:
             parse(FinetuneConfig, ["--config", str(written)])
         except ConfigError as error:
             raise ConfigError(f"{file} cannot be converted: {error}") from error
-    return text
+    return out
+
+
+def convert(
+    given: dict[str, Any], tool: str | None = None, computed: Mapping[str, str] | None = None
+) -> Conversion:
+    """Return what the keys of a config are here, not yet as a text, and not yet parsed.
+
+    Args:
+        computed: of a script: keys whose values only its run knows, each with its note.
+    """
+    if tool is None:
+        of_axolotl = {"base_model", "micro_batch_size", "sequence_len"}
+        of_trl = {"use_peft", "dataset_mixture", "max_length", "assistant_only_loss", "packing"}
+        of_trl.add("model_name_or_path")
+        tool = "axolotl" if of_axolotl & {*given} else "trl" if of_trl & {*given} else "trainer"
+    return _Converter(given, tool, computed).run()
+
+
+class _Converter:
+    """Takes key after key out of `left`; what nothing takes is named at the end."""
+
+    def __init__(
+        self, given: dict[str, Any], tool: str, computed: Mapping[str, str] | None
+    ) -> None:
+        self.out = Conversion(tool, notes=list((computed or {}).values()))
+        self.tool, self.settings = tool, self.out.settings
+        # `2e-5` is a text to PyYAML.
+        numbers = {k: float(v) for k, v in given.items() if _FLOAT.fullmatch(str(v))}
+        self.left = given | numbers
+        self.adapted = any(given.get(key) for key in ("adapter", "use_peft", "r"))
+        # A script calls PEFT itself, whose defaults are not those of TRL's command line.
+        self.lora = UNSAID_OF_LORA[tool if computed is None else "trainer"]
+        said = {key for key, value in given.items() if value is not None} | {*(computed or ())}
+        names = {setting_of(key) for key in said - {"use_peft"}} | said
+        for key, value in (UNSAID[tool] | (self.lora if self.adapted else {})).items():
+            if setting_of(key) not in names and not (key == "bf16" and given.get("fp16")):
+                self.left[key] = value
+
+    def run(self) -> Conversion:
+        nothing: tuple[Any, ...] = (None, "", [], {})
+        # A limit that is empty keeps all checkpoints, here as there.
+        empty = [k for k, v in self.left.items() if v in nothing and k != "save_total_limit"]
+        if self.popped(empty):
+            self.note(", ".join(empty), "empty there, so left out")
+        self.model()
+        self.memory()
+        self.sharding()
+        self.data()
+        self.optimisation()
+        self.schedule_of_run()
+        self.adapters()
+        self.outputs()
+        for key, value in list(self.left.items()):
+            self.rest(key, value)
+        if "model.name_or_path" not in self.settings:
+            self.settings["model.name_or_path"] = "MODEL"
+            self.note("model", "none is named there; set model.name_or_path")
+        return self.out
+
+    # ---- Steps that all share
+
+    def note(self, key: str, why: str, value: Any = None) -> None:
+        secret = is_secret_name(key) or looks_secret(str(value))
+        shown = "" if value is None or secret else f" {str(value)[:60]}"
+        self.out.notes.append(f"{key}{shown}: {why}")
+
+    def take(self, *names: str) -> tuple[str, Any]:
+        """Return the first of the keys that is there, with its value, which counts as carried; an
+        empty key and None where none is.
+        """
+        name = next((name for name in names if name in self.left), "")
+        return name, self.left.pop(name, None)
+
+    def popped(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return those of the keys that are there, which count as carried."""
+        return {name: self.left.pop(name) for name in names if name in self.left}
+
+    def rest(self, key: str, value: Any) -> None:
+        """Carry a key by the table of names, or say why not."""
+        if is_secret_name(key):
+            self.note(key, "a config holds no token; use `hf auth login` or HF_TOKEN")
+        elif reason := why_left(key):
+            self.note(key, reason, value)
+        elif key == "trust_remote_code" and value and self.adapted:
+            self.note(key, "adapters are proven on a base without code from outside", value)
+        elif (setting := setting_of(key)) != key or key in ("output_dir", "seed"):
+            self.settings[setting] = value
+        else:
+            self.note(key, "not known to the toolkit", value)
+
+    # ---- Model
+
+    def model(self) -> None:
+        key, dtype = self.take("torch_dtype", "dtype")
+        if dtype in ("float16", "fp16", "half"):
+            self.note(key, "there is no float16 training here; bfloat16 is set", dtype)
+            dtype = "bfloat16"
+        if dtype in ("auto", "bfloat16", "float32"):
+            self.settings["model.dtype"] = dtype
+            if dtype != "float32" and not self.adapted:
+                what = "the optimizer updates weights of that dtype, as there"
+                self.note(key, f"{what}; model.dtype: float32 keeps float32 masters", dtype)
+        elif key:
+            self.note(key, "model.dtype is auto, bfloat16 or float32", dtype)
+        asked = self.popped(_PRECISIONS)
+        half = {key for key, value in asked.items() if value not in (False, "false", "no")}
+        if half & {"fp16", "float16"} and not half & {"bf16", "bfloat16"}:
+            what = "float16 needs loss scaling, which is not here; computed in bfloat16"
+            self.note("fp16", f"{what} (sharding.param_dtype)", True)
+        for key in half:
+            if asked[key] not in (True, "auto", "full", "true"):
+                self.note(key, "neither true nor false, taken as true", asked[key])
+        if asked:
+            self.settings["sharding.param_dtype"] = "bfloat16" if half else "float32"
+        if self.tool == "axolotl" and half and not self.adapted:
+            what = "weights are kept in float32 and computed in bfloat16"
+            self.note("bf16", f"{what}; model.dtype: bfloat16 keeps them as axolotl does")
+        named, value = self.take("attention", "attn_implementation")
+        if named:
+            self.settings["model.attn_implementation"] = _ATTENTION.get(str(value), value)
+        for key, value in self.popped(_ATTENTION).items():
+            if named:
+                self.note(key, f"{named} says which attention", value)
+            elif value:
+                self.settings["model.attn_implementation"] = _ATTENTION[key]
+        liger = self.popped(_LIGER)
+        if any(liger.values()):
+            self.settings["model.kernels"] = "liger"
+            shown = ", ".join(f"{key} {value}" for key, value in liger.items())
+            self.note(shown, "kernels of norms, rotary positions and MLPs, all or none")
+
+    # ---- Memory and sharding
+
+    def memory(self) -> None:
+        recomputed = "sharding.activation_checkpointing"
+        key, value = self.take("gradient_checkpointing")
+        if key:
+            self.settings[recomputed] = "full" if value else "none"
+        if value in ("offload", "offload_disk"):
+            self.settings["sharding.activation_offload"] = True
+        key, kwargs = self.take("gradient_checkpointing_kwargs")
+        more = dict(kwargs) if isinstance(kwargs, dict) else {}
+        if key and more.pop("use_reentrant", True):
+            self.note(key, "recomputation is not reentrant here; same numbers", kwargs)
+        for name, value in more.items():
+            self.note(f"{key}.{name}", "no equivalent", value)
+        key, value = self.take("activation_offloading")
+        if value:
+            self.settings["sharding.activation_offload"] = True
+            if self.settings.get(recomputed) != "full":
+                self.settings[recomputed] = "full"
+                self.note(key, f"goes with {recomputed}: full, now set")
+        key, value = self.take("deepspeed")
+        if key:
+            what = "no DeepSpeed here: FSDP2 shards as ZeRO-3 does (section sharding)"
+            self.note(key, f"{what}; offload: sharding.cpu_offload: true", value)
+
+    def sharding(self) -> None:
+        words = self.take("fsdp")[1] or []
+        for word in words if isinstance(words, list) else str(words).replace(",", " ").split():
+            if word == "offload":
+                self.settings["sharding.cpu_offload"] = True
+            elif word == "shard_grad_op":
+                self.settings["sharding.reshard_after_forward"] = False
+            elif word not in ("full_shard", "auto_wrap", "True", "true"):
+                self.note(f"fsdp {word}", "set sharding.dp_replicate and sharding.dp_shard")
+        found, version = self.take("fsdp_config")[1], self.take("fsdp_version")[1]
+        content = found if isinstance(found, dict) else {}
+        version = content.get("fsdp_version", content.get("version", version))
+        if (words or content) and str(version) != "2":
+            self.note("fsdp_version", "FSDP1 there, FSDP2 here", version)
+        # What an Accelerate YAML has under the same name is a variable in capitals.
+        of_key = {
+            key: f"FSDP_{key.removeprefix('fsdp_').replace('_layer_cls_', '_cls_').upper()}"
+            for key in content
+        }
+        env = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+        for key, value in content.items():
+            env[of_key[key]] = ",".join(value) if isinstance(value, list) else str(value)
+        env["FSDP_VERSION"] = "2"
+        try:
+            settings, notes = translate(env)
+            same = [
+                key
+                for key, variable in of_key.items()
+                if variable != "FSDP_VERSION"
+                and translate({n: v for n, v in env.items() if n != variable}) == (settings, notes)
+            ]
+        except LaunchError as error:
+            raise ConfigError(f"fsdp_config: {error}") from error
+        del settings["sharding.param_dtype"]  # bf16 and fp16 say it
+        self.settings |= settings
+        self.out.notes += [f"fsdp_config: {note}" for note in notes]
+        if same:
+            self.note(f"fsdp_config: {', '.join(same)}", "changes nothing under FSDP2")
+
+    # ---- Data
+
+    def data(self) -> None:
+        strategy = self.take("packing_strategy")[1]
+        key, packed = self.take("sample_packing", "packing", "multipack_real_batches")
+        if key:
+            way = "wrapped" if strategy == "wrapped" else "bfd"
+            self.settings["data.packing"] = way if packed else "none"
+        if packed and strategy not in (None, "bfd", "wrapped"):
+            self.note("packing_strategy", "packed by best fit decreasing (bfd)", strategy)
+        key, value = self.take("excess_length_strategy")
+        if key:
+            self.settings["data.too_long"] = "error" if value == "raise" else value
+        self.supervision()
+        jinja = self.take("chat_template_jinja")[1]
+        key, value = self.take("chat_template", "chat_template_path")
+        if value == "jinja" and jinja:
+            self.settings["data.chat_template"] = jinja
+        elif "{" in str(value) or str(value).endswith((".jinja", ".j2")):
+            self.settings["data.chat_template"] = value
+        elif value not in (None, "tokenizer_default"):
+            what = "a name there; data.chat_template takes the template or its file"
+            self.note(key, f"{what} (empty: the tokenizer's own)", value)
+        self.sources()
+        key, value = self.take("val_set_size", "test_split_size")
+        if isinstance(value, int | float) and 0 <= value < 1:
+            self.settings["data.eval_split"] = float(value)
+        elif key:
+            what = "a number of rows there; data.eval_split is a share, such as 0.01"
+            self.note(key, what, value)
+
+    def supervision(self) -> None:
+        if self.take("train_on_inputs", "train_on_input")[1]:
+            self.settings["data.supervise"] = "all"
+        if self.take("assistant_only_loss")[1]:
+            self.settings["data.supervise"] = "assistant"
+        elif (completion := self.take("completion_only_loss"))[0]:
+            self.settings["data.supervise"] = "completion" if completion[1] else "all"
+        elif self.tool == "trl":
+            what = "of conversations TRL learns every token by default, here the assistant's turns"
+            self.note("assistant_only_loss", f"{what}; data.supervise: all does as TRL")
+        key, roles = self.take("roles_to_train")
+        if roles == ["assistant"]:
+            self.settings["data.supervise"] = "assistant"
+        elif key:
+            self.note(key, "only the assistant's turns can be chosen", roles)
+
+    def sources(self) -> None:
+        where, entries = self.take("dataset_mixture", "dataset_mixer", "datasets")
+        if isinstance(entries, dict) and "datasets" in entries:
+            more = {k: v for k, v in entries.items() if k != "datasets" and v is not None}
+            if "test_split_size" in more:
+                self.left["test_split_size"] = more.pop("test_split_size")
+            for key, value in more.items():
+                self.note(f"{where}.{key}", "no equivalent", value)
+            entries = entries["datasets"]
+        elif isinstance(entries, dict):  # name -> share
+            entries = [{"path": name, "weight": share} for name, share in entries.items()]
+        if where and not isinstance(entries, list):
+            raise ConfigError(f"{where}: expected a list of data sets, got {entries!r}")
+        entries = entries or []
+        found = [self.source(entry, i, len(entries) > 1) for i, entry in enumerate(entries)]
+        if len(found) > 1:
+            self.settings["data.sources"] = found
+        elif found:
+            names = {"files": "train_files"}
+            self.settings |= {f"data.{names.get(k, k)}": v for k, v in found[0].items()}
+        for setting, *others in (
+            ("dataset_name", "dataset_id_or_path", "dataset_path"),
+            ("dataset_config_name", "dataset_config"),
+            ("dataset_split", "dataset_train_split"),
+        ):
+            key, value = self.take(*others, setting)
+            if key:
+                self.settings[f"data.{setting}"] = value
+        name = self.settings.get("data.dataset_name")
+        if isinstance(name, str) and _is_file(name):
+            self.settings["data.train_files"] = self.settings.pop("data.dataset_name")
+
+    def source(self, entry: Any, index: int, several: bool) -> dict[str, Any]:
+        """Return one data set as a mapping of `data.sources`; names what of it is not carried."""
+        entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
+        entry = {key: value for key, value in entry.items() if value is not None}
+        path = entry.pop("path", None) or entry.pop("id", None)
+        files = entry.pop("data_files", None)
+        out: dict[str, Any] = {"dataset_name": path}
+        if files or _is_file(str(path)):
+            out = {"files": files or path}
+            entry.pop("ds_type", None)
+            if files and not _is_file(str(path)) and path not in ("json", "csv", "parquet", "text"):
+                what = "its data_files are read from this machine"
+                self.note(f"datasets[{index}].path", what, path)
+        out |= {name: entry.pop(key) for key, name in _OF_A_SOURCE.items() if key in entry}
+        for key, value in entry.items():
+            why: str | None = why_left(key) or "no equivalent"
+            kind = str(value).partition(".")[0]
+            if key == "field" and several:
+                why = "data.text_column is one for all sources; rename the column to text"
+            elif key == "field":
+                self.settings["data.text_column"], why = value, None
+            elif key == "type" and kind == "alpaca":
+                why = "rendered by the chat template, not in Alpaca's own words"
+            elif key == "type":
+                usual = kind in ("completion", "chat_template", "sharegpt")  # texts: learned whole
+                why = None if usual else "rows are recognised by their columns (docs/finetuning.md)"
+            elif value in _USUAL.get(key, ()):
+                why = None
+            elif key == "columns" and isinstance(value, list | dict):
+                known = {"messages", "text", "chat_template_kwargs"}
+                why = None if {*map(str, value)} <= known else why
+            if why:
+                self.note(f"datasets[{index}].{key}", why, value)
+        return out
+
+    # ---- Optimiser and schedule
+
+    def optimisation(self) -> None:
+        key, value = self.take("optimizer", "optim")
+        if key:
+            name = _OPTIMIZERS.get(str(value))
+            self.settings["optim.optim"] = name or "adamw_torch_fused"
+            if name is None:
+                what = "optim.optim is adamw_torch_fused, adamw_8bit, adafactor or muon"
+                self.note(key, f"{what}; adamw_torch_fused is set", value)
+            if str(value).startswith("paged"):
+                what = "state is not paged here; sharding.cpu_offload holds it on the host"
+                self.note(key, what)
+        schedule = "optim.lr_scheduler_type"
+        key, value = self.take("lr_scheduler", "lr_scheduler_type")
+        if key and value not in typing.get_args(Schedule):
+            what = f"{schedule} is one of {', '.join(typing.get_args(Schedule))}"
+            self.note(key, f"{what}; cosine is set", value)
+            value = "cosine"
+        if key:
+            self.settings[schedule] = value
+        kwargs = self.take("lr_scheduler_kwargs")[1]
+        more = dict(kwargs) if isinstance(kwargs, dict) else {}
+        key, least = self.take("cosine_min_lr_ratio")
+        least = least if key else more.pop("min_lr_rate", None)
+        if least is not None:
+            if value != "cosine_warmup_with_min_lr":
+                self.settings[schedule] = "cosine_with_min_lr"
+            self.settings["optim.min_lr_rate"] = least
+        if more:
+            self.settings["optim.lr_scheduler_kwargs"] = more
+        self.warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
+
+    def warmup(self, steps: Any, ratio: Any) -> None:
+        warmup = steps if steps or ratio is None else ratio
+        if steps and ratio is not None:
+            self.note("warmup_ratio", "warmup_steps wins, as there", ratio)
+        if warmup is None and self.tool == "axolotl":
+            most, what = self.left.get("max_steps"), ""
+            if isinstance(most, int) and most > 0:
+                warmup = min(int(0.03 * most), 100)
+            else:
+                warmup, what = 0.03, "; 3 % are set, without that limit"
+            rule = "3 % of all steps, at most 100, where axolotl is told none"
+            self.note("warmup_steps", rule + what)
+        if warmup and self.settings.get("optim.lr_scheduler_type") == "constant":
+            what = "`constant` ignores it, as in transformers; constant_with_warmup has one"
+            self.note("warmup_steps", what, warmup)
+        elif warmup is not None:
+            self.settings["optim.warmup_steps"] = warmup
+
+    def schedule_of_run(self) -> None:
+        key, how = self.take("eval_strategy", "evaluation_strategy")
+        if how in ("no", False):
+            if "eval_steps" in self.left:
+                self.note("eval_steps", "eval_strategy is no", self.left.pop("eval_steps"))
+            self.settings.setdefault("data.eval_split", 0.0)
+        elif how == "epoch":
+            self.note(key, "train.eval_steps counts steps; evaluated at the end", how)
+        elif how == "steps" and "eval_steps" not in self.left:
+            self.settings["train.eval_steps"] = self.left.get("logging_steps", 500)
+        for key in ("eval_steps", "save_steps", "logging_steps"):
+            if isinstance(self.left.get(key), float) and self.left[key] < 1:
+                what = "a share of all steps there; a number of steps is needed"
+                self.note(key, what, self.left.pop(key))
+        last = "; the last step is saved in any case"
+        for key, what in {
+            "save_strategy": f"checkpoint.save_steps counts steps{last}",
+            "logging_strategy": "train.logging_steps counts steps",
+        }.items():
+            if (value := self.take(key)[1]) not in (None, "steps"):
+                self.note(key, what, value)
+        key, value = self.take("save_total_limit")
+        if key:
+            self.settings["checkpoint.save_total_limit"] = value and max(2, value)
+        if value is not None and value < 2:
+            self.note(key, "at least 2: one is whole while another is written", value)
+        evaluated = self.left.get("eval_steps") or "train.eval_steps" in self.settings
+        key, value = self.take("load_best_model_at_end")
+        if value and self.settings.get("checkpoint.save_total_limit", 2) is None:
+            self.note(key, "all checkpoints are kept, the best one among them", value)
+        elif value and evaluated:
+            self.settings["checkpoint.keep_best"] = True
+        elif value:
+            self.note(key, "checkpoint.keep_best needs train.eval_steps", value)
+        if not evaluated and "early_stopping_patience" in self.left:
+            key, value = self.take("early_stopping_patience")
+            self.note(key, "needs train.eval_steps", value)
+
+    # ---- Adapters
+
+    def adapters(self) -> None:
+        kind = self.take("adapter")[1]
+        self.take("use_peft")
+        eight, four = self.take("load_in_8bit")[1], self.take("load_in_4bit")[1]
+        if not self.adapted:
+            mine = [k for k in self.left if k.startswith(("lora_", "bnb_4bit_"))]
+            for key, value in self.popped(mine).items():
+                self.note(key, "no adapters are asked for there", value)
+            if four or eight:
+                self.note("load_in_4bit or 8bit", "only under adapters (lora.r)", True)
+            return
+        if kind not in (None, "lora", "qlora"):
+            self.note("adapter", "lora and qlora are known", kind)
+        four_bits = four or kind == "qlora"
+        if four_bits:
+            self.settings["lora.load_in_4bit"] = True
+            if four is False:
+                self.note("load_in_4bit", "adapter qlora has a base in 4 bits", four)
+        if eight:
+            what = "no 8-bit base: it stays in its dtype"
+            self.note("load_in_8bit", f"{what}; lora.load_in_4bit: true is the nearest", True)
+        if not {"lora_r", "r"} & {*self.left}:
+            self.settings["lora.r"] = 8
+            self.note("lora_r", "none is given; 8 is set")
+        self.targets()
+        double = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant")
+        for names in (("bnb_4bit_quant_type",), double):
+            key, value = self.take(*names)
+            if key and four_bits:
+                self.settings[f"lora.{names[0]}"] = value
+            elif key and key not in self.lora:
+                self.note(key, "the base is not in 4 bits", value)
+        for key, usual, what in (
+            ("bnb_4bit_compute_dtype", "bfloat16", "sharding.param_dtype is what is computed in"),
+            ("bias", "none", "none is what there is"),
+            ("lora_bias", "none", "none is what there is"),
+            ("task_type", "CAUSAL_LM", "CAUSAL_LM is what there is"),
+        ):
+            if (value := self.take(key)[1]) not in (None, usual):
+                self.note(key, what, value)
+
+    def targets(self) -> None:
+        linear = self.take("lora_target_linear")[1]
+        key, named = self.take("lora_target_modules", "target_modules")
+        if linear:
+            self.settings["lora.target_modules"] = "all-linear"
+            if key:
+                self.note(key, "lora_target_linear adapts every linear layer", named)
+        elif key:
+            self.settings["lora.target_modules"] = named if named != ["all-linear"] else named[0]
+        elif "lora_target_parameters" not in self.left:
+            what = "PEFT chooses by architecture there (mostly q_proj and v_proj)"
+            self.note("lora_target_modules", f"{what}; all linear layers here")
+
+    # ---- Outputs
+
+    def outputs(self) -> None:
+        asked = self.take("report_to")[1] or []
+        trackers, known = typing.get_args(Tracker), list[str]()
+        for name in asked if isinstance(asked, list) else [asked]:
+            if name in trackers:
+                known.append(name)
+            elif name not in ("none", "no"):
+                self.note("report_to", f"one of {', '.join(trackers)}", name)
+        used = self.take("use_wandb")[1] or self.left.get("wandb_project")
+        if used and "wandb" not in known:
+            known.append("wandb")
+        if known:
+            self.settings["metrics.report_to"] = known if len(known) > 1 else known[0]
+        if self.left.get("push_to_hub") and not self.left.get("hub_model_id"):
+            what = "hub.push_to_hub needs hub.hub_model_id: ORG/NAME"
+            self.note("push_to_hub", what, self.left.pop("push_to_hub"))
+        key, value = self.take("hub_model_id")
+        if key:
+            self.settings["hub.hub_model_id"] = str(value)
+            if "/" not in str(value):
+                self.note(key, "without an owner; ORG/NAME is expected", str(value))
+
+
+def _is_file(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.endswith(_FILES)

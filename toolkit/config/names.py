@@ -2,8 +2,9 @@
 
 import dataclasses
 import difflib
+import functools
 import typing
-from collections.abc import Iterator
+from typing import Any
 
 from toolkit.config.settings import FinetuneConfig, RunConfig
 
@@ -12,6 +13,7 @@ ELSEWHERE = {
     "model.name_or_path": """base_model model_name model_id model_name_or_path model_path
         pretrained_model_name_or_path""",
     "model.tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path tokenizer_config",
+    "model.revision": "model_revision revision_of_model",
     "model.dtype": "torch_dtype model_dtype",
     "model.attn_implementation": "flash_attention use_flash_attention_2 flash_attn attention",
     "model.kernels: liger": "use_liger_kernel use_liger liger_kernel",
@@ -141,6 +143,24 @@ LEFT = {
     "use `toolkit train` for pretraining": "pretraining_dataset pretrain_multipack_attn",
     "not needed": "env report_url",
 }
+# What a tool does where a key is missing, read in its sources: axolotl's schema and
+# `core/builders/base.py`, TRL's `SFTConfig` and `ModelConfig`, transformers' `TrainingArguments`.
+UNSAID: dict[str, dict[str, Any]] = {
+    "axolotl": {"sample_packing": False, "lr_scheduler": "cosine", "val_set_size": 0.0}
+    | {"micro_batch_size": 1, "train_on_inputs": False, "bf16": "auto", "sequence_len": 512}
+    | {"excess_length_strategy": "drop", "save_total_limit": 4},
+    "trl": {"num_train_epochs": 3.0, "learning_rate": 2e-5, "max_length": 1024, "packing": False}
+    | {"gradient_checkpointing": True, "bf16": True, "eval_strategy": "no"}
+    | {"save_total_limit": None},
+    "trainer": {"num_train_epochs": 3.0, "bf16": False, "packing": False, "eval_strategy": "no"}
+    | {"save_total_limit": None},
+}
+# Of adapters; `trainer` has what PEFT and bitsandbytes do when a script calls them.
+UNSAID_OF_LORA: dict[str, dict[str, Any]] = {
+    "axolotl": {"bnb_4bit_use_double_quant": True},
+    "trl": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+    "trainer": {"lora_r": 8, "lora_alpha": 8, "bnb_4bit_quant_type": "fp4"},
+}
 _REASONS = {old: why for why, names in LEFT.items() for old in names.split()}
 _HERE = {old: here for here, names in ELSEWHERE.items() for old in names.split()}
 
@@ -155,10 +175,10 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     near_here = [walked + n for n in difflib.get_close_matches(path[len(walked) :], local, n=1)]
     if not issubclass(cls, RunConfig):
         return next(iter(near_here), None)
-    known = list(_settings(cls))
+    known = _settings(cls)  # type: ignore[arg-type]
     if found := leaves_of(cls, leaf):
         return " or ".join(found)
-    finetuning = list(_settings(FinetuneConfig))
+    finetuning = _settings(FinetuneConfig)
     of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]
     if leaf in _HERE and not of_finetuning:
         setting = _HERE[leaf].partition(":")[0]
@@ -172,10 +192,13 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     return next(iter([*near_here, *near]), None)
 
 
-def renamed(name: str) -> str | None:
-    """Return the setting that has the values of another tool's `name`; None: there is none."""
-    here = _HERE.get(name)
-    return here if here in set(_settings(FinetuneConfig)) else None
+def setting_of(name: str) -> str:
+    """Return the setting that has the values of another tool's `name`; the name: there is none."""
+    known = _settings(FinetuneConfig)
+    if _HERE.get(name) in known:
+        return _HERE[name]
+    found = leaves_of(FinetuneConfig, name)
+    return found[0] if len(found) == 1 else name
 
 
 def why_left(name: str) -> str | None:
@@ -188,10 +211,11 @@ def leaves_of(cls: type, leaf: str) -> list[str]:
     return [name for name in _settings(cls) if name.split(".")[-1] == leaf]
 
 
-def _settings(cls: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted name of every setting of a config."""
+@functools.cache
+def _settings(cls: type, prefix: str = "") -> list[str]:
+    """Return the dotted name of every setting of a config."""
+    found = list[str]()
     for name, kind in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _settings(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            yield prefix + name
+        section = dataclasses.is_dataclass(kind)
+        found += _settings(kind, f"{prefix}{name}.") if section else [prefix + name]  # type: ignore[arg-type]
+    return found
