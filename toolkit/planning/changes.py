@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,11 @@ from toolkit.planning.devices import Device
 from toolkit.planning.estimates import Estimate, estimate
 from toolkit.planning.simulation import Config, Simulation, simulate
 
-_NONE: tuple = (False, "none")
+# Changes of what a step computes; what a rank holds between two steps stays with them.
+_OF_STEPS = (
+    *("per_device_train_batch_size", "reshard_after_forward", "accumulation"),
+    *("activation_checkpointing", "activation_offload"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class _Change:
     world_size: int
     kept: bool = True
 
-
-_Kind = Callable[[Config, int], Iterator[_Change]]
+    @property
+    def kind(self) -> str:
+        """The setting that it is about."""
+        return self.name.split()[0]
 
 
 def make_plan(
@@ -79,11 +85,12 @@ def remedies(
     """
     end = time.monotonic() + patience
     found, failed = list[Plan](), list[tuple[str, str]]()
-    # What a rank holds between two steps stays with changes of what a step computes.
     of_steps = plan.cfg.sharding.cpu_offload or plan.sim.state.total < memory
-    for change in _changes(plan.cfg, plan.world_size, of_steps):
+    for change in _changes(plan.cfg, plan.world_size):
         if time.monotonic() > end:
             break
+        if change.kind in _OF_STEPS and not of_steps:
+            continue
         say(change.name)
         try:
             new = make_plan(change.cfg, change.world_size, device, memory, change.name, change.kept)
@@ -102,38 +109,25 @@ def _cost(plan: Plan) -> float:
     return plan.estimate.device_time
 
 
-def _together(
-    plan: Plan, device: Device, memory: int, say: Callable[[str], object]
-) -> Iterator[Plan]:
-    """Yield the run with one change after the other put on, up to the first that fits."""
-    cfg, world, names = plan.cfg, plan.world_size, list[str]()
-    for kind in _ORDER:
-        while change := next((c for c in _possible(kind, cfg, world) if c.kept), None):
-            put_on = [n for n in names if n.split()[0] != change.name.split()[0]] + [change.name]
-            say(" + ".join(put_on))
-            try:
-                new = make_plan(change.cfg, change.world_size, device, memory, " + ".join(put_on))
-            except ToolkitError as error:  # the next kind is put on what went before
-                say(f"{change.name}: {one_line(error)}")
-                break
-            cfg, world, names = change.cfg, change.world_size, put_on
-            if new.fits(memory):
-                yield new
-                return
-            if kind is _more_devices and world >= 64 * plan.world_size:
-                break
-
-
-def _changes(cfg: Config, world: int, of_steps: bool) -> Iterator[_Change]:
-    for kind in (*_ORDER, _adapters):
-        if of_steps or kind not in _OF_STEPS:
-            yield from _possible(kind, cfg, world)
-
-
-def _possible(kind: _Kind, cfg: Config, world: int) -> Iterator[_Change]:
-    """Yield the changes of a kind up to one that the other settings refuse."""
-    with contextlib.suppress(ConfigError):
-        yield from kind(cfg, world)
+def _together(plan: Plan, device: Device, memory: int, say: Callable[[str], object]) -> list[Plan]:
+    """Return the run with one change after the other put on, up to the first that fits."""
+    cfg, world, names, refused = plan.cfg, plan.world_size, list[str](), set[str]()
+    while world < 64 * plan.world_size:
+        possible = (c for c in _changes(cfg, world) if c.kept and c.name not in refused)
+        if (change := next(possible, None)) is None:
+            break
+        put_on = [n for n in names if n.split()[0] != change.kind] + [change.name]
+        say(" + ".join(put_on))
+        try:
+            new = make_plan(change.cfg, change.world_size, device, memory, " + ".join(put_on))
+        except ToolkitError as error:  # the next is put on what went before
+            say(f"{change.name}: {one_line(error)}")
+            refused.add(change.name)
+            continue
+        cfg, world, names = change.cfg, change.world_size, put_on
+        if new.fits(memory):
+            return [new]
+    return []
 
 
 def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
@@ -141,116 +135,66 @@ def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
     return replace(cfg, **{section: replace(getattr(cfg, section), **settings)})
 
 
-def _smaller_batch(cfg: Config, world: int) -> Iterator[_Change]:
-    size, repeats = (
-        cfg.train.micro_batch,
-        cfg.train.gradient_accumulation_steps,
-    )
+def _changes(cfg: Config, world: int) -> list[_Change]:
+    """Return the changes of a run, by what they usually cost, the cheapest first, without those
+    that its other settings refuse.
+    """
+    found = list[_Change]()
+
+    def change(
+        name: str, sections: dict[str, dict[str, Any]], ranks: int = world, kept: bool = True
+    ) -> None:
+        new = cfg
+        with contextlib.suppress(ConfigError):
+            for section, settings in sections.items():
+                new = with_settings(new, section, **settings)
+            found.append(_Change(name, new, ranks, kept))
+
+    size, repeats = cfg.train.micro_batch, cfg.train.gradient_accumulation_steps
     if size > 1:  # the global batch stays
         factor = 2 if size % 2 == 0 else size
-        new = {
-            "per_device_train_batch_size": size // factor,
-            "gradient_accumulation_steps": repeats * factor,
-        }
-        name = f"per_device_train_batch_size {size // factor}, accumulation {repeats * factor}"
-        yield _Change(name, with_settings(cfg, "train", **new), world)
-
-
-def _selective_recomputation(cfg: Config, world: int) -> Iterator[_Change]:
-    if cfg.sharding.activation_checkpointing in _NONE and cfg.model.kernels == "none":
-        new = with_settings(cfg, "sharding", activation_checkpointing="selective")
-        yield _Change("activation_checkpointing selective", new, world)
-
-
-def _recomputation(cfg: Config, world: int) -> Iterator[_Change]:
-    now = cfg.sharding.activation_checkpointing
-    if now not in ("full", True, 1):
-        new = with_settings(cfg, "sharding", activation_checkpointing="full")
-        yield _Change("activation_checkpointing full", new, world)
-
-
-def _resharding(cfg: Config, world: int) -> Iterator[_Change]:
+        less, more = size // factor, repeats * factor
+        batch = {"per_device_train_batch_size": less, "gradient_accumulation_steps": more}
+        change(f"per_device_train_batch_size {less}, accumulation {more}", {"train": batch})
     sharding = cfg.sharding
     if sharding.reshard_after_forward not in ("auto", True):
-        new = with_settings(cfg, "sharding", reshard_after_forward=True)
-        yield _Change("reshard_after_forward true", new, world)
-    elif cfg.train.gradient_accumulation_steps > 1 and sharding.accumulation != "reduce_each":
-        new = with_settings(cfg, "sharding", accumulation="reduce_each")
-        yield _Change("accumulation reduce_each", new, world)
-
-
-def _fewer_replicas(cfg: Config, world: int) -> Iterator[_Change]:
-    if cfg.sharding.dp_replicate > 1 or cfg.sharding.dp_shard not in (-1, world):
-        new = with_settings(cfg, "sharding", dp_replicate=1, dp_shard=-1)
-        yield _Change(f"dp_shard {world}", new, world)
-
-
-def _offloaded_activations(cfg: Config, world: int) -> Iterator[_Change]:
-    sharding = cfg.sharding
-    if not sharding.activation_offload and sharding.torch_compile in (False, "none", "auto"):
-        new = {"activation_checkpointing": "full", "activation_offload": True}
-        name = "activation_offload with activation_checkpointing full"
-        yield _Change(name, with_settings(cfg, "sharding", **new), world)
-
-
-def _offloaded_state(cfg: Config, world: int) -> Iterator[_Change]:
-    if not cfg.sharding.cpu_offload and cfg.sharding.frozen != "replicated":
-        yield _Change("cpu_offload true", with_settings(cfg, "sharding", cpu_offload=True), world)
-
-
-def _more_devices(cfg: Config, world: int) -> Iterator[_Change]:
-    if cfg.sharding.dp_shard == 1:
-        return
-    own = with_settings(cfg, "sharding", dp_shard=-1)
-    repeats, size = (
-        cfg.train.gradient_accumulation_steps,
-        cfg.train.micro_batch,
-    )
-    if repeats % 2 == 0:
-        own = with_settings(own, "train", gradient_accumulation_steps=repeats // 2)
-    elif size % 2 == 0:
-        own = with_settings(own, "train", per_device_train_batch_size=size // 2)
-    doubled = "" if repeats % 2 == 0 or size % 2 == 0 else ", the global batch doubled"
-    yield _Change(f"devices {2 * world}{doubled}", own, 2 * world)
-
-
-def _small_state(cfg: Config, world: int) -> Iterator[_Change]:
+        change("reshard_after_forward true", {"sharding": {"reshard_after_forward": True}})
+    elif repeats > 1 and sharding.accumulation != "reduce_each":
+        change("accumulation reduce_each", {"sharding": {"accumulation": "reduce_each"}})
+    if sharding.dp_replicate > 1 or sharding.dp_shard not in (-1, world):
+        change(f"dp_shard {world}", {"sharding": {"dp_replicate": 1, "dp_shard": -1}})
+    now, full = sharding.activation_checkpointing, {"activation_checkpointing": "full"}
+    if now in (False, "none") and cfg.model.kernels == "none":
+        selective = {"activation_checkpointing": "selective"}
+        change("activation_checkpointing selective", {"sharding": selective})
+    if now not in ("full", True, 1):
+        change("activation_checkpointing full", {"sharding": full})
     if cfg.optim.optim == "adamw_torch_fused":
-        new = with_settings(cfg, "optim", optim="adamw_8bit")
-        yield _Change("optim adamw_8bit", new, world, kept=False)
-
-
-def _adapters(cfg: Config, world: int) -> Iterator[_Change]:
-    if not isinstance(cfg, FinetuneConfig):
-        return
-    if not cfg.lora.r:
-        cfg = replace(cfg, lora=replace(cfg.lora, r=16), model=replace(cfg.model, dtype=None))
-        yield _Change("lora.r 16", cfg, world, kept=False)
-    if not cfg.lora.load_in_4bit:
-        new = with_settings(cfg, "lora", load_in_4bit=True)
-        yield _Change(f"lora.r {cfg.lora.r}, lora.load_in_4bit", new, world, kept=False)
-
-
-# By what they usually cost, the cheapest first.
-_ORDER = (
-    _smaller_batch,
-    _resharding,
-    _fewer_replicas,
-    _selective_recomputation,
-    _recomputation,
-    _small_state,
-    _offloaded_activations,
-    _offloaded_state,
-    _more_devices,
-)
-
-_OF_STEPS = (
-    _smaller_batch,
-    _resharding,
-    _selective_recomputation,
-    _recomputation,
-    _offloaded_activations,
-)
+        change("optim adamw_8bit", {"optim": {"optim": "adamw_8bit"}}, kept=False)
+    if not sharding.activation_offload and sharding.torch_compile in (False, "none", "auto"):
+        name = "activation_offload with activation_checkpointing full"
+        change(name, {"sharding": {**full, "activation_offload": True}})
+    if not sharding.cpu_offload and sharding.frozen != "replicated":
+        change("cpu_offload true", {"sharding": {"cpu_offload": True}})
+    if sharding.dp_shard != 1:
+        half, doubled = dict[str, int](), ""
+        if repeats % 2 == 0:
+            half = {"gradient_accumulation_steps": repeats // 2}
+        elif size % 2 == 0:
+            half = {"per_device_train_batch_size": size // 2}
+        else:
+            doubled = ", the global batch doubled"
+        more_devices = {"sharding": {"dp_shard": -1}, "train": half}
+        change(f"devices {2 * world}{doubled}", more_devices, ranks=2 * world)
+    if isinstance(cfg, FinetuneConfig):
+        lora = dict[str, Any]() if cfg.lora.r else {"r": 16}
+        model = dict[str, Any]() if cfg.lora.r else {"dtype": None}
+        if lora:
+            change("lora.r 16", {"lora": lora, "model": model}, kept=False)
+        if not cfg.lora.load_in_4bit:
+            four_bits = {"lora": {**lora, "load_in_4bit": True}, "model": model}
+            change(f"lora.r {cfg.lora.r or 16}, lora.load_in_4bit", four_bits, kept=False)
+    return found
 
 
 def layouts(
