@@ -5,10 +5,12 @@ this order: no recomputation, `selective`, `full`, and of each the largest batch
 sample. Recomputing costs a tenth to a third of the time, a smaller batch mostly less.
 """
 
+import bisect
 import itertools
 import resource
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import torch
@@ -21,7 +23,6 @@ from toolkit.planning.measuring import is_out_of_memory, measure
 from toolkit.planning.simulation import Config, PlanningError
 
 _AUTO = (("sharding", "activation_checkpointing"), ("train", "per_device_train_batch_size"))
-_RECOMPUTED = ("none", "selective", "full")
 
 
 def chosen_names(cfg: RunConfig) -> list[tuple[str, str]]:
@@ -63,27 +64,20 @@ def accumulated(cfg: Config, world_size: int) -> Config:
 def candidates(cfg: Config, world_size: int) -> list[list[Config]]:
     """Return what `auto` may become, the best first: for each recomputation its batches."""
     recomputed, size = cfg.sharding.activation_checkpointing, cfg.train.per_device_train_batch_size
-    modes: tuple = _RECOMPUTED if recomputed == "auto" else (recomputed,)
+    modes = ["none", "selective", "full"] if recomputed == "auto" else [recomputed]
     if recomputed == "auto" and cfg.model.kernels == "liger":
-        modes = ("none", "full")  # `selective` does not go with it
+        modes.remove("selective")  # which does not go with it
     sizes = [size]
     if size == "auto":
         each = accumulation_for(cfg.train.global_batch_size or 1, 1, world_size)
         sizes = [n for n in range(each, 0, -1) if each % n == 0]
-    return [
-        [
-            accumulated(
-                with_settings(
-                    with_settings(cfg, "sharding", activation_checkpointing=mode),
-                    "train",
-                    per_device_train_batch_size=n,
-                ),
-                world_size,
-            )
-            for n in sizes
-        ]
-        for mode in modes
-    ]
+
+    def one(mode: Any, size: Any) -> Config:
+        own = with_settings(cfg, "sharding", activation_checkpointing=mode)
+        own = with_settings(own, "train", per_device_train_batch_size=size)
+        return accumulated(own, world_size)
+
+    return [[one(mode, size) for size in sizes] for mode in modes]
 
 
 def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[int, Plan]:
@@ -92,28 +86,22 @@ def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[i
     few plans of each recomputation. PlanningError: nor can it be run as the last.
     """
     groups, passed = candidates(cfg, world_size), 0
-    plan = None
-    for group in groups:
-        low, high = 0, len(group)  # all before `low` are too large, all from `high` on fit
-        while low < high:
-            middle = (low + high) // 2
-            found = _plan_or_none(group[middle], world_size, device, memory)
-            if found is not None and found.fits(memory):
-                high, plan = middle, found
-            else:
-                low = middle + 1
-        if plan is not None:
-            return passed + high, plan
+    plans: list[Plan] = []
+
+    def fits(candidate: Config) -> bool:
+        try:
+            plan = make_plan(candidate, world_size, device, memory)
+        except PlanningError:
+            return False
+        plans.extend([plan] * plan.fits(memory))
+        return plan.fits(memory)
+
+    for group in groups:  # in each the larger batches, which do not fit, come first
+        place = bisect.bisect_left(group, True, key=fits)
+        if place < len(group):
+            return passed + place, plans[-1]
         passed += len(group)
     return passed - 1, make_plan(groups[-1][-1], world_size, device, memory)
-
-
-def _plan_or_none(cfg: Config, world_size: int, device: Device, memory: int) -> Plan | None:
-    """Return the plan of a candidate; None where the model cannot be run so."""
-    try:
-        return make_plan(cfg, world_size, device, memory)
-    except PlanningError:
-        return None
 
 
 def tried(
@@ -122,13 +110,14 @@ def tried(
     """Return the peak of a real step of `cfg` as one rank, None where it does not fit beside
     `reserve` bytes. Makes a fake world, and limits this process for good: call it in one apart.
     """
-    if device.type == "cpu":
-        _limit_host(memory)
-    else:
+    api = torch.get_device_module(device)
+    if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
-        total = torch.get_device_module(device).mem_get_info(device)[1]
-        share = min(1.0, memory / total)
-        torch.get_device_module(device).set_per_process_memory_fraction(share, device)
+        share = min(1.0, memory / api.mem_get_info(device)[1])
+        api.set_per_process_memory_fraction(share, device)
+    elif sys.platform == "linux":
+        most = psutil.Process().memory_info().data + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
         peak = measure(cfg, world_size, device, rank).peak
     except Exception as error:
@@ -138,15 +127,7 @@ def tried(
     return peak if peak + reserve <= memory else None
 
 
-def _limit_host(memory: int) -> None:
-    """Let this process have so many bytes more; without effect but on Linux."""
-    if sys.platform == "linux":
-        held = psutil.Process().memory_info().data
-        resource.setrlimit(resource.RLIMIT_DATA, (held + memory, held + memory))
-
-
 def after(cfg: Config, world_size: int, place: int) -> Iterator[Config]:
-    """Yield the candidates from `place` on."""
-    yield from itertools.islice(
-        itertools.chain.from_iterable(candidates(cfg, world_size)), place, None
-    )
+    """Return the candidates from `place` on."""
+    every = itertools.chain.from_iterable(candidates(cfg, world_size))
+    return itertools.islice(every, place, None)

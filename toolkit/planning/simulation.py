@@ -337,23 +337,17 @@ def _silent() -> Iterator[None]:
 def _layers_told(model: nn.Module, meter: Meter) -> Iterator[None]:
     """Tell `meter` which decoder layer runs, forward and backward."""
 
-    def tell(name: str) -> None:
-        meter.layer = name
+    with contextlib.ExitStack() as hooks:
+        for name, layer in decoder_layers(base_of(model)).items():
 
-    handles = []
-    for name, layer in decoder_layers(base_of(model)).items():
+            def tell(*_: Any, name: str = name) -> None:
+                meter.layer = name
 
-        def before(_: nn.Module, __: Any, name: str = name) -> None:
-            tell(name)
+            def after(_: nn.Module, __: Any, out: Any, tell: Callable = tell) -> None:
+                first = out[0] if isinstance(out, tuple) else out
+                if isinstance(first, torch.Tensor) and first.requires_grad:
+                    first.register_hook(lambda _: tell())
 
-        def after(_: nn.Module, __: Any, out: Any, name: str = name) -> None:
-            first = out[0] if isinstance(out, tuple) else out
-            if isinstance(first, torch.Tensor) and first.requires_grad:
-                first.register_hook(lambda _: tell(name))
-
-        handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
-    try:
+            hooks.enter_context(layer.register_forward_pre_hook(tell))
+            hooks.enter_context(layer.register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
