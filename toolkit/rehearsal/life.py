@@ -223,8 +223,8 @@ class Life:
 
 
 def stages(life: Life) -> dict[str, Callable[[], str]]:
-    """Return the stages of a life, in order."""
-    names = ("load", "train", "save", "kill", "resume", "evaluate", "other ranks")
+    """Return the stages of a life after `load`, in order."""
+    names = ("train", "save", "kill", "resume", "evaluate", "other ranks")
     after = ("consolidate", "verify", "reload", "generate", "adapter", "push")
     return {name: getattr(life, name.replace(" ", "_")) for name in (*names, *after)}
 

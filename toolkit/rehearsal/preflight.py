@@ -1,6 +1,5 @@
-"""What a run would be refused for before its first step, asked here of the real config.
-
-Each function is a stage: returns what it found, raises what the run would.
+"""What a run would be refused for before its first step, asked here of the real config; and the
+small run that then lives (`life`).
 """
 
 import ast
@@ -8,7 +7,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +26,19 @@ from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer
 from toolkit.errors import ConfigError, DataError, ToolkitError
-from toolkit.models import check_quantisation, check_usable, plain_name, prepare, vocabulary_size
-from toolkit.rehearsal.rows import Head, read_heads, refuse_long
-from toolkit.rehearsal.settings import on_cpu
-from toolkit.rehearsal.stages import NotAskedError
+from toolkit.models import (
+    build_on_meta,
+    check_quantisation,
+    check_usable,
+    plain_name,
+    prepare,
+    vocabulary_size,
+)
+from toolkit.rehearsal.life import Life, stages
+from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
+from toolkit.rehearsal.settings import affordable_length, notes_on, on_cpu, rehearsal_config
+from toolkit.rehearsal.shrunk import shrink
+from toolkit.rehearsal.stages import NotAskedError, Recorder, Result
 from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.sharding.fsdp import mesh_shape, splits_ends
 from toolkit.sharding.unit_table import fake_world, unit_rows
@@ -88,34 +96,219 @@ def real_world(cfg: ShardingConfig, world_size: int) -> int:
     return named if named % world_size == 0 else named * world_size
 
 
-def check_packages(cfg: Any, recipe: str) -> str:
-    """Refuse packages that the settings, the recipe or the model's own code need, and lack."""
-    cfg.metrics.trackers()
-    kernel = cfg.model.attn_implementation or ""
-    wanted = _ATTENTION.get(kernel, ("kernels",) if "/" in kernel else ())
-    if wanted and not any(importlib.util.find_spec(name) for name in wanted):
-        what = f"needs {' or '.join(wanted)}, which cannot be imported here"
-        raise ConfigError(f"model.attn_implementation {kernel} {what}; pip install it, or set sdpa")
-    asked = {"liger_kernel": cfg.model.kernels == "liger" and "model.kernels: liger"}
-    asked["bitsandbytes"] = (cfg.optim.optim == "adamw_8bit" and "optim.optim: adamw_8bit") or (
-        isinstance(cfg, FinetuneConfig) and cfg.lora.load_in_4bit and "lora.load_in_4bit"
-    )
-    for package, setting in asked.items():
-        if setting and importlib.util.find_spec(package) is None:
-            what = f"{setting} needs {package}, which cannot be imported here"
-            raise ConfigError(f"{what}; pip install {package.replace('_', '-')}, or leave it out")
-    if is_url(cfg.checkpoint.root):
-        where(cfg.checkpoint.root)  # its driver
-    script = recipes.script_of(recipe)
-    files = [script]
-    model = Path(cfg.model.name_or_path).expanduser()
-    if cfg.model.trust_remote_code and model.is_dir():
-        files += model.glob("*.py")
-    for file in files:
-        if lacking := sorted(_missing(file)):
-            what = f"{file} imports {', '.join(lacking)}, which cannot be found here"
-            raise ConfigError(f"{what}; pip install {' '.join(lacking)}")
-    return f"all that the settings and {script} import"
+@dataclass
+class Rehearsal:
+    """The stages, and what they hand on to each other; those that ask what a run would be refused
+    for before its first step return what they found, and raise what the run would.
+    """
+
+    file: Path
+    flags: Sequence[str]
+    world_size: int
+    recipe: str | None
+    most_too_long: float
+    folder: Path
+    recorder: Recorder
+    result: Result
+    cfg: Any = None
+    model_cfg: Any = None
+    model: Any = None
+    """The real one, on meta; sharded after `check_sharding`."""
+    heads: tuple[list[Head], list[Head]] = field(default_factory=lambda: ([], []))
+    """First rows to train on, and to evaluate on."""
+    life: Life | None = None
+
+    def run(self) -> None:
+        """Run the stages, to the first that fails; those before the first start all."""
+        record, model = self.recorder.run, ("settings", "packages", "model")
+        record("settings", self.read_settings)
+        record("packages", self.check_packages, model[:1])
+        record("output", self.check_output, model[:2])
+        record("hub", self.check_hub, model[:1])
+        record("model", self.check_model, model)
+        record("data", self.check_rows, model)
+        record("sharding", self.check_sharding, model)
+        record("disk", self.check_disk, (*model, "output", "sharding"))
+        record("load", self.load)
+        if self.life is None:
+            return
+        with self.life:
+            for name, stage in stages(self.life).items():
+                record(name, stage)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the real run."""
+        return real_world(self.cfg.sharding, self.world_size)
+
+    def read_settings(self) -> str:
+        name = self.recipe
+        if name is None:
+            name, self.cfg = which_recipe(self.file, self.flags)
+        else:
+            arguments = ["--config", str(self.file), *self.flags]
+            self.cfg = config.parse(recipes.SETTINGS[name], arguments)
+        self.result.recipe, self.result.notes = name, notes_on(self.cfg)
+        return f"of the recipe {recipes.script_of(name)}"
+
+    def check_packages(self) -> str:
+        """Refuse packages that the settings, the recipe or the model's own code need, and lack."""
+        cfg = self.cfg
+        cfg.metrics.trackers()
+        kernel = cfg.model.attn_implementation or ""
+        wanted = _ATTENTION.get(kernel, ("kernels",) if "/" in kernel else ())
+        if wanted and not any(importlib.util.find_spec(name) for name in wanted):
+            what = f"needs {' or '.join(wanted)}, which cannot be imported here"
+            raise ConfigError(
+                f"model.attn_implementation {kernel} {what}; pip install it, or set sdpa"
+            )
+        asked = {"liger_kernel": cfg.model.kernels == "liger" and "model.kernels: liger"}
+        asked["bitsandbytes"] = (cfg.optim.optim == "adamw_8bit" and "optim.optim: adamw_8bit") or (
+            isinstance(cfg, FinetuneConfig) and cfg.lora.load_in_4bit and "lora.load_in_4bit"
+        )
+        for package, setting in asked.items():
+            if setting and importlib.util.find_spec(package) is None:
+                what = f"{setting} needs {package}, which cannot be imported here"
+                raise ConfigError(
+                    f"{what}; pip install {package.replace('_', '-')}, or leave it out"
+                )
+        if is_url(cfg.checkpoint.root):
+            where(cfg.checkpoint.root)  # its driver
+        script = recipes.script_of(self.result.recipe)
+        files = [script]
+        model = Path(cfg.model.name_or_path).expanduser()
+        if cfg.model.trust_remote_code and model.is_dir():
+            files += model.glob("*.py")
+        for file in files:
+            if lacking := sorted(_missing(file)):
+                what = f"{file} imports {', '.join(lacking)}, which cannot be found here"
+                raise ConfigError(f"{what}; pip install {' '.join(lacking)}")
+        return f"all that the settings and {script} import"
+
+    def check_output(self) -> str:
+        """Refuse an output_dir or checkpoint.root that is not free, or that a file cannot go to."""
+        cfg = self.cfg
+        claim(cfg)
+        places = {"output_dir": Path(cfg.output_dir)}
+        root = root_of(cfg)
+        if cfg.checkpoint.root is not None and isinstance(root, Path):
+            places["checkpoint.root"] = root
+        for setting, folder in places.items():
+            above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+            try:
+                with (
+                    tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=above) as scratch,
+                    open(Path(scratch, "file"), "wb") as file,
+                ):
+                    file.write(b"rehearsal")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                what = f"cannot be written to ({error.strerror}); give another"
+                raise ConfigError(f"{setting} {folder}: {above} {what}") from error
+        return f"{' and '.join(map(str, places.values()))} can be written"
+
+    def check_hub(self) -> str:
+        """Refuse what publishing would be refused for; creates no repository."""
+        cfg = self.cfg
+        adapted = cfg.model.name_or_path if isinstance(cfg, FinetuneConfig) and cfg.lora.r else None
+        hub.check(cfg.hub, adapted=adapted, create=False)
+        if not cfg.hub.push_to_hub:
+            raise NotAskedError("hub.push_to_hub is off")
+        return f"{cfg.hub.hub_model_id} may be pushed to"
+
+    def check_model(self) -> str:
+        """Build the real model on meta; refuse a tokenizer that gives ids beyond the embedding."""
+        cfg, own = self.cfg, on_cpu(self.cfg)
+        training.check_optimizer(cfg.optim, cfg.train.max_steps)
+        if isinstance(cfg, FinetuneConfig):
+            check_quantisation(cfg.lora, cfg.sharding, own.model, "cpu")
+        check_usable(own.model, cfg.data.sequence_length, "cpu")
+        self.model_cfg = own_tokenizer(model_settings(own))
+        self.model = model = prepare(self.model_cfg)
+        loading.check_fits(model, own.model)
+        tokenizer = load_tokenizer(self.model_cfg)
+        Encoder(tokenizer, cfg.data, vocabulary_size(model))
+        if isinstance(cfg, FinetuneConfig):
+            training.check_prompts(model, tokenizer, cfg.train)
+        tokens = "no tokenizer" if tokenizer is None else f"{len(tokenizer):,} tokens"
+        values = sum(p.numel() for p in model.parameters())
+        rows = f"{vocabulary_size(model):,} rows of the embedding"
+        return f"{plain_name(model)}, {values:,} parameters; {tokens}, {rows}"
+
+    def check_rows(self) -> str:
+        """Read the first rows; refuse what the run would, and sources with too many long rows."""
+        cfg, model = self.cfg, self.model
+        tokenizer = load_tokenizer(self.model_cfg)
+        untrained = tokenizer is None and cfg.model.train_tokenizer
+        encoder = None if untrained else Encoder(tokenizer, cfg.data, vocabulary_size(model))
+        self.heads = heads, evals = read_heads(cfg, encoder), read_heads(cfg, encoder, "eval")
+        refuse_long([*heads, *evals], cfg.data.sequence_length, self.most_too_long)
+        formats = {head.source.layout.format for head in heads}
+        if tokenizer is None and not untrained and formats != {"tokenised"}:
+            what = f"expected a tokenizer for the text, {cfg.model.name_or_path} comes with none"
+            raise DataError(f"{what}; set model.tokenizer_name_or_path")
+        batch, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
+        if batch is not None and size != "auto":
+            accumulation_for(batch, size, self.ranks)  # refuses what does not divide
+        whole = all(head.whole for head in [*heads, *evals]) and not untrained
+        if whole and not cfg.data.streaming:  # little enough to be prepared as the run will
+            own: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=self.ranks)
+            with fake_world(self.ranks):
+                prepare_data(on_cpu(cfg), model, self.model_cfg, own)
+        return _seen(heads, evals, untrained)
+
+    def check_sharding(self) -> str:
+        """Shard the real model as on the ranks of the run, but on meta."""
+        cfg, model = self.cfg, self.model
+        with fake_world(self.ranks):
+            sharding = on_cpu(cfg).sharding
+            if isinstance(cfg, FinetuneConfig):
+                model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
+            splits = splits_ends(model, sharding, "cuda")
+            compiled = "none" if sharding.torch_compile == "auto" else sharding.torch_compile
+            sharding = replace(sharding, embedding_units=splits, torch_compile=compiled)
+            apply_fsdp(model, init_mesh("cpu", self.ranks, sharding), sharding)
+            rows = unit_rows(model, sharding)
+            replicas, shards = mesh_shape(self.ranks, sharding)
+            held = size_text(sum(row.bytes_sharded for row in rows))
+            self.model = model
+            return f"{len(rows)} units on {replicas} x {shards} ranks, {held} of parameters each"
+
+    def check_disk(self) -> str:
+        """Refuse a disk too small for what the real run writes."""
+        cfg, model = self.cfg, self.model
+        steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
+        need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, self.ranks, cfg.optim)
+        disk.refuse_overflow(need, cfg.checkpoint)
+        return str(need)
+
+    def load(self) -> str:
+        small, own = self.prepare()
+        said = (self.result.recipe, self.cfg, own, self.world_size)
+        self.life = Life(*said, self.folder, self.recorder.logs)
+        return f"{self.life.load()}; {small}"
+
+    def prepare(self) -> tuple[Any, Any]:
+        """Write the small model and the first rows; return it, and the config of the rehearsal."""
+        cfg, data, cpu = self.cfg, self.cfg.data, on_cpu(self.cfg)
+        small = shrink(cpu.model, cfg.sharding.param_dtype, self.folder / "model")
+        length = length_for(self.heads[0], affordable_length(cpu, small), data.sequence_length)
+        train, evals = (
+            [
+                head.write(self.folder / "data" / f"{what}-{i}", data.text_column, length)
+                for i, head in enumerate(heads)
+            ]
+            for what, heads in zip(("train", "eval"), self.heads, strict=True)
+        )
+        trusted = cfg.model.trust_remote_code
+        built = config.ModelConfig(str(small.folder), init="random", trust_remote_code=trusted)
+        model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
+        own, self.result.not_rehearsed = rehearsal_config(
+            cfg, small, model, self.world_size, length, files, output
+        )
+        self.result.changed = config.differences(cfg, own)
+        return small, own
 
 
 def _missing(file: Path) -> Iterable[str]:
@@ -128,86 +321,6 @@ def _missing(file: Path) -> Iterable[str]:
             beside = file.parent / f"{name}.py", file.parent / name
             if importlib.util.find_spec(name) is None and not any(p.exists() for p in beside):
                 yield name
-
-
-def check_output(cfg: Any) -> str:
-    """Refuse an output_dir or checkpoint.root that is not free, or that a file cannot go to."""
-    claim(cfg)
-    places = {"output_dir": Path(cfg.output_dir)}
-    root = root_of(cfg)
-    if cfg.checkpoint.root is not None and isinstance(root, Path):
-        places["checkpoint.root"] = root
-    for setting, folder in places.items():
-        above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
-        try:
-            with (
-                tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=above) as scratch,
-                open(Path(scratch, "file"), "wb") as file,
-            ):
-                file.write(b"rehearsal")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            what = f"cannot be written to ({error.strerror}); give another"
-            raise ConfigError(f"{setting} {folder}: {above} {what}") from error
-    return f"{' and '.join(map(str, places.values()))} can be written"
-
-
-def check_hub(cfg: Any) -> str:
-    """Refuse what publishing would be refused for; creates no repository."""
-    adapted = cfg.model.name_or_path if isinstance(cfg, FinetuneConfig) and cfg.lora.r else None
-    hub.check(cfg.hub, adapted=adapted, create=False)
-    if not cfg.hub.push_to_hub:
-        raise NotAskedError("hub.push_to_hub is off")
-    return f"{cfg.hub.hub_model_id} may be pushed to"
-
-
-def check_model(cfg: Any) -> tuple[Any, Any, str]:
-    """Return the model's settings with its tokenizer named, the real model on meta, and a line;
-    refuse a tokenizer that gives ids beyond the embedding.
-    """
-    own = on_cpu(cfg)
-    training.check_optimizer(cfg.optim, cfg.train.max_steps)
-    if isinstance(cfg, FinetuneConfig):
-        check_quantisation(cfg.lora, cfg.sharding, own.model, "cpu")
-    check_usable(own.model, cfg.data.sequence_length, "cpu")
-    model_cfg = own_tokenizer(model_settings(own))
-    model = prepare(model_cfg)
-    loading.check_fits(model, own.model)
-    tokenizer = load_tokenizer(model_cfg)
-    Encoder(tokenizer, cfg.data, vocabulary_size(model))
-    if isinstance(cfg, FinetuneConfig):
-        training.check_prompts(model, tokenizer, cfg.train)
-    tokens = "no tokenizer" if tokenizer is None else f"{len(tokenizer):,} tokens"
-    values = sum(p.numel() for p in model.parameters())
-    rows = f"{vocabulary_size(model):,} rows of the embedding"
-    return model_cfg, model, f"{plain_name(model)}, {values:,} parameters; {tokens}, {rows}"
-
-
-def check_rows(
-    cfg: Any, model_cfg: Any, model: Any, world_size: int, most_too_long: float
-) -> tuple[list[Head], list[Head], str]:
-    """Return the first rows to train on and to evaluate on, and a line; refuse what the run would,
-    and rows of which more than the share `most_too_long` is too long.
-    """
-    tokenizer = load_tokenizer(model_cfg)
-    untrained = tokenizer is None and cfg.model.train_tokenizer
-    encoder = None if untrained else Encoder(tokenizer, cfg.data, vocabulary_size(model))
-    heads, evals = read_heads(cfg, encoder), read_heads(cfg, encoder, "eval")
-    refuse_long([*heads, *evals], cfg.data.sequence_length, most_too_long)
-    formats = {head.source.layout.format for head in heads}
-    if tokenizer is None and not untrained and formats != {"tokenised"}:
-        what = f"expected a tokenizer for the text, {cfg.model.name_or_path} comes with none"
-        raise DataError(f"{what}; set model.tokenizer_name_or_path")
-    batch, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
-    if batch is not None and size != "auto":
-        accumulation_for(batch, size, world_size)  # refuses what does not divide
-    whole = all(head.whole for head in [*heads, *evals]) and not untrained
-    if whole and not cfg.data.streaming:  # little enough to be prepared as the run will
-        own: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=world_size)
-        with fake_world(world_size):
-            prepare_data(on_cpu(cfg), model, model_cfg, own)
-    return heads, evals, _seen(heads, evals, untrained)
 
 
 def _seen(heads: list[Head], evals: list[Head], untrained: bool) -> str:
@@ -224,28 +337,3 @@ def _seen(heads: list[Head], evals: list[Head], untrained: bool) -> str:
     left = {why: n for head in heads for why, n in head.counts.dropped.items()}
     said += f"; left out: {', '.join(f'{n} {why}' for why, n in left.items())}" if left else ""
     return said + (f"; {sum(e.counts.rows for e in evals):,} to evaluate on" if evals else "")
-
-
-def check_sharding(cfg: Any, model: Any, world_size: int) -> tuple[Any, str]:
-    """Return the real model, sharded as on the ranks of the run, but on meta; and a line."""
-    with fake_world(world_size):
-        sharding = on_cpu(cfg).sharding
-        if isinstance(cfg, FinetuneConfig):
-            model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
-        splits = splits_ends(model, sharding, "cuda")
-        compiled = "none" if sharding.torch_compile == "auto" else sharding.torch_compile
-        sharding = replace(sharding, embedding_units=splits, torch_compile=compiled)
-        apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
-        rows = unit_rows(model, sharding)
-        replicas, shards = mesh_shape(world_size, sharding)
-        held = size_text(sum(row.bytes_sharded for row in rows))
-        said = f"{len(rows)} units on {replicas} x {shards} ranks, {held} of parameters each"
-        return model, said
-
-
-def check_disk(cfg: Any, model: Any, world_size: int) -> str:
-    """Refuse a disk too small for what the real run writes; `model` is sharded and on meta."""
-    steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
-    need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, world_size, cfg.optim)
-    disk.refuse_overflow(need, cfg.checkpoint)
-    return str(need)

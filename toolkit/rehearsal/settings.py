@@ -25,9 +25,8 @@ def on_cpu(cfg: Any) -> Any:
     """Return the config without kernels that only GPUs have, and with `auto` decided: a sample a
     micro-batch, all layers recomputed.
     """
-    kernel = cfg.model.attn_implementation
-    gpu_only = kernel is not None and any(part in kernel for part in _GPU_ATTENTION)
-    kept = None if gpu_only else kernel
+    kernel = cfg.model.attn_implementation or ""
+    kept = None if any(part in kernel for part in _GPU_ATTENTION) else kernel or None
     model = replace(cfg.model, kernels="none", attn_implementation=kept)
     train, sharding = cfg.train, cfg.sharding
     if train.per_device_train_batch_size == "auto":
@@ -59,16 +58,17 @@ def rehearsal_config(
     `model` is the small one on meta, `files` hold the rows to train on and to evaluate on, one for
     each source.
     """
-    lost = [_ALWAYS]
     own: Any = on_cpu(cfg)
-    if own.model.attn_implementation != cfg.model.attn_implementation:
-        lost.append(f"model.attn_implementation {cfg.model.attn_implementation}: sdpa instead")
-    if cfg.train.per_device_train_batch_size == "auto":
-        lost.append("train.per_device_train_batch_size auto: 1 here")
-    if cfg.sharding.activation_checkpointing == "auto":
-        lost.append("sharding.activation_checkpointing auto: full here")
-    if cfg.model.kernels != "none":
-        lost.append(f"model.kernels {cfg.model.kernels}: transformers' own layers instead")
+    lost = [_ALWAYS]
+    for section, name, instead in (
+        ("model", "attn_implementation", "sdpa instead"),
+        ("train", "per_device_train_batch_size", "1 here"),
+        ("sharding", "activation_checkpointing", "full here"),
+        ("model", "kernels", "transformers' own layers instead"),
+    ):
+        asked = getattr(getattr(cfg, section), name)
+        if asked != getattr(getattr(own, section), name):
+            lost.append(f"{section}.{name} {asked}: {instead}")
     sharding = {**_mesh(cfg, world_size, lost), **_sharding(cfg, shrunk, lost)}
     if length < cfg.data.sequence_length:
         lost.append(
@@ -155,13 +155,12 @@ def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> 
 
 def _optim(cfg: RunConfig, lost: list[str]) -> dict[str, Any]:
     """Return the schedule's own numbers of steps, cut to a run of `LAST`."""
-    warmup, kwargs = cfg.optim.warmup_steps, cfg.optim.lr_scheduler_kwargs
-    given = {"warmup_steps": warmup} | {k: v for k, v in kwargs.items() if k.endswith("_steps")}
-    cut = {k: _SCHEDULED for k, v in given.items() if isinstance(v, int) and v > _SCHEDULED}
-    for name in cut:
-        lost.append(f"{name} {given[name]} of the schedule: {_SCHEDULED} here")
-    changed: dict[str, Any] = {"warmup_steps": cut.pop("warmup_steps", warmup)}
-    return {**changed, "lr_scheduler_kwargs": kwargs | cut}
+    given = {"warmup_steps": cfg.optim.warmup_steps, **cfg.optim.lr_scheduler_kwargs}
+    for name, value in given.items():
+        if name.endswith("_steps") and isinstance(value, int) and value > _SCHEDULED:
+            lost.append(f"{name} {value} of the schedule: {_SCHEDULED} here")
+            given[name] = _SCHEDULED
+    return {"warmup_steps": given.pop("warmup_steps"), "lr_scheduler_kwargs": given}
 
 
 def _train(cfg: RunConfig) -> dict[str, Any]:
