@@ -16,7 +16,6 @@ import pytest
 from toolkit import config
 from toolkit.checkpoint import commit, newest, retention
 from toolkit.checkpoint.retention import expendable, prune, sweep
-from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
@@ -508,8 +507,8 @@ def test_the_config_says_which_metric_is_best():
         ("eval_perplexity", "eval_perplexity", False),
         ("accuracy", "eval_accuracy", True),
     ):
-        assert best_metric(CheckpointConfig(metric_for_best_model=name)) == (metric, greater)
-    assert best_metric(CheckpointConfig(greater_is_better=True)) == ("eval_loss", True)
+        assert CheckpointConfig(metric_for_best_model=name).best_metric() == (metric, greater)
+    assert CheckpointConfig(greater_is_better=True).best_metric() == ("eval_loss", True)
 
 
 @pytest.mark.parametrize(

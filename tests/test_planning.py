@@ -35,8 +35,7 @@ from toolkit.planning.calibration import cache_file, calibration_of, remembered
 from toolkit.planning.changes import make_plan, remedies
 from toolkit.planning.devices import KNOWN, device_of, named_as
 from toolkit.planning.measuring import calibrate_here, measure
-from toolkit.planning.planning import plan_run
-from toolkit.planning.report import PlanReport
+from toolkit.planning.report import PlanReport, plan_run
 from toolkit.planning.simulation import (
     Config,
     PlanningError,
@@ -297,7 +296,7 @@ def test_after_calibration_the_peak_is_within_a_twentieth(name: str, tmp_path: P
     kind, world, flags = PEAKS[name]
     folder = _save(_wide(kind), tmp_path)
     half, cfg = (_config(folder, *flags, length=LENGTH, rows=n) for n in (ROWS // 2, ROWS))
-    peak = measure(cfg, world, torch.device("cpu")).peak
+    peak = measure(cfg, world, torch.device("cpu"))[0]
     device = calibrate_here(half, world)
     planned = simulate(cfg, world, device_type="cpu", gloo=False)
     found = remembered(device, planned.model, cfg.sharding.param_dtype)
@@ -320,9 +319,10 @@ def test_operations_and_traffic_of_a_step_are_those_of_the_model(tmp_path: Path)
     # A causal half of the attention is computed, which the formula of MFU counts whole.
     attention = 6 * 4 * 256 * LENGTH * tokens
     expected = training_flops(build_on_meta(cfg.model), LENGTH) * tokens - attention
-    assert work.flops == pytest.approx(expected, rel=0.05)
+    flops = lambda work: sum(n * c for (n, *_), c in work.operations.items())  # noqa: E731
+    assert flops(work) == pytest.approx(expected, rel=0.05)
     recomputed = replace(cfg, sharding=replace(cfg.sharding, activation_checkpointing="full"))
-    more = simulate(recomputed, 4).work["last micro-batch"].flops / work.flops
+    more = flops(simulate(recomputed, 4).work["last micro-batch"]) / flops(work)
     assert 1.2 < more < 1.34  # the layers' forward once more, the head's not
     gathered = sum(n * c for (kind, n, _), c in work.traffic.items() if kind == "all_gather")
     reduced = sum(n * c for (kind, n, _), c in work.traffic.items() if kind == "reduce_scatter")

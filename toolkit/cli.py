@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from toolkit import __version__, parsing, recipes
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
-_RECIPE_OF = {"train": "pretrain", "finetune": "finetune"}
+_RECIPES = ("train", "finetune")  # commands
 _TOP = ("--output_dir", "--seed")  # settings outside of a section
 _CODE = "run Python code that comes with the model: with your rights, so read it first"
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     try:
         # What follows a recipe is settings, which argparse does not know.
-        starts = given[:1] and given[0] in _RECIPE_OF
+        starts = given[:1] and given[0] in _RECIPES
         args, more = parser.parse_known_args(given[:1] if starts else given)
         flags = [a for a in more if a.startswith("--")]
         known = args.run is _rehearse and all("." in f or f in _TOP for f in flags)
@@ -195,11 +196,11 @@ def _seconds(text: str) -> float:
 
 
 def _train(args: argparse.Namespace) -> int:
-    return recipes.start(_RECIPE_OF["train"], args.arguments)
+    return recipes.start("pretrain", args.arguments)
 
 
 def _finetune(args: argparse.Namespace) -> int:
-    return recipes.start(_RECIPE_OF["finetune"], args.arguments)
+    return recipes.start("finetune", args.arguments)
 
 
 def _recipes(args: argparse.Namespace) -> int:
@@ -314,9 +315,6 @@ def _rehearse(args: argparse.Namespace) -> int:
         return _fail("give one config: CONFIG or --config FILE", code=2)
     from toolkit.rehearsal import rehearse
 
-    def show(line: str) -> None:
-        print(line, flush=True)
-
     result = rehearse(
         args.config or args.file,
         args.world_size,
@@ -325,7 +323,7 @@ def _rehearse(args: argparse.Namespace) -> int:
         skip=args.skip,
         most_too_long=args.most_too_long,
         keep=args.keep,
-        show=(lambda line: None) if args.json else show,
+        show=(lambda line: None) if args.json else partial(print, flush=True),
     )
     print(json.dumps(result.summary()) if args.json else result.text(), flush=True)
     if result.failed is not None:

@@ -9,7 +9,6 @@ from toolkit import ranks
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
 from toolkit.checkpoint.store import Folder, Place, disk_errors, read_object, where
-from toolkit.config.best_metric import best_metric
 from toolkit.config.published import mapping
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
@@ -28,7 +27,7 @@ def expendable(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfi
     kept = set(sorted(verified)[-max(2, cfg.save_total_limit) :])
     if cfg.save_permanent_steps is not None:
         kept |= {step for step in verified if step % cfg.save_permanent_steps == 0}
-    metric, greater = best_metric(cfg)
+    metric, greater = cfg.best_metric()
     sign = -1 if greater else 1
     measured = {
         step: values[metric]

@@ -58,7 +58,7 @@ _USUAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "message_property_mappings": (
         {"role": "from", "content": "value"},
         {"role": "role", "content": "content"},
-    ),
+    )
 }
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 

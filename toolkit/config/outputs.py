@@ -12,15 +12,7 @@ MAX_SHARD_SIZE = "5GB"
 _PREEMPTION: Final = ("SIGTERM", "SIGINT", "SIGUSR1")
 Signal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"]
 Tracker = Literal[
-    "tensorboard",
-    "wandb",
-    "trackio",
-    "mlflow",
-    "comet_ml",
-    "swanlab",
-    "aim",
-    "clearml",
-    "dvclive",
+    "tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "aim", "clearml", "dvclive"
 ]
 
 
@@ -75,6 +67,12 @@ class CheckpointConfig:
         if self.save_total_limit is None and (permanent is not None or self.keep_best):
             what = "do nothing where save_total_limit is empty: all checkpoints are kept"
             raise ConfigError(f"checkpoint.save_permanent_steps and keep_best {what}")
+
+    def best_metric(self) -> tuple[str, bool]:
+        """Return the name of the metric in a line of metrics.jsonl, and whether more is better."""
+        name = f"eval_{self.metric_for_best_model.removeprefix('eval_')}"
+        greater = self.greater_is_better
+        return name, not name.endswith(("loss", "perplexity")) if greater is None else greater
 
 
 @dataclass(frozen=True)

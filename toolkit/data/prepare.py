@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import (
     DataConfig,
     FinetuneConfig,
@@ -226,7 +225,7 @@ def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str])
     named = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
     known = {f"{name}_{kind}" for name in named for kind in ("loss", "perplexity", "accuracy")}
     known |= {*own_metrics}
-    metric, _ = best_metric(cfg.checkpoint)
+    metric, _ = cfg.checkpoint.best_metric()
     if metric not in known and {*asked} - {"train.eval_prompts"}:
         what = f"is none of what an evaluation gives: {', '.join(sorted(known))}"
         raise ConfigError(f"checkpoint.metric_for_best_model {metric} {what}")

@@ -2,5 +2,5 @@
 
 from toolkit.planning.devices import device_of
 from toolkit.planning.measuring import calibrate_by_run, calibrate_here
-from toolkit.planning.planning import plan_run
 from toolkit.planning.preflight import settle
+from toolkit.planning.report import plan_run

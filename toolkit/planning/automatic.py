@@ -119,7 +119,7 @@ def tried(
         most = psutil.Process().memory_info().data + memory
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
-        peak = measure(cfg, world_size, device, rank).peak
+        peak = measure(cfg, world_size, device, rank)[0]
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -9,7 +9,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +25,14 @@ from toolkit.planning.meter import Meter
 from toolkit.planning.simulation import Config, run_step, sharded, simulate
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One step of one rank."""
-
-    peak: int
-    """Bytes that tensors had at most."""
-    seconds: float
-    """Without what ranks send."""
-
-
-def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -> Measurement:
-    """Run a step of `cfg` on `device` as `rank` of `world_size`, after one to warm up.
+def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -> tuple[int, float]:
+    """Return the bytes that tensors have at most in a step of `cfg` on `device` as `rank` of
+    `world_size`, and its seconds without what ranks send, after one step to warm up.
 
     Needs the memory of the run, and seconds: weights are drawn, not read. Raises what torch does
     where there is too little memory.
     """
-    found: list[Measurement] = []
+    found: list[tuple[int, float]] = []
     meter = Meter()
 
     def around(step: Callable[[], Any]) -> None:
@@ -52,14 +42,14 @@ def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -
             step()
             seconds = time.perf_counter() - begun
             # What is held between two steps, which the meter was told of, and what a step adds.
-            found.append(Measurement(sum(meter.live.values()) + host_peak(step), seconds))
+            found.append((sum(meter.live.values()) + host_peak(step), seconds))
         else:
             api = torch.get_device_module(device)
             api.reset_peak_memory_stats(device)
             step()
             api.synchronize(device)
             seconds = time.perf_counter() - begun
-            found.append(Measurement(api.max_memory_allocated(device), seconds))
+            found.append((api.max_memory_allocated(device), seconds))
 
     with sharded(cfg, world_size, rank, device.type, mesh_type=device.type) as (model, _):
         run_step(model, cfg, meter, device, as_on=device.type, around=around)
@@ -100,10 +90,11 @@ def calibrate_here(cfg: Config, world_size: int, device_name: str | None = None)
     repeats = min(2, cfg.train.gradient_accumulation_steps)
     short = with_settings(cfg, "train", gradient_accumulation_steps=repeats)
     sim = simulate(short, world_size, device_type=here.type, gloo=False)
-    found, planned = measure(short, world_size, here), estimate(sim, short, world_size, device)
+    peak, seconds = measure(short, world_size, here)
+    planned = estimate(sim, short, world_size, device)
     batch = cfg.train.micro_batch, cfg.data.sequence_length
     source = f"a step of {batch[0]} x {batch[1]:,} tokens as one of {world_size} rank(s)"
-    factors = calibration_of(sim, found.peak, found.seconds, planned.compute, source)
+    factors = calibration_of(sim, peak, seconds, planned.compute, source)
     remember(device, sim.model, cfg.sharding.param_dtype, factors)
     return device
 

@@ -63,13 +63,6 @@ class Work:
     traffic: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     """(collective, bytes of the whole tensor, ranks) -> how often."""
 
-    @property
-    def flops(self) -> float:
-        return sum(flops * count for (flops, _, _), count in self.operations.items())
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.operations + other.operations, self.traffic + other.traffic)
-
     def __mul__(self, times: int) -> "Work":
         return Work(*(Counter({k: n * times for k, n in c.items()}) for c in vars(self).values()))
 

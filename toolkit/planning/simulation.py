@@ -32,15 +32,7 @@ from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
-from toolkit.planning.meter import (
-    BUFFERS,
-    GRADIENTS,
-    PARAMETERS,
-    STATE,
-    Meter,
-    Peak,
-    Work,
-)
+from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.accumulation import gradient_is_large
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, replicates_frozen, splits_ends
 from toolkit.sharding.unit_table import fake_world

@@ -7,14 +7,7 @@ from typing import Any
 from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.run_folder import CONFIG, plain_config, recorded_root
 from toolkit.errors import CheckpointError, ReportError
-from toolkit.formats.metrics_file import (
-    METRICS,
-    SAMPLES,
-    STARTS,
-    number,
-    read_lines,
-    read_metrics,
-)
+from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, number, read_lines, read_metrics
 
 Line = dict[str, Any]
 _STARTED_WITH = {"versions": dict, "hosts": list, "opening": list, "supervision": str}

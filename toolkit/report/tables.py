@@ -21,16 +21,7 @@ class Table:
 
 def overview(runs: list[RunRecord]) -> Table:
     """Return a row for each run: how far it is, its last values."""
-    head = [
-        "run",
-        "step",
-        "loss",
-        "best eval_loss",
-        "tokens",
-        "tokens/s",
-        "memory",
-        "last line",
-    ]
+    head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "memory", "last line"]
     rows = []
     for run in runs:
         last = {k: v for line in run.lines for k, v in line.items() if number(line, k) is not None}

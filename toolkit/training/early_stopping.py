@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.best_metric import best_metric
 from toolkit.config.settings import CheckpointConfig, FinetuneTrainConfig
 from toolkit.errors import TrainingError
 
@@ -69,7 +68,7 @@ def early_stopping(
     train: FinetuneTrainConfig, saving: CheckpointConfig, kept: Mapping[str, Any]
 ) -> EarlyStopping:
     """Return the count, continued from a checkpoint's `extra`; TrainingError: of another metric."""
-    (metric, greater), state = best_metric(saving), kept.get(KEY, {})
+    (metric, greater), state = saving.best_metric(), kept.get(KEY, {})
     patience = train.early_stopping_patience
     stopping = EarlyStopping(metric, greater, patience, train.early_stopping_threshold)
     if patience is not None and state:
