@@ -64,9 +64,8 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
         print(parser.format_help())
         sys.argv[0] = parser.prog  # by which its usage begins
         parse(SETTINGS[recipe], ["--help"])
-    config, flags = (
-        ([], given) if given[:1] and given[0].startswith("-") else (given[:1], given[1:])
-    )
+    config = [] if given[:1] and given[0].startswith("-") else given[:1]
+    flags = given[len(config) :]
     if not config and not any(a.startswith(("--config", "--model")) for a in flags):
         raise ConfigError(
             f"expected `{parser.prog} CONFIG`, a YAML file with settings, or --model.name_or_path; "
@@ -75,16 +74,15 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     settings = [*(["--config", *config] if config else []), *flags]
     cfg = parse(SETTINGS[recipe], settings)
     cfg.metrics.trackers()  # which are installed
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max_restarts {options.max_restarts}: expected 0 or more")
+    told = {name: getattr(options, name[2:]) for name in _OF_THE_LAUNCHER}
+    told["--max_restarts"] = options.max_restarts or None
     launcher = ["launch"]
     if options.accelerate_config is not None:
         launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
-    for name in _OF_THE_LAUNCHER:
-        if (value := getattr(options, name[2:])) is not None:
-            launcher += [name, str(value)]
-    if options.max_restarts < 0:
-        raise ConfigError(f"--max_restarts {options.max_restarts}: expected 0 or more")
-    if options.max_restarts:
-        launcher += ["--max_restarts", str(options.max_restarts)]
+    for name, value in told.items():
+        launcher += [] if value is None else [name, str(value)]
     launcher += [str(script_of(recipe)), *settings]
     print(f"$ accelerate {shlex.join(launcher)}", flush=True)
     return _launch(launcher, cfg.checkpoint, options.max_restarts)

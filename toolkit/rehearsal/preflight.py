@@ -38,7 +38,7 @@ from toolkit.rehearsal.life import Life, stages
 from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
 from toolkit.rehearsal.settings import affordable_length, notes_on, on_cpu, rehearsal_config
 from toolkit.rehearsal.shrunk import shrink
-from toolkit.rehearsal.stages import NotAskedError, Recorder, Result
+from toolkit.rehearsal.stages import NotAskedError, Recorder
 from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.sharding.fsdp import mesh_shape, splits_ends
 from toolkit.sharding.unit_table import fake_world, unit_rows
@@ -109,7 +109,6 @@ class Rehearsal:
     most_too_long: float
     folder: Path
     recorder: Recorder
-    result: Result
     cfg: Any = None
     model_cfg: Any = None
     model: Any = None
@@ -148,7 +147,7 @@ class Rehearsal:
         else:
             arguments = ["--config", str(self.file), *self.flags]
             self.cfg = config.parse(recipes.SETTINGS[name], arguments)
-        self.result.recipe, self.result.notes = name, notes_on(self.cfg)
+        self.recorder.result.recipe, self.recorder.result.notes = name, notes_on(self.cfg)
         return f"of the recipe {recipes.script_of(name)}"
 
     def check_packages(self) -> str:
@@ -174,7 +173,7 @@ class Rehearsal:
                 )
         if is_url(cfg.checkpoint.root):
             where(cfg.checkpoint.root)  # its driver
-        script = recipes.script_of(self.result.recipe)
+        script = recipes.script_of(self.recorder.result.recipe)
         files = [script]
         model = Path(cfg.model.name_or_path).expanduser()
         if cfg.model.trust_remote_code and model.is_dir():
@@ -285,7 +284,7 @@ class Rehearsal:
 
     def load(self) -> str:
         small, own = self.prepare()
-        said = (self.result.recipe, self.cfg, own, self.world_size)
+        said = (self.recorder.result.recipe, self.cfg, own, self.world_size)
         self.life = Life(*said, self.folder, self.recorder.logs)
         return f"{self.life.load()}; {small}"
 
@@ -304,10 +303,10 @@ class Rehearsal:
         trusted = cfg.model.trust_remote_code
         built = config.ModelConfig(str(small.folder), init="random", trust_remote_code=trusted)
         model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
-        own, self.result.not_rehearsed = rehearsal_config(
+        own, self.recorder.result.not_rehearsed = rehearsal_config(
             cfg, small, model, self.world_size, length, files, output
         )
-        self.result.changed = config.differences(cfg, own)
+        self.recorder.result.changed = config.differences(cfg, own)
         return small, own
 
 

@@ -51,12 +51,12 @@ def rehearse(
         raise ConfigError(f"--skip {unknown[0]} is none of {', '.join(SKIPPABLE)}")
     if recipe not in (None, *recipes.SETTINGS):
         raise ConfigError(f"--recipe {recipe} is none of {', '.join(recipes.SETTINGS)}")
-    begun, result = time.monotonic(), Result()
+    begun = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="toolkit-rehearsal-"))
     logs = folder / "logs"
     logs.mkdir()
     recorder = Recorder(logs, tuple(skip), show)
-    result.stages = recorder.stages
+    result = recorder.result
     cached = os.environ.get(_CACHE)
     # Read when `datasets` is imported, which is below: nothing is cached for good.
     os.environ[_CACHE] = str(folder / "cache")
@@ -64,7 +64,7 @@ def rehearse(
         from toolkit.rehearsal.preflight import Rehearsal
 
         given = (file, settings, world_size, recipe, most_too_long)
-        Rehearsal(*given, folder, recorder, result).run()
+        Rehearsal(*given, folder, recorder).run()
     finally:
         os.environ.pop(_CACHE)
         if cached is not None:

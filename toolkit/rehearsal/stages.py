@@ -119,56 +119,47 @@ def _listed(title: str, entries: list[str]) -> list[str]:
 
 
 class Recorder:
-    """Runs stages in order, keeps what they print in logs, and stops after one that failed.
-
-    Stages that are `independent` run also after one that they do not need.
-    """
+    """Runs stages in order, keeps what they print in logs, and stops after one that failed."""
 
     def __init__(self, logs: Path, skip: tuple[str, ...], show: Callable[[str], None]) -> None:
-        self.stages: list[Stage] = []
+        self.result = Result()
         self.logs, self._skip, self._show = logs, skip, show
-
-    @property
-    def failed(self) -> set[str]:
-        return {s.stage for s in self.stages if s.ok is False}
 
     def run(self, name: str, work: Callable[[], str], needs: tuple[str, ...] | None = None) -> None:
         """Run a stage where none that it `needs` failed (None: none at all); `work` returns what
         it found.
         """
-        stage = Stage(name)
-        blamed = stage
-        begun = time.monotonic()
+        stage = blamed = Stage(name)
+        begun, log = time.monotonic(), self.logs / f"{name.replace(' ', '_')}.log"
+        failed = {s.stage for s in self.result.stages if s.ok is False}
         if name in self._skip:
             stage.said = "left out, as asked"
-        elif self.failed if needs is None else self.failed & {*needs}:
+        elif failed if needs is None else failed & {*needs}:
             return
         else:
             try:
-                with _printing_to(self.logs / f"{name.replace(' ', '_')}.log"):
+                with _printing_to(log):
                     stage.said, stage.ok = work(), True
             except NotAskedError as reason:
                 stage.said = str(reason)
             except Exception as error:  # of whatever the run would meet
-                blamed = self._blame(stage, error)
+                blamed = self._blame(stage, error, log)
             stage.seconds = time.monotonic() - begun
         if blamed is stage:
-            self.stages.append(stage)
+            self.result.stages.append(stage)
         self._show(blamed.line())
 
-    def _blame(self, stage: Stage, error: Exception) -> Stage:
+    def _blame(self, stage: Stage, error: Exception, log: Path) -> Stage:
         """Return the stage that failed: the one that ran, or an earlier one that it shows wrong."""
         name = getattr(error, "stage", None) or stage.stage
-        own = next((s for s in self.stages if s.stage == name), stage)
+        own = next((s for s in self.result.stages if s.stage == name), stage)
         own.stage, own.ok, own.said, own.advice = name, False, one_line(error, 1000), STAGES[name]
-        own.log = str(getattr(error, "log", None) or self._log_of(stage.stage, error))
+        told = getattr(error, "log", None)
+        own.log = str(told or log)
+        if told is None:
+            with open(log, "a", encoding="utf-8") as file:
+                file.writelines(traceback.format_exception(error))
         return own
-
-    def _log_of(self, name: str, error: Exception) -> Path:
-        file = self.logs / f"{name.replace(' ', '_')}.log"
-        with open(file, "a", encoding="utf-8") as log:
-            log.writelines(traceback.format_exception(error))
-        return file
 
 
 @contextlib.contextmanager
