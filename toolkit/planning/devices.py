@@ -3,13 +3,12 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
 
+from toolkit.config import load
 from toolkit.errors import ConfigError
-from toolkit.parsing import read_yaml
 from toolkit.training.metrics import peak_flops
 
 
@@ -28,7 +27,8 @@ class Device:
     """Bytes/s of its memory."""
     link: float
     """Bytes/s to others of its node, in one direction."""
-    source: str
+    source: str = ""
+    """Where the figures are from."""
     kind: str = "cuda"
     """As torch calls its type."""
     per_node: int = 8
@@ -115,8 +115,7 @@ def device_here(name: str | None = None) -> tuple[Device, torch.device]:
 def device_of(name: str) -> Device:
     """Return a known device, or the one that a YAML file describes; ConfigError: neither.
 
-    `cpu` is this machine's. The file gives `name memory bf16 fp32 bandwidth link` in bytes, FLOP/s
-    and bytes/s, and may give the other fields of `Device`.
+    `cpu` is this machine's. The file has the fields of `Device`.
     """
     if name.lower() == "cpu":
         return this_host()
@@ -125,22 +124,11 @@ def device_of(name: str) -> Device:
     if not name.endswith((".yaml", ".yml")):
         what = f"--device {name} is none of cpu, {', '.join(KNOWN)}"
         raise ConfigError(f"{what}; or give a YAML file that describes one")
-    content = read_yaml(Path(name), ConfigError)
-    fields = {f.name: f for f in dataclasses.fields(Device)}
-    given = content if isinstance(content, dict) else {}
-    needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING} - {"source"}
-    if wrong := sorted(set(given) - set(fields)) or sorted(needed - set(given)):
-        what = "is not known" if wrong[0] in given else "is missing"
-        raise ConfigError(f"{name}: {wrong[0]} {what}; a device has {', '.join(fields)}")
-    texts = ("name", "source", "kind")
     try:
-        numbers = {n: float(v) for n, v in given.items() if n not in texts}
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{name}: expected numbers: {error}") from error
+        device = load(Device, name)
+    except ConfigError as error:
+        raise ConfigError(f"--device {name}: {error}") from None
+    numbers = {n: v for n, v in vars(device).items() if isinstance(v, int | float)}
     if bad := [n for n, v in numbers.items() if not 1 <= v <= _MOST]:
         raise ConfigError(f"{name}: {bad[0]} must be from 1 to {_MOST:g}")
-    per_node = int(numbers.pop("per_node", Device.per_node))
-    source = str(given.get("source", name))
-    kind = str(given.get("kind", Device.kind))
-    name = str(given["name"])
-    return Device(name=name, source=source, kind=kind, per_node=per_node, **numbers)
+    return device if device.source else dataclasses.replace(device, source=name)
