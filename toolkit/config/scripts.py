@@ -28,11 +28,8 @@ _FIRST = {
     "Trainer": "model",
     "from_pretrained": "model_name_or_path",
 }
+_COMPUTED = object()  # a value that only the script's run knows
 _BUILDERS = ("json", "csv", "text", "parquet")
-
-
-class _NotLiteral(Exception):
-    """A value that the script computes."""
 
 
 def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -53,17 +50,15 @@ def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if name == "LoraConfig":
             found["use_peft"] = True
         for key, node in _arguments(call, name, bound):
-            if key in _OBJECTS and not (key == "model" and _is_text(node, bound)):
+            value = _value(node, bound)
+            if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
                 continue
             key = "model_name_or_path" if key == "model" else key
             where = f"{key} ({name}, line {call.lineno})"
-            try:
-                value = _value(node, bound)
-            except _NotLiteral:
+            if value is _COMPUTED:
                 what = "computed by the script; set it yourself"
                 computed[key] = f"{where} {ast.unparse(node)[:60]}: {what}"
-                continue
-            if key in found and found[key] != value:
+            elif key in found and found[key] != value:
                 computed[f"{key} again"] = f"{where}: given before, and otherwise; left out"
             else:
                 found[key] = value
@@ -137,15 +132,8 @@ def _value(node: ast.expr, bound: dict[str, ast.expr], depth: int = 0) -> Any:
         return node.attr
     try:
         return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError) as error:
-        raise _NotLiteral from error
-
-
-def _is_text(node: ast.expr, bound: dict[str, ast.expr]) -> bool:
-    try:
-        return isinstance(_value(node, bound), str)
-    except _NotLiteral:
-        return False
+    except (ValueError, TypeError, SyntaxError, RecursionError):
+        return _COMPUTED
 
 
 def _last(node: ast.expr) -> str:
