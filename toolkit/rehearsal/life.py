@@ -187,7 +187,8 @@ class Life:
         asked, folder = self.real.hub, self.merged if self.adapted else self.export
         if asked.hub_model_id is None:
             files = read_export(folder, "ORG/NAME", None).entries
-            return f"{_listed(files)} are ready; hub.hub_model_id is not set"
+            size = size_text(sum(file["size"] for file in files.values()))
+            return f"{len(files)} files, {size}, are ready; hub.hub_model_id is not set"
         private, revision = asked.hub_private_repo, asked.hub_revision
         seen = hub.preview(folder, asked.hub_model_id, revision=revision, private=private)
         notes = "".join(f"; {note}" for note in seen.notes)
@@ -250,7 +251,3 @@ def _position(checkpoint: Path) -> Any:
 def _refuse(report: Any) -> None:
     if not report.ok:
         raise ToolkitError("; ".join(report.lines()[:3]))
-
-
-def _listed(files: dict[str, dict[str, Any]]) -> str:
-    return f"{len(files)} files, {size_text(sum(f['size'] for f in files.values()))},"

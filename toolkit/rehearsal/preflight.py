@@ -3,7 +3,9 @@ small run that then lives (`life`).
 """
 
 import ast
+import contextlib
 import importlib.util
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -76,24 +78,18 @@ def _are_examples(cfg: FinetuneConfig) -> bool:
     data = replace(cfg.data, streaming=True)
     if not (data.train_files or data.dataset_name or data.sources):
         return False
-    try:
-        load_sources(data, documents=True)
-    except ToolkitError:
-        try:
-            load_sources(data)
-        except ToolkitError:  # of neither kind: the stage `data` says what is wrong
-            return False
-        return True
+    for documents in (True, False):
+        with contextlib.suppress(ToolkitError):  # of neither kind: the stage `data` says why
+            load_sources(data, documents=documents)
+            return not documents
     return False
 
 
 def real_world(cfg: ShardingConfig, world_size: int) -> int:
     """Return the number of processes of the run as far as the mesh says it."""
     sizes = [n for n in (cfg.dp_replicate, cfg.dp_shard) if n != -1]
-    named = sizes[0] * (sizes[1] if len(sizes) > 1 else 1) if sizes else 1
-    if len(sizes) == 2:
-        return named
-    return named if named % world_size == 0 else named * world_size
+    named = math.prod(sizes)
+    return named if len(sizes) == 2 or named % world_size == 0 else named * world_size
 
 
 @dataclass

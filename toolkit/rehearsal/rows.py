@@ -93,8 +93,11 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
             if encoder is not None:
                 results = encoder.rows(source, stored, first)
             _add(head, stored, results)
-        if encoder is not None:
-            _check(head, finetune, cfg.data.sequence_length)
+        if encoder is not None and finetune:
+            encoded = EncodedSource(source.name, datasets.Dataset.from_dict({}), head.counts)
+            check_supervised(encoded, cfg.data.sequence_length)
+        elif encoder is not None:
+            check_documents(source, head.counts)
         heads.append(head)
     return heads
 
@@ -129,32 +132,20 @@ def _add(head: Head, stored: list[dict[str, Any]], results: Sequence[EncodedRow 
         head.rows.append((length, kept))
 
 
-def _check(head: Head, finetune: bool, sequence_length: int) -> None:
-    if not finetune:
-        check_documents(head.source, head.counts)
-        return
-    nothing = datasets.Dataset.from_dict({})
-    check_supervised(EncodedSource(head.source.name, nothing, head.counts), sequence_length)
-
-
 def refuse_long(heads: list[Head], sequence_length: int, most: float) -> None:
     """Refuse a source of which more than the share `most` of the rows is cut off or left out."""
     for head in heads:
         if head.too_long > most:
             lost, rows = round(head.too_long * head.counts.rows), head.counts.rows
             said = f"{lost:,} of the first {rows:,} rows of {head.source.where} are longer than"
+            fit = ""
+            if head.lengths:
+                most = sorted(head.lengths)[int(0.95 * (len(head.lengths) - 1))]
+                fit = f": raise it (95 % of them have at most {most:,} tokens), or shorten the rows"
             raise DataError(
-                f"{said} data.sequence_length {sequence_length} and cut off or left out{_fit(head)}"
-                "; where that is meant, rehearse with --most_too_long 1"
+                f"{said} data.sequence_length {sequence_length} and cut off or left out{fit}; "
+                "where that is meant, rehearse with --most_too_long 1"
             )
-
-
-def _fit(head: Head) -> str:
-    if not head.lengths:
-        return ""
-    longest = sorted(head.lengths)
-    most = longest[int(0.95 * (len(longest) - 1))]
-    return f": raise it (95 % of them have at most {most:,} tokens), or shorten the rows"
 
 
 def length_for(heads: list[Head], affordable: int, sequence_length: int) -> int:
