@@ -62,9 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(run: Callable, help: str, description: str) -> Callable:
-        texts: dict = {"help": help, "description": description}
         name = run.__name__.lstrip("_").replace("_", "-")
-        sub = commands.add_parser(name, allow_abbrev=False, **texts)
+        sub = commands.add_parser(name, allow_abbrev=False, help=help, description=description)
         sub.set_defaults(run=run)
         return sub.add_argument
 
@@ -204,11 +203,9 @@ def _finetune(args: argparse.Namespace) -> int:
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    if args.copy is None:
-        print("\n".join(recipes.describe()))
-        return 0
-    files = recipes.copy(args.copy, Path.cwd())
-    print("\n".join(str(file.relative_to(Path.cwd())) for file in files))
+    copied = [] if args.copy is None else recipes.copy(args.copy, Path.cwd())
+    lines = [str(file.relative_to(Path.cwd())) for file in copied]
+    print("\n".join(lines or recipes.describe()))
     return 0
 
 
@@ -380,13 +377,10 @@ def _verify(args: argparse.Namespace) -> int:
             return _fail("--logits needs an EXPORT: a checkpoint alone computes nothing", code=2)
         else:
             report = verify_checkpoint(path)
-    if args.json:
-        print(json.dumps(report.summary()), flush=True)
-    else:
-        lines = report.lines()
-        if len(lines) > 2 * _SHOWN:
-            lines[_SHOWN:-_SHOWN] = [f"... {len(lines) - 2 * _SHOWN} more; --json lists all"]
-        print("\n".join(lines), flush=True)
+    lines = [json.dumps(report.summary())] if args.json else report.lines()
+    if len(lines) > 2 * _SHOWN:
+        lines[_SHOWN:-_SHOWN] = [f"... {len(lines) - 2 * _SHOWN} more; --json lists all"]
+    print("\n".join(lines), flush=True)
     return 0 if report.ok else 1
 
 
