@@ -22,8 +22,8 @@ from conftest import (
     run_recipe,
     save_byte_tokenizer,
     save_tiny_model,
-    torchrun,
 )
+from distributed import run_recipe_ranks
 from transformers.distributed.fsdp import is_fsdp_enabled
 
 from toolkit import config
@@ -517,7 +517,7 @@ def test_a_run_under_an_fsdp_yaml(tmp_path, text_file) -> None:
     same = ["--sharding.reshard_after_forward", "false", "--sharding.param_dtype", "bfloat16"]
     same += ["--sharding.activation_checkpointing", "full"]
     flags = resized_flags(model, text_file, tmp_path / "same", *same)
-    done = run_recipe(torchrun(2, free_port()), *flags)
+    done = run_recipe_ranks("pretrain", 2, *flags, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == losses(tmp_path / "same")
     assert len(losses(tmp_path / "run")) == 2

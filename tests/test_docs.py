@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, free_port
+from distributed import run_toolkit
 from documents import (
     CHECKS,
     OTHERS,
@@ -151,7 +152,10 @@ SCALE = {  # what makes a command of the documents small
 
 
 def run_commands(lines: list[str], folder: Path, changed: dict[str, str]) -> list[str]:
-    """Run commands as they stand, but for `changed` and SCALE, in `folder`; return their output."""
+    """Run commands as they stand, but for `changed` and SCALE, in `folder`; return their output.
+
+    Launches are real ones, the other commands run in a fork.
+    """
     for name in ("recipes", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -160,14 +164,18 @@ def run_commands(lines: list[str], folder: Path, changed: dict[str, str]) -> lis
         for old, new in changed.items():
             line = line.replace(old, new)
         program, *words = shlex.split(line, comments=True)
-        module = {"toolkit": ["-m", "toolkit"], "python": []}[program.removeprefix(".venv/bin/")]
-        words += SCALE.get(words[0], "").split()
-        if words[0] in SCALE:
-            words += ["--main_process_port", str(free_port())]
-        done = subprocess.run(
-            [sys.executable, *module, *words],
-            cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
+        program = program.removeprefix(".venv/bin/")
+        if program == "toolkit" and words[0] not in SCALE:
+            done = run_toolkit(*words, cwd=folder)
+        else:
+            module = {"toolkit": ["-m", "toolkit"], "python": []}[program]
+            if words[0] in SCALE:
+                words += SCALE[words[0]].split()
+                words += ["--main_process_port", str(free_port())]
+            done = subprocess.run(
+                [sys.executable, *module, *words],
+                cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300,
+            )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         said.append(done.stdout)
     return said

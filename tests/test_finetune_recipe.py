@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, accelerate, free_port, plain, run_recipe, torchrun
+from distributed import run_recipe_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import cli
@@ -45,16 +46,22 @@ def base(tiny_llama) -> Path:
     return tiny_llama
 
 
-def finetune(launcher: list[str], base: Path, output: Path, *flags: object):
-    return run_recipe(
-        launcher,
+def settings(base: Path, output: Path, *flags: object) -> list[str]:
+    return [
         *("--model.name_or_path", str(base), "--output_dir", str(output)),
         *("--data.chat_template", str(TEMPLATE), "--data.sequence_length", "64"),
         *("--sharding.param_dtype", "float32", "--optim.learning_rate", "1e-2"),
         *("--train.per_device_train_batch_size", "2", "--train.logging_steps", "1"),
         *map(str, flags),
-        recipe="finetune",
-    )
+    ]
+
+
+def launched(launcher: list[str], *more: object):
+    return run_recipe(launcher, *settings(*more), recipe="finetune")
+
+
+def forked(world: int, *more: object):
+    return run_recipe_ranks("finetune", world, *settings(*more), cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +76,10 @@ def adapted(tmp_path_factory, base, chats) -> tuple[Path, str]:
         *("--train.neftune_noise_alpha", 5, "--train.label_smoothing_factor", 0.1),
         *("--checkpoint.save_steps", 2, "--data.eval_split", 0.2),
     ]
-    first = finetune(accelerate(2, free_port()), base, run, *flags, "--train.max_steps", 4)
+    first = launched(accelerate(2, free_port()), base, run, *flags, "--train.max_steps", 4)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
     flags += ["--checkpoint.export_at_end", "true", "--train.gradient_accumulation_steps", 2]
-    second = finetune(plain(), base, run, *flags, "--train.max_steps", 6)
+    second = forked(1, base, run, *flags, "--train.max_steps", 6)
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
     return run, first.stdout + second.stdout
 
@@ -131,11 +138,11 @@ def test_all_parameters_streamed_with_early_stop(base, chats, tmp_path):
         *("--checkpoint.save_steps", 100, "--model.frozen_parameters", '["model.embed_tokens.*"]'),
     ]
     run = tmp_path / "run"
-    done = finetune(torchrun(2, free_port()), base, run, *flags)
+    done = launched(torchrun(2, free_port()), base, run, *flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "stopped early at step 2: eval_loss was" in done.stdout
     assert find_checkpoint(run).name == "step-00000002"
-    again = finetune(plain(), base, run, *flags, "--train.gradient_accumulation_steps", 2)
+    again = forked(1, base, run, *flags, "--train.gradient_accumulation_steps", 2)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert "stopped early at step 2: eval_loss was" in again.stdout
 
@@ -169,7 +176,7 @@ def test_inspect_data_is_what_the_run_says(base, chats, tmp_path, capsys):
 def test_nothing_to_learn_is_refused(base, tmp_path):
     rows = [{"prompt": "x" * 200, "completion": "y"}] * 8  # all cut off before the completion
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    done = finetune(plain(), base, tmp_path / "run", "--data.train_files", tmp_path / "rows.jsonl")
+    done = launched(plain(), base, tmp_path / "run", "--data.train_files", tmp_path / "rows.jsonl")
     assert done.returncode == 1
     assert "expected tokens to learn in the source 'rows', got none" in done.stderr
     assert not (tmp_path / "run").exists()

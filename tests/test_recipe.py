@@ -1,7 +1,8 @@
 """The user's path: real launches of the recipe, compared with a plain PyTorch loop and with each
 other.
 
-The launches are the slow part (10 s each), so each serves several checks.
+The launches are the slow part (10 s each), so each serves several checks; what is compared with
+them runs in forks.
 """
 
 import json
@@ -24,6 +25,7 @@ from conftest import (
     save_tiny_model,
     torchrun,
 )
+from distributed import run_recipe_ranks
 
 from toolkit import checkpoint
 from toolkit.checkpoint import commit
@@ -202,15 +204,15 @@ def test_kill_and_same_command_is_bit_equal(tmp_path, text_file):
     save_tiny_model(model, "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     every = ["--checkpoint.save_steps", "4", "--checkpoint.save_total_limit", "9", *batch(2, 2)]
 
+    def flags_of(output: Path) -> list[str]:
+        return flags(model, text_file, output, *every)
+
     def command(output: Path) -> list[str]:
-        return [
-            *accelerate(2, free_port()),
-            str(ROOT / "recipes/pretrain.py"),
-            *flags(model, text_file, output, *every),
-        ]
+        recipe = str(ROOT / "recipes/pretrain.py")
+        return [*accelerate(2, free_port()), recipe, *flags_of(output)]
 
     calm = tmp_path / "calm"
-    assert subprocess.run(command(calm), cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert run_recipe_ranks("pretrain", 2, *flags_of(calm), cwd=ROOT).returncode == 0
 
     stormy = tmp_path / "stormy"
     process = subprocess.Popen(
@@ -234,10 +236,10 @@ def test_kill_and_same_command_is_bit_equal(tmp_path, text_file):
     assert losses(stormy) == losses(calm)
     assert _digests(stormy) == _digests(calm)
     # Control: the same resume without the random state is another run.
-    assert losses(calm) != losses_without_rng(stormy, command, first)
+    assert losses(calm) != losses_without_rng(stormy, flags_of(stormy), first)
 
 
-def losses_without_rng(run: Path, command, step: int) -> list[float]:
+def losses_without_rng(run: Path, same: list[str], step: int) -> list[float]:
     """Resume from the checkpoint of `step` with another random state; return the losses."""
     import shutil
 
@@ -255,7 +257,7 @@ def losses_without_rng(run: Path, command, step: int) -> list[float]:
     names = [n for n in manifest["files"] if n.startswith("rng/")]
     manifest["files"] |= commit.hash_files(path, names)
     commit.commit(path.rename(path.with_name(path.name + ".tmp-test")), step, manifest)
-    result = subprocess.run(command(run), cwd=ROOT, capture_output=True, text=True, check=False)
+    result = run_recipe_ranks("pretrain", 2, *same, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     return losses(run)
 
@@ -269,7 +271,7 @@ def test_asynchronous_saving_changes_no_bit_and_holds_the_loop_shorter(
 ):
     run = tmp_path / "run"
     more = ["--checkpoint.save_steps", "10", "--checkpoint.async_save", "true", *batch(4, 1)]
-    result = run_recipe(accelerate(2, free_port()), *flags(tiny_llama, text_file, run, *more))
+    result = run_recipe_ranks("pretrain", 2, *flags(tiny_llama, text_file, run, *more), cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     assert losses(run) == losses(runs[2])
     saved, expected = commit.committed_steps(run), commit.committed_steps(runs[2])
@@ -303,7 +305,8 @@ def test_another_number_of_processes_resumes(runs, tiny_llama, text_file, tmp_pa
     run = tmp_path / "run"
     shutil.copytree(runs[2], run)
     shutil.rmtree(commit.committed_steps(run)[STEPS])
-    result = run_recipe(plain(), *flags(tiny_llama, text_file, run, *batch(2, 1)))
+    same = flags(tiny_llama, text_file, run, *batch(2, 1))
+    result = run_recipe_ranks("pretrain", 1, *same, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "2 a device x 4 accumulated x 1 process(es)" in result.stdout
     assert losses(run)[:10] == losses(runs[2])[:10]
