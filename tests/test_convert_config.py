@@ -223,6 +223,12 @@ def test_what_means_something_else_is_named(given, named) -> None:
     assert any(named in note for note in out.notes), out.notes
 
 
+@pytest.mark.parametrize("named", [{}, {"chat_template": "jinja"}, {"chat_template": None}])
+def test_a_template_of_its_own_is_carried(named) -> None:
+    given = {"base_model": "m", "chat_template_jinja": "{{ messages }}", **named}
+    assert convert(given).settings["data.chat_template"] == "{{ messages }}"
+
+
 def test_a_script_is_read_and_never_run(tmp_path) -> None:
     script = tmp_path / "train.py"
     mark = tmp_path / "it_ran"

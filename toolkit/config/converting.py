@@ -323,7 +323,7 @@ class _Converter:
         self.supervision()
         jinja = self.take("chat_template_jinja")[1]
         key, value = self.take("chat_template", "chat_template_path")
-        if value == "jinja" and jinja:
+        if value in (None, "jinja") and jinja:
             self.settings["data.chat_template"] = jinja
         elif "{" in str(value) or str(value).endswith((".jinja", ".j2")):
             self.settings["data.chat_template"] = value

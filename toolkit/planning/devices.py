@@ -127,7 +127,8 @@ def device_of(name: str) -> Device:
     try:
         device = load(Device, name)
     except ConfigError as error:
-        raise ConfigError(f"--device {name}: {error}") from None
+        what = str(error).partition("; set it in")[0]  # which is of a run's settings
+        raise ConfigError(f"--device {name}: {what}") from None
     numbers = {n: v for n, v in vars(device).items() if isinstance(v, int | float)}
     if bad := [n for n, v in numbers.items() if not 1 <= v <= _MOST]:
         raise ConfigError(f"{name}: {bad[0]} must be from 1 to {_MOST:g}")
