@@ -100,7 +100,7 @@ class Trained:
     def look(self, step: int) -> str:
         """Return what is found, as a line of metrics would; empty: nothing."""
         try:
-            self.integrity.judge(step, ranks.gather(self.integrity.numbers()))
+            self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
         except TrainingError as error:
             return str(error)
         return ""

@@ -65,7 +65,7 @@ def times(
             evaluate(model, {"": [batch]})
         paused += time.perf_counter() - pause
         step_time = (time.perf_counter() - begun - paused) / STEPS
-        found = stragglers.judge(ranks.gather(stragglers.numbers(step_time)))
+        found = stragglers.judge(ranks.gather_integers(stragglers.numbers(step_time)))
     return said, found
 
 

@@ -44,7 +44,7 @@ class Guards:
         times = [] if self.stragglers is None else self.stragglers.numbers(step_time)
         if not bits and not times:
             return {}
-        rows = ranks.gather(bits + times)
+        rows = ranks.gather_integers(bits + times)
         if self.integrity is not None:
             self.integrity.judge(step, [row[: len(bits)] for row in rows])
         if self.stragglers is None:
@@ -57,7 +57,7 @@ class Guards:
         """
         self.bad_steps.read()
         if self.integrity is not None:
-            self.integrity.judge(step, ranks.gather(self.integrity.numbers()))
+            self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
         self.bad_steps.check_values(step)
         if self.state is not None and (watched := spikes.spikes_of(self.state.model)) is not None:
             self.state.extra[spikes.KEY] = watched.state_dict()
