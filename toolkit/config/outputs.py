@@ -1,4 +1,4 @@
-"""What a run writes: its checkpoints, what is shown and tracked of it, where it is published."""
+"""Settings and defaults of what is written: checkpoints, size of export files, metrics, the Hub."""
 
 import importlib.util
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Hashes of files and of a tensor's rows, and a program that hashes what another is writing.
+"""Hashes of files and of rows without torch, and a program that hashes what another is writing.
 
 Imports nothing of torch: as a program it must start at once (`export.writer`). A thread that hashes
 waits for Python's lock after each block, and the writer for the thread; a process waits for bytes
