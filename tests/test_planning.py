@@ -261,7 +261,7 @@ def _measured(name: str) -> tuple[Config, int, State, int]:
     return cfg, world, held, peak
 
 
-FAST, CALIBRATED = "llama", "llama recomputed in bf16"
+FAST = "llama"
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,8 @@ def test_a_plan_of_other_settings_misses() -> None:
     assert planned / peak > 1.1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.plans] * (n != CALIBRATED)) for n in PEAKS]
-)
+@pytest.mark.plans
+@pytest.mark.parametrize("name", PEAKS)
 def test_after_calibration_the_peak_is_within_a_twentieth(name: str, tmp_path: Path) -> None:
     """Calibrated by half as many rows as are judged, both measured without gloo's copies."""
     kind, world, flags = PEAKS[name]
@@ -419,6 +418,7 @@ def test_changes_are_put_on_each_other_without_what_cannot_be_run(file: Path, mo
     assert together[0].fits(memory)
 
 
+@pytest.mark.plans
 def test_what_cannot_help_is_not_planned(file: Path) -> None:
     """Recomputation, where parameters, gradients and optimizer alone are more than the memory."""
     cfg, device = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100")
