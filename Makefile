@@ -34,7 +34,7 @@ test-slow: install  ## Run the slow tests: real launches, many repeats
 
 test-all: test test-slow  ## Run both
 
-test-faults: install  ## Run kills, signals, hangs, lost hosts, mutated files (make soak: the long forms)
+test-faults: install  ## Run kills, signals, hangs, lost hosts, full disks, hostile files (make soak: the long forms)
 	$(PYTEST) -m faults
 
 test-plans: install  ## Run plans and rehearsals of whole models, and a dry run of make gpu

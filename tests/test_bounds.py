@@ -26,7 +26,7 @@ from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelErro
 from toolkit.formats import export_manifest
 from toolkit.models import build_on_meta, causal_lm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 
 TINY = str(Path(__file__).parent.parent / "recipes/configs/tiny_llama")
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture(scope="module")

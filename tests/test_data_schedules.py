@@ -20,7 +20,7 @@ from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.samples.sequences import SampleShape
 from toolkit.errors import DataError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 
 SCHEDULES = {
     "one source": 50,

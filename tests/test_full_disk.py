@@ -53,7 +53,7 @@ def small_disk(tmp_path):
     libc.umount2(os.fsencode(folder), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(("free_at", "behind"), [(5, "false"), (5, "true"), (99, "true")])
 def test_a_run_on_a_disk_that_fills_up(
     tmp_path, small_disk, tiny_llama, text_file, free_at, behind
@@ -125,7 +125,7 @@ def save_with_failures(rank: int, world: int, root: str, behind: bool) -> list[t
     return ended
 
 
-@pytest.mark.parametrize("behind", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("behind", [pytest.param(False, marks=pytest.mark.faults), True])
 def test_saves_that_the_disk_refuses_are_warnings_so_many_times_in_a_row(tmp_path, behind):
     for one in run_ranks(save_with_failures, 2, str(tmp_path), behind):
         kinds = [kind for kind, _ in one]
