@@ -2,6 +2,8 @@
 
 import pickle
 import random
+import types
+from typing import Any
 
 import datasets
 import numpy as np
@@ -11,7 +13,7 @@ from feeds import samples
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed.prepared import held_out
-from toolkit.data.samples.sequences import FILLER, IGNORED, SampleShape
+from toolkit.data.samples.sequences import FILLER, IGNORED, SampleShape, windows
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
@@ -116,3 +118,16 @@ def test_split(tmp_path, n, share, max_eval, train, held):
         assert torch.equal(pickle.loads(pickle.dumps(second))[0]["labels"], second[0]["labels"])
         with pytest.raises(IndexError):
             first[train]
+
+
+def test_windows_of_a_large_corpus_take_no_memory() -> None:
+    rows: Any = types.SimpleNamespace(total=10**13 + 7)
+    for chosen, count in ((None, 10**13 // 1024), (range(5, 10**9), 10**9 - 5)):
+        pieces = windows(rows, 1024, chosen)
+        assert len(pieces) == count
+        assert len(pickle.dumps(pieces)) < 1000
+    assert pieces.begins[0] == 5 * 1024
+    assert pieces.dropped == {"tokens": (10**13 + 7) % 1024}
+    few = windows(rows, 1024, np.array([3, 9]))
+    assert [int(begin) for begin in few.begins] == [3 * 1024, 9 * 1024]
+    assert few.lengths.tolist() == [1024, 1024]

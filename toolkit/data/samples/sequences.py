@@ -174,31 +174,44 @@ class Pieces:
     """Stretches of encoded rows, which samples are made of; see `windows` and `cut_rows`."""
 
     rows: EncodedRows
-    begins: np.ndarray  # in the tokens of all rows joined
-    lengths: np.ndarray  # in tokens
+    begins: range | np.ndarray  # in the tokens of all rows joined
+    tokens: int | np.ndarray  # of each piece, or of every one
     dropped: dict[str, int]  # what is in no piece
     cut: int = 0  # rows that became several pieces
 
     def __len__(self) -> int:
         return len(self.begins)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each piece."""
+        return np.full(len(self), self.tokens) if isinstance(self.tokens, int) else self.tokens
+
+    def _place(self, piece: int) -> tuple[int, int]:
+        length = self.tokens if isinstance(self.tokens, int) else self.tokens[piece]
+        return int(self.begins[piece]), int(length)
+
     def __getitem__(self, piece: int) -> Piece:
         """Return the ids and the labels of a piece; copies."""
-        return self.rows.joined(int(self.begins[piece]), int(self.lengths[piece]))
+        return self.rows.joined(*self._place(piece))
 
     def rows_of(self, piece: int) -> list[int]:
         """Return the first and the last row that a piece holds a part of."""
-        begin = self.begins[piece]
-        return self.rows.ends.searchsorted(
-            [begin, begin + self.lengths[piece] - 1], "right"
-        ).tolist()
+        begin, length = self._place(piece)
+        return self.rows.ends.searchsorted([begin, begin + length - 1], "right").tolist()
 
 
 def windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
-    """Return all rows joined and cut into pieces of `length` tokens, and what is left dropped."""
+    """Return all rows joined and cut into pieces of `length` tokens, and what is left dropped. They
+    take no memory: a corpus has some hundred million.
+    """
     count, rest = divmod(rows.total, length)
-    numbers = np.arange(count) if chosen is None else np.asarray(chosen)
-    return Pieces(rows, numbers * length, np.full(len(numbers), length), {"tokens": rest})
+    begins: range | np.ndarray = range(0, count * length, length)
+    if isinstance(chosen, range):
+        begins = begins[chosen.start : chosen.stop : chosen.step]
+    elif chosen is not None:
+        begins = chosen * length
+    return Pieces(rows, begins, length, {"tokens": rest})
 
 
 def cut_rows(rows: EncodedRows, limit: int, chosen: Chosen = None) -> Pieces:
