@@ -66,7 +66,8 @@ def use_kernels(model: PreTrainedModel) -> None:
 def _call_instead(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
     """Have the modules of `model` that call functions of these names call these."""
     for module in model.modules():
-        forward = type(module).forward
+        # transformers 5.24 takes an old name of an argument in a wrapper, which our calls lack.
+        forward = inspect.unwrap(type(module).forward, stop=_is_own)
         if functions.keys() & getattr(forward, "__code__", _call_instead.__code__).co_names:
             own = types.FunctionType(
                 forward.__code__,
@@ -77,6 +78,10 @@ def _call_instead(model: nn.Module, functions: dict[str, types.FunctionType]) ->
             )
             own.__kwdefaults__ = forward.__kwdefaults__
             module.forward = types.MethodType(own, module)
+
+
+def _is_own(forward: Any) -> bool:
+    return getattr(forward, "__globals__", {}).get("__name__") != "transformers.utils.deprecation"
 
 
 def _known_types() -> dict[str, Any]:
