@@ -861,32 +861,3 @@ def test_files_of_many_tensors(tmp_path: Path, at_once: int) -> None:
     found = weights(target)
     assert len(found) == len(shapes)
     assert all(float(t.sum()) == 2 * float(name.partition(".")[2]) for name, t in found.items())
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="has no posix_fadvise")
-@pytest.mark.parametrize("name", ["mixtral/sharded", "mixtral/dcp-sharded"])
-def test_the_first_weights_are_asked_for_while_they_are_planned(
-    root: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    source = find_source(root / name, root / "mixtral/source" if "dcp" in name else None)
-    asked: list[tuple[str, int]] = []
-
-    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
-        assert (length, advice) == (sources.BLOCK, os.POSIX_FADV_WILLNEED)
-        asked.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(sources, "BLOCK", 100)
-    expected = []
-    for key in source.tensors:
-        for chunk in source.stored(key).chunks:
-            assert chunk.raw is not None
-            end = chunk.raw + torch.Size(chunk.sizes).numel() * chunk.dtype.itemsize
-            expected += [(str(chunk.file.resolve()), at) for at in range(chunk.raw, end, 100)]
-    sources._ask_for_first(source)
-    assert asked == expected
-    assert len(asked) > 2 * len(source.tensors)
-    monkeypatch.setattr(sources, "_AHEAD", 101)
-    asked.clear()
-    sources._ask_for_first(source)
-    assert asked == expected[:2]

@@ -31,7 +31,7 @@ from toolkit.export.plan import (
     model_of_assets,
     parse_options,
 )
-from toolkit.export.sources import AT_ONCE, AdapterMerge, SavedTensors, read_ahead
+from toolkit.export.sources import AT_ONCE, AdapterMerge, SavedTensors
 from toolkit.export.writer import ReadGroup, check_output, write_export
 from toolkit.models import tied_families
 
@@ -80,7 +80,6 @@ def consolidate(
     target = check_output(output, given)
     if merge and adapter is None:
         raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
-    read_ahead(source)
     origin, read_group = _origin(source, dtype, hf_assets if adapter else None), None
     run = origin.get("run")
     if adapter is None:

@@ -9,7 +9,6 @@ of tensors that transformers converts (fused experts) their group.
 
 import contextlib
 import itertools
-import math
 import os
 import threading
 from collections import deque
@@ -33,7 +32,6 @@ from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
 from toolkit.export.weight_file import StoredRows, TensorValues
 from toolkit.formats import (
-    BLOCK,
     LANES,
     ExportGroup,
     StoredTensor,
@@ -53,31 +51,6 @@ from toolkit.models import tied_families, tied_names
 
 # Files that are written at a time: each needs a core for the writer and one for what follows it.
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 2))
-_AHEAD = 2**30  # bytes that are asked for while the export is planned
-
-
-def read_ahead(source: Source) -> None:
-    """Have the kernel read the first weights while they are planned, which takes 0.4 s at least.
-
-    On a thread: where the disk has many requests, asking waits.
-    """
-    if hasattr(os, "posix_fadvise"):
-        threading.Thread(target=_ask_for_first, args=(source,), daemon=True).start()
-
-
-def _ask_for_first(source: Source) -> None:
-    left = _AHEAD
-    with contextlib.suppress(CheckpointError, OSError):  # who reads them says what is wrong
-        for chunk in (chunk for key in source.tensors for chunk in source.stored(key).chunks):
-            count = min(left, math.prod(chunk.sizes) * chunk.dtype.itemsize)
-            begin = chunk.raw or 0
-            if not left:
-                return
-            with open(chunk.file, "rb", buffering=0) as file:
-                # In steps: Linux takes no more of one request than a device does at a time.
-                for at in range(begin, begin + count, BLOCK):
-                    os.posix_fadvise(file.fileno(), at, BLOCK, os.POSIX_FADV_WILLNEED)
-            left -= count
 
 
 class SavedTensors:
