@@ -203,9 +203,11 @@ def _finetune(args: argparse.Namespace) -> int:
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    copied = [] if args.copy is None else recipes.copy(args.copy, Path.cwd())
-    lines = [str(file.relative_to(Path.cwd())) for file in copied]
-    print("\n".join(lines or recipes.describe()))
+    lines = recipes.describe()
+    if args.copy is not None:
+        files = recipes.copy(args.copy, Path.cwd())
+        lines = [str(file.relative_to(Path.cwd())) for file in files]
+    print("\n".join(lines))
     return 0
 
 
