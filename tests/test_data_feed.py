@@ -410,9 +410,8 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_its_own_message():
     bad = StreamSource("bad", stream(LENGTHS).rows, encode)
     for rank, workers in ((0, 0), (1, 1)):
         of = StreamFeed([bad], SampleShape("none", 16), seed=0, global_batch=2, window=4)
-        with pytest.raises(DataError, match=r"^file.jsonl line 8: expected messages") as caught:
+        with pytest.raises(DataError, match=r"^file.jsonl line 8: expected messages"):
             list(of.steps(Rank(rank, 2), 9, per_device_batch_size=1, workers=workers))
-        assert not caught.value.already_reported  # nobody else has: a rank may be alone with it
 
 
 def test_a_stream_refuses_other_data():

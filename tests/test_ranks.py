@@ -51,6 +51,7 @@ def exchanged(rank: int, world: int) -> dict[str, Any]:
         "two_fail": outcome(lambda: ranks.gather_results(two)),
         "unfit": outcome(lambda: ranks.gather_results_to_main(unfit)),
         "main_fails": outcome(lambda: ranks.on_main(fails_on((0,), DataError("no file")))),
+        "alike": getattr(ranks.alike(DataError("all have it")), "already_reported", None),
         "after": ranks.gather(rank),  # nobody is left in another exchange
     }
 
@@ -76,6 +77,7 @@ def test_what_exchanges_give_and_where_they_fail() -> None:
             ("KeyError", "'k'") if rank in (1, 3) else ("ToolkitError", "KeyError: 'k' (on rank 1)")
         )
         assert "pickle" in of["unfit"][1]
+        assert of["alike"] is (rank > 0)
         assert of["main_fails"] == ("DataError", "no file" + " (on rank 0)" * bool(rank), rank > 0)
 
 

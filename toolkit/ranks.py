@@ -104,9 +104,16 @@ def show(line: str, file: TextIO | None = None) -> None:
     stream.flush()
 
 
+def alike(error: ToolkitError) -> ToolkitError:
+    """Return an error that every rank raises, so marked that rank 0 alone prints it."""
+    error.already_reported = rank() != 0  # type: ignore[attr-defined]
+    return error
+
+
 def first_to_report(text: str) -> bool:
     """Return whether this rank is the first that is about to print `text`. Not collective: a rank
-    that fails alone, or cannot ask any more, says it itself.
+    that fails alone says it itself, and so does one whose store has left with another rank: what
+    all raise for sure is marked by `alike`.
     """
     key = f"said/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
     own = str(rank())

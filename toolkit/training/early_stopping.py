@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit import ranks
 from toolkit.config.settings import CheckpointConfig, FinetuneTrainConfig
 from toolkit.errors import TrainingError
 
@@ -38,7 +39,8 @@ class EarlyStopping:
         if self.metric not in metrics:
             what = f"expected the metric {self.metric} (checkpoint.metric_for_best_model)"
             known = ", ".join(sorted(metrics)) or "none"
-            raise TrainingError(f"{what} to stop early by, the evaluation has {known}")
+            error = TrainingError(f"{what} to stop early by, the evaluation has {known}")
+            raise ranks.alike(error)
         value = float(metrics[self.metric])
         sign = 1 if self.greater_is_better else -1
         better = self.best is None or sign * (value - self.best) > self.threshold
@@ -73,10 +75,11 @@ def early_stopping(
     stopping = EarlyStopping(metric, greater, patience, train.early_stopping_threshold)
     if patience is not None and state:
         if state["metric"] != metric:
-            raise TrainingError(
+            error = TrainingError(
                 f"this run stops early by {state['metric']} so far (best {state['best']}), and now "
                 f"checkpoint.metric_for_best_model asks for {metric}, which has no best value yet; "
                 "set it back, or give another output_dir"
             )
+            raise ranks.alike(error)
         stopping.best, stopping.waited = state["best"], state["waited"]
     return stopping

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from toolkit import ranks
 from toolkit.data.feed.feed import Batches, Feed, Processes
 from toolkit.data.feed.shares import GroupReader, fewer_lanes
 from toolkit.data.feed.stream import WINDOW, Lane, SourceStream, StreamSample, StreamSource
@@ -131,10 +130,8 @@ class StreamFeed(Feed):
         for batch in run.loader(mine, workers=workers):
             if _ERROR in batch:
                 # A rank may be alone with what is wrong in its lanes: it must not wait for the
-                # others, which may be in a collective. Where several meet it the first prints it.
-                error = DataError(batch[_ERROR])
-                error.already_reported = not ranks.first_to_report(str(error))  # type: ignore[attr-defined]
-                raise error
+                # others, which may be in a collective.
+                raise DataError(batch[_ERROR])
             if _PLACES in batch:
                 self.position.after_step = json.loads(batch.pop(_PLACES))
             yield batch

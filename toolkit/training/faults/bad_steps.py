@@ -72,10 +72,9 @@ class BadSteps:
             return
         said = ranks.gather(bad[:3])
         named = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(said) if b)
-        raise TrainingError(
-            f"after step {step} values are NaN or infinite ({named}); they are not saved. The "
-            "newest checkpoint is from before; lower optim.learning_rate before going on from it"
-        )
+        what = f"after step {step} values are NaN or infinite ({named}); they are not saved"
+        advice = "lower optim.learning_rate before going on from it"
+        raise ranks.alike(TrainingError(f"{what}. The newest checkpoint is from before; {advice}"))
 
     def _describe(self, step: int, here: bool, spike: str) -> str:
         """Return what was wrong, where, with which samples. Collective."""
@@ -89,10 +88,13 @@ class BadSteps:
 
     def _stop(self, step: int, said: str) -> None:
         row = f"{self._streak} step(s) in a row, up to {step}," if self.most else f"step {step}"
-        raise TrainingError(
-            f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
-            f"{self.most}); the last: {said}. Nothing was changed by them, and nothing was saved "
-            "since. Lower optim.learning_rate, raise optim.warmup_steps, or look at these samples"
+        what = f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
+        advice = "Lower optim.learning_rate, raise optim.warmup_steps, or look at these samples"
+        raise ranks.alike(
+            TrainingError(
+                f"{what}{self.most}); the last: {said}. Nothing was changed by them, and nothing "
+                f"was saved since. {advice}"
+            )
         )
 
 

@@ -126,12 +126,13 @@ class Integrity:
         for rank, place in enumerate(where):
             alike.setdefault(place, []).append(rank)
         if any(changed):
-            raise TrainingError(f"{self._name_changed()}. {_ADVICE}")
+            raise ranks.alike(TrainingError(f"{self._name_changed()}. {_ADVICE}"))
         if len({*whole}) > 1 or any(len({shards[r] for r in g}) > 1 for g in alike.values()):
-            raise TrainingError(f"{self._name_copies(step, [*alike.values()])}. {_ADVICE}")
+            copies = self._name_copies(step, [*alike.values()])
+            raise ranks.alike(TrainingError(f"{copies}. {_ADVICE}"))
         if len({*facts}) > 1:
             told = ranks.gather(_facts(self._state))
-            raise TrainingError(f"{_name_facts(step, told)}. {_APART}")
+            raise ranks.alike(TrainingError(f"{_name_facts(step, told)}. {_APART}"))
         self._unread.clear()
 
     def _name_changed(self) -> str:
