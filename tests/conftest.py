@@ -2,6 +2,7 @@
 things.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -20,6 +21,11 @@ BIN = Path(sys.executable).parent
 
 torch.set_num_threads(1)
 warm.give_forks_a_thread_pool()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported, which each later collection would walk through
 
 
 def tiny_config(kind: str = "llama", **changes):

@@ -55,8 +55,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
 
 def warm_processes(world: int) -> list[Warm]:
     """Return the warm processes of ranks 0 to `world` - 1, which live until this one ends."""
-    while len(_warm) < world:
-        _warm.append(Warm())
+    while (known := len(_warm)) < world:
+        _warm.append(Warm(_warm[known % 2] if known > 1 else None))
     return _warm[:world]
 
 

@@ -1,14 +1,16 @@
 """A process that has everything imported and forks one rank of a test at a time, as it is asked to.
 
 Importing torch, transformers and the toolkit takes five seconds of a processor, a fork a few
-milliseconds. Every rank has a process like this of its own, since ranks that are forked from one
-would hash alike: they would walk through a set in the same order, which real ranks do not.
+milliseconds. Ranks that are forked from one process hash alike: they walk through a set in the same
+order, which real ranks do not. So ranks 0 and 1 have a process each that has imported for itself,
+and the others have forks of these two.
 
 Run as a program, with the number of a socket. Owns that protocol; knows nothing of what is run.
 """
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -34,7 +36,9 @@ WARM = (
     *(
         "toolkit.checkpoint",
         "toolkit.export",
+        "toolkit.hub",
         "toolkit.loading.pretrained",
+        "toolkit.planning",
         "toolkit.training.step",
     ),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
@@ -48,14 +52,21 @@ class Warm:
 
     pid: int  # of the rank
 
-    def __init__(self) -> None:
-        mine, theirs = socket.socketpair()
-        self._socket = mine
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+    def __init__(self, source: "Warm | None" = None) -> None:
+        """Start a process that imports for itself, or a fork of `source`, which runs nothing now
+        and is to be closed after it.
+        """
+        self._socket, theirs = socket.socketpair()
+        if source is None:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        else:
+            self._process = None
+            socket.send_fds(source._socket, [struct.pack("<Q", 0)], [theirs.fileno()])
+            self._fork = int(source._received(8))
         theirs.close()
 
     def start(self, fn: Callable[..., Any], *args: Any) -> None:
@@ -84,8 +95,11 @@ class Warm:
     def close(self) -> None:
         """End the process, and what it runs."""
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        if self._process is None:
+            os.kill(self._fork, signal.SIGKILL)
+        else:
+            self._process.kill()
+            self._process.wait()
 
     def _received(self, count: int) -> bytes:
         return _received(self._socket, count)
@@ -106,6 +120,8 @@ def _serve(connection: socket.socket) -> None:
     for name in WARM:
         importlib.import_module(name)
     give_forks_a_thread_pool()
+    gc.collect()
+    gc.freeze()  # half a million objects, which a collection in a fork would take 0.4 s for
     while True:
         head, outputs, _, _ = socket.recv_fds(connection, 8, 2)
         if not head:
@@ -114,10 +130,16 @@ def _serve(connection: socket.socket) -> None:
         child = os.fork()
         if child == 0:
             connection.close()
-            _run(request, outputs)
+            if request:
+                _run(request, outputs)
+            _end_with_the_parent()
+            connection = socket.socket(fileno=outputs[0])
+            continue
         for descriptor in outputs:
             os.close(descriptor)
         connection.sendall(b"%8d" % child)
+        if not request:  # which goes on by itself
+            continue
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         connection.sendall(b"%8d" % code)
 
