@@ -67,3 +67,14 @@ def test_a_signal_to_a_rank_that_has_just_ended_is_no_error():
         os.kill(process.pid, signal.SIGKILL)
     process.send(signal.SIGKILL)
     assert process.ended() == 0
+
+
+def seen(rank: int, world: int) -> tuple[int, int]:
+    return os.getppid(), hash("a word")
+
+
+def test_neighbouring_ranks_are_of_different_processes_that_hash_differently():
+    parents, hashes = zip(*distributed.run_ranks(seen, 5), strict=True)
+    assert len(set(parents)) == 5  # each has what it is forked from
+    assert hashes == (hashes[0], hashes[1], hashes[0], hashes[1], hashes[0])
+    assert hashes[0] != hashes[1]
