@@ -4,7 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+# Bytecode is kept, whatever the shell says: a suite starts some hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
+# Files in the order of their names: pytest-xdist's own order, by the number of tests, ends with long ones.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures rehearsals soak clean

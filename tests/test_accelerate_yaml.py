@@ -92,6 +92,8 @@ def launched(environment, monkeypatch):
     def make(fsdp: dict | None, *flags: str, **top) -> None:
         for name, value in environment(fsdp, *flags, **top).items():
             monkeypatch.setenv(name, value)
+        # The launcher says so to one process only; more look at its command line.
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     return make
 
@@ -492,7 +494,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_under_an_fsdp_yaml(tmp_path, text_file) -> None:
+def test_a_run_under_an_fsdp_yaml(tmp_path, text_file, launched) -> None:
     model = tmp_path / "model"
     save_byte_tokenizer(model, extra=50)  # 307 tokens, where the model has 300
     save_tiny_model(model)
@@ -524,7 +526,8 @@ def test_a_run_under_an_fsdp_yaml(tmp_path, text_file) -> None:
 
     # The same command resumes, with the YAML's own offload and one step more.
     flags = resized_flags(model, text_file, tmp_path / "run", "--train.max_steps", "3")
-    done = run_recipe(command, *flags)
+    launched(LAUNCHED)
+    done = run_recipe_ranks("pretrain", 2, *flags, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "after step 2" in done.stdout
     assert (
@@ -533,13 +536,11 @@ def test_a_run_under_an_fsdp_yaml(tmp_path, text_file) -> None:
 
 
 @pytest.mark.slow
-def test_a_class_that_the_model_has_not(tmp_path, tiny_llama, text_file) -> None:
+def test_a_class_that_the_model_has_not(tmp_path, tiny_llama, text_file, launched) -> None:
     """It is an error of this setting, before anything is loaded."""
-    fsdp = {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "GPT2Block"}
-    file = written(tmp_path / "fsdp.yaml", fsdp)
-    command = [str(BIN / "accelerate"), "launch", "--config_file", str(file)]
-    command += ["--main_process_port", str(free_port())]
-    done = run_recipe(command, *resized_flags(tiny_llama, text_file, tmp_path / "run"))
+    launched({"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "GPT2Block"})
+    flags = resized_flags(tiny_llama, text_file, tmp_path / "run")
+    done = run_recipe_ranks("pretrain", 2, *flags, cwd=ROOT)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
     assert "sharding.layer_classes" in done.stderr
