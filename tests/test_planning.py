@@ -380,6 +380,7 @@ def test_layouts_are_compared(file: Path, capsys: Any) -> None:
     assert "2 x 1, recompute full" in out
 
 
+@pytest.mark.plans
 @pytest.mark.parametrize(
     "flags",
     [
@@ -459,6 +460,7 @@ def test_the_last_rank_is_planned_for_the_same_device(tmp_path: Path) -> None:
         assert abs(first.parameters - last.parameters) < 0.05 * first.parameters
 
 
+@pytest.mark.plans
 def test_every_change_keeps_the_global_batch_and_is_planned_anew(file: Path) -> None:
     cfg = parse(FinetuneConfig, ["--config", str(file)])
     device = device_of("h100")
@@ -488,6 +490,7 @@ def test_where_no_change_is_enough_one_comes_on_another(file: Path) -> None:
     assert together[0].change not in {p.change for p in alone}
 
 
+@pytest.mark.plans
 def test_a_measured_step_is_remembered_and_corrects_later_plans(
     file: Path, tmp_path: Path, capsys: Any
 ) -> None:
