@@ -23,7 +23,6 @@ from conftest import (
     run_recipe,
     save_byte_tokenizer,
     save_tiny_model,
-    torchrun,
 )
 from distributed import run_recipe_ranks
 
@@ -76,20 +75,25 @@ def batch(per_device: int, accumulation: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_llama, text_file) -> dict[int, Path]:
-    """The same training on 1 (python), 2 (accelerate launch) and 4 processes (torchrun)."""
+    """The same training on 1 (python), 2 (accelerate launch) and 4 processes (as of torchrun)."""
     root = tmp_path_factory.mktemp("runs")
     done = {}
     for world, launcher, size in (
         (1, plain(), batch(4, 2)),
         (2, accelerate(2, free_port()), batch(4, 1)),
-        (4, torchrun(4, free_port()), batch(1, 2)),
+        (4, None, batch(1, 2)),
     ):
         output = root / str(world)
         more = ["--checkpoint.save_steps", "10"] if world == 2 else []
         more += ["--checkpoint.export_steps", "20", "--checkpoint.export_at_end", "true"] * bool(
             more
         )
-        result = run_recipe(launcher, *flags(tiny_llama, text_file, output, *size, *more))
+        given = flags(tiny_llama, text_file, output, *size, *more)
+        result = (
+            run_recipe(launcher, *given)
+            if launcher
+            else run_recipe_ranks("pretrain", world, *given, cwd=ROOT)
+        )
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         done[world] = output
     return done
