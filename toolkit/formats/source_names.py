@@ -97,5 +97,5 @@ def transformers_private(module: str, name: str) -> Any:
     try:
         return pkgutil.resolve_name(f"transformers.{module}:{name}")
     except (ImportError, AttributeError) as error:
-        what = f"has no {module}.{name}; install one from 5.17 to 5.23"
+        what = f"has no {module}.{name}; install one from 5.17 to 5.24"
         raise ModelError(f"transformers {transformers.__version__} {what}") from error

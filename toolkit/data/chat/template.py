@@ -276,7 +276,7 @@ def _check_transformers() -> None:
     if not known:
         raise DataError(
             "this transformers compiles templates, or tells them the date, in a way the toolkit "
-            "does not know, so that tokens would depend on the day; use transformers 5.23"
+            "does not know, so that tokens would depend on the day; use transformers 5.24"
         )
 
 
