@@ -603,7 +603,7 @@ def test_no_clock_and_no_chance(vocabulary):
 @pytest.mark.parametrize("name", ["datetime", "_compile_jinja_template"])
 def test_another_transformers(vocabulary, monkeypatch, name):
     monkeypatch.delattr(chat_template_utils, name)
-    with pytest.raises(DataError, match=r"use transformers 5\.23"):
+    with pytest.raises(DataError, match=r"use transformers 5\.24"):
         Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
 
 
