@@ -151,7 +151,7 @@ def trained(
         device=torch.device("cpu"),
         first_step=0,
         max_steps=steps,
-        tokens=0,
+        tokens_before=0,
         tokens_per_step=2 * size * length,
         flops_per_token=1.0,
         logging_steps=BLOCK,

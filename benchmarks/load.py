@@ -2,21 +2,28 @@
 
     python benchmarks/load.py [--layers 22] [--ranks 2] [--repeats 9] [--output FILE]
 
-Writes a checkpoint with the shapes of TinyLlama-1.1B, then loads it on `ranks` gloo processes,
-alternating with a bare loop that reads the same rows with safetensors' `get_slice` into memory of
-its own and does nothing else. Once with the dtypes equal (a copy), once from bf16 to fp32 masters
-(a cast). The page cache is warm: the disk is not what is measured.
+Writes a checkpoint with the shapes of TinyLlama-1.1B, then loads it on `ranks` gloo processes, in
+random turn with a bare loop that reads the same rows with safetensors' `get_slice` into memory of
+its own and does nothing else, and with that loop again as a control. Once with the dtypes equal (a
+copy), once from bf16 to fp32 masters (a cast). The page cache is warm: the disk is not what is
+measured.
+
+Memory that a process has not had yet costs more than the copy, the same number of page faults on
+both sides; what a virtual machine takes for one changes by half between two turns. So each is
+measured twice: with fresh memory, as a run has it, and with memory that the process keeps, where
+the difference stands out.
 """
 
 import argparse
 import gc
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +40,12 @@ from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
+SIDES = ("bare", "again", "ours")
+MALLOC = {  # of glibc: freed memory goes back to the system, or never
+    "fresh": {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)},
+    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -42,13 +55,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/load.md"))
     args = parser.parse_args()
     lines = []
-    # Freed memory goes back to the system: each side pays for the pages that it fills.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(128 * 1024)
     with tempfile.TemporaryDirectory() as scratch:
         for dtype in (torch.float32, torch.bfloat16):
             folder = write_checkpoint(Path(scratch, str(dtype)), args.layers, dtype)
-            mp.spawn(measure, (args.ranks, str(folder), scratch, args.repeats), nprocs=args.ranks)
-            found = [json.loads(Path(scratch, f"{r}.json").read_text()) for r in range(args.ranks)]
+            found = {}
+            for memory, variables in MALLOC.items():
+                with mock.patch.dict(os.environ, variables):
+                    given = (args.ranks, str(folder), scratch, args.repeats)
+                    mp.spawn(measure, given, nprocs=args.ranks)
+                files = [Path(scratch, f"{r}.json") for r in range(args.ranks)]
+                found[memory] = [json.loads(file.read_text()) for file in files]
             lines.append(row(str(dtype).removeprefix("torch."), found))
     text = report(lines, args)
     print(text)
@@ -74,25 +90,25 @@ def write_checkpoint(folder: Path, layers: int, dtype: torch.dtype) -> Path:
 
 def measure(rank: int, world: int, folder: str, scratch: str, repeats: int) -> None:
     torch.set_num_threads(1)
+    store = Path(f"{folder}.store")
     dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}.store", world), rank=rank, world_size=world
+        "gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world
     )
-    result: dict = {"ours": [], "bare": [], "peak": 0}
+    result: dict = {side: [] for side in SIDES}
     shapes = build(folder, world)
     slices = {n: local_slices(p) for n, p in shapes.named_parameters() if isinstance(p, DTensor)}
+    order = random.Random(0)  # the same on all ranks
     for i in range(repeats + 1):
-        # Built before both: on a virtual machine memory that is free for seconds has to be fetched
-        # from the host again, and whoever comes after the building would pay for it.
         model = build(folder, world)
-        turns = [partial(time_bare, folder, slices), partial(time_load, model, folder, result)]
-        seconds = {}
-        for name, turn in list(zip(("bare", "ours"), turns, strict=True))[:: 1 if i % 2 else -1]:
+        time_bare(folder, slices)  # whoever comes after a pause pays for it
+        for side in order.sample(SIDES, len(SIDES)):
             gc.collect()
             dist.barrier()
-            seconds[name] = turn()
-        del model, turns
-        for name, value in seconds.items() if i else ():  # the first round warms up
-            result[name].append(value)
+            seconds = (
+                time_load(model, folder, result) if side == "ours" else time_bare(folder, slices)
+            )
+            if i:  # the first round warms up
+                result[side].append(seconds)
     model = build(folder, world)
     gc.collect()
     base = anonymous()
@@ -104,6 +120,7 @@ def measure(rank: int, world: int, folder: str, scratch: str, repeats: int) -> N
     Path(scratch, f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+    store.unlink(missing_ok=True)
 
 
 def time_bare(folder: str, slices: dict[str, tuple[slice, ...]]) -> float:
@@ -140,39 +157,48 @@ def bare(folder: str, slices: dict[str, tuple[slice, ...]]) -> list[torch.Tensor
     return kept
 
 
-def row(dtype: str, found: list[dict]) -> str:
-    # A load is as slow as its slowest rank; the rounds alternate, so ratios are taken per round.
-    ours = [max(times) for times in zip(*(f["ours"] for f in found), strict=True)]
-    loop = [max(times) for times in zip(*(f["bare"] for f in found), strict=True)]
-    ratio = statistics.median(a / b for a, b in zip(ours, loop, strict=True))
-    bound = max(f["peak"] / (1.1 * f["shard"] + f["largest"]) for f in found)
-    first = found[0]
-    return (
-        f"| {dtype} | {first['file'] / 1e9:.2f} | "
-        f"{sum(f['requested'] for f in found) / first['file']:.4f} | "
-        f"{max(f['peak'] for f in found) / 1e6:,.0f} | {first['shard'] / 1e6:,.0f} | "
-        f"{first['largest'] / 1e6:,.0f} | "
-        f"{bound:.2f} | {statistics.median(ours):.2f} | {statistics.median(loop):.2f} | "
-        f"{ratio:.2f} |"
-    )
+def row(dtype: str, found: dict[str, list[dict]]) -> str:
+    first, ranks = found["fresh"][0], found["fresh"]
+    bound = max(f["peak"] / (1.1 * f["shard"] + f["largest"]) for f in ranks)
+    cells = [
+        dtype,
+        f"{first['file'] / 1e9:.2f}",
+        f"{sum(f['requested'] for f in ranks) / first['file']:.4f}",
+        *(f"{value / 1e6:,.0f}" for value in (max(f["peak"] for f in ranks), first["shard"])),
+        f"{bound:.2f}",
+    ]
+    for memory in MALLOC:
+        # A load is as slow as its slowest rank; sides are compared within a round.
+        times = {
+            side: [max(round) for round in zip(*(f[side] for f in found[memory]), strict=True)]
+            for side in SIDES
+        }
+        bare = times["bare"]
+        cells += [f"{statistics.median(times[side]):.2f}" for side in ("ours", "bare")]
+        for side in ("ours", "again"):
+            ratios = [a / b for a, b in zip(times[side], bare, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+    return f"| {' | '.join(cells)} |"
 
 
 def report(lines: list[str], args: argparse.Namespace) -> str:
+    timed = ["load s", "bare loop s", "ratio", "control"]
+    head = ["file dtype", "file GB", "requested by all / file", "peak MB", "shard MB"]
+    head += ["peak / bound", *(f"{memory}: {what}" for memory in MALLOC for what in timed)]
     return "\n".join(
         [
             "# Loading a checkpoint into shards",
             "",
             f"{args.ranks} gloo ranks, fp32 masters, warm page cache, {args.repeats} rounds in "
-            "which the bare "
-            "`get_slice` loop over the same rows and `load_pretrained` take turns; medians. Peak "
-            "is anonymous "
-            "memory above what was there before the call; the bound is 1.1 x shard + largest "
-            "tensor.",
+            "which `load_pretrained`, the bare `get_slice` loop over the same rows and that loop "
+            "again (the control) take turns in random order, with memory that is fresh and with "
+            "memory that the process kept. Seconds are medians, ratios medians over rounds with "
+            "their quartiles. Peak is anonymous memory above what was there before the call; the "
+            "bound is 1.1 x shard + largest tensor.",
             "",
-            "| file dtype | file GB | requested by all / file | peak MB | shard MB | largest "
-            "tensor MB | peak / bound "
-            "| load s | bare loop s | ratio |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            f"| {' | '.join(head)} |",
+            "|---" * len(head) + "|",
             *lines,
             "",
             describe("load.py", "torch", "transformers", "safetensors"),

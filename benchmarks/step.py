@@ -144,7 +144,7 @@ def with_toolkit(run: launch.Run, folder: str, length: int, size: int, steps: in
         device=run.device,
         first_step=0,
         max_steps=steps,
-        tokens=0,
+        tokens_before=0,
         tokens_per_step=2 * size * length,
         flops_per_token=1.0,
         logging_steps=BLOCK,

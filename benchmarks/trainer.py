@@ -139,7 +139,7 @@ def with_toolkit(
         device=run.device,
         first_step=0,
         max_steps=steps,
-        tokens=0,
+        tokens_before=0,
         tokens_per_step=windows.numel() // steps,
         flops_per_token=1.0,
         logging_steps=1,

@@ -64,7 +64,7 @@ def load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
     rename = transformers_private("core_model_loading", "rename_source_key")
     renamings, converters = split_mapping(copy.deepcopy(assets_of(model).conversions))
     by_pattern = {p: tuple(c.operations) for c in converters for p in c.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
     groups: dict[tuple[str, str | None], LoadGroup] = {}
     for key in keys:
         target, pattern = rename(key, renamings, converters, prefix, state)
@@ -161,7 +161,7 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
     """Return what cannot be sliced before it is converted (see [Note: slicing before conversion]),
     or is quantised as a whole.
     """
-    state, packed = model.state_dict(), packed_weights(model)
+    state, packed = model.state_dict(keep_vars=True), packed_weights(model)
     is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
     converters = split_mapping(assets_of(model).conversions)[1]
     if not packed and not (is_sharded and converters):

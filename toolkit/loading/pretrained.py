@@ -160,7 +160,7 @@ def _stream(
     home = parameter_device(model, device)
     packed = packed_weights(model)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
-    dtypes = {t.dtype for n, t in model.state_dict().items() if n not in packed}
+    dtypes = {t.dtype for n, t in model.state_dict(keep_vars=True).items() if n not in packed}
     dtypes = {d for d in dtypes if d.is_floating_point} | {p.source_dtype for p in packed.values()}
     dtype, copy = (dtypes.pop() if len(dtypes) == 1 else None), home.type == "cpu"
     with formats.OpenFiles() as reader:
@@ -186,7 +186,7 @@ def _settle(
     for name, parameter in _parameters(model).items():
         parameter.requires_grad_(name not in frozen)  # the loader makes new ones that have one
     _refuse(model, folder, convert.problems(info))
-    persistent = model.state_dict().keys()
+    persistent = model.state_dict(keep_vars=True).keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
     fill_missing(model, device, parameters, buffers, seed=0)
@@ -203,7 +203,7 @@ def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry]) -> None:
     """Refuse other shapes from the headers, before a byte is read."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
     for name in [name for name in entries if name in shapes]:
         entry, expected = entries[name], shapes[name]
