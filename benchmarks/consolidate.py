@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def write_checkpoints(rank: int, world: int, gigabytes: float, root: str) -> None:
-    from toolkit import checkpoint
+    from toolkit import checkpoint, formats
     from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
     from toolkit.loading.pretrained import materialise
     from toolkit.models.causal_lm import build_on_meta
@@ -81,7 +81,7 @@ def write_checkpoints(rank: int, world: int, gigabytes: float, root: str) -> Non
     materialise(model, torch.device("cpu"))
     torch.manual_seed(rank)
     for parameter in model.parameters():
-        parameter.detach().to_local().normal_(std=0.02)
+        formats.local_tensor(parameter.detach()).normal_(std=0.02)
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint.save(checkpoint.TrainState(model, step=1), folder / "run", CheckpointConfig())
     checkpoint.wait()

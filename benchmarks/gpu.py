@@ -235,9 +235,9 @@ def machine(place: Any) -> None:
         if shutil.which("nvidia-smi"):
             asked = subprocess.run(query, capture_output=True, text=True, check=False)
             about["driver"] = asked.stdout.strip()
-        from toolkit.training.metrics import device_peak_flops
+        from toolkit.training.metrics import peak_flops
 
-        about["peak_tflops"] = (device_peak_flops(torch.device("cuda")) or 0) / 1e12
+        about["peak_tflops"] = (peak_flops(card.name) or 0) / 1e12
     python = platform.python_version()
     place.record("machine", **about, cores=os.cpu_count(), python=python, versions=versions)
 

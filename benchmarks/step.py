@@ -20,6 +20,7 @@ import tempfile
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -184,7 +185,7 @@ def with_bare_fsdp(rank: int, folder: str, length: int, size: int, steps: int):
         dist.all_reduce(tokens)
         loss = model(**batch, use_cache=False, num_items_in_batch=tokens / 2).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm.full_tensor()
         optimizer.step()
         scheduler.step()

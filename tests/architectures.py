@@ -57,6 +57,7 @@ from toolkit import checkpoint, ranks
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
+from toolkit.formats import local_tensor
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packing_probe import Verdict, keeps_apart
@@ -488,7 +489,7 @@ def _loss_sum(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def _spoil(tensor: torch.Tensor) -> None:
-    local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    local = local_tensor(tensor.detach())
     if local.numel():
         local.view(-1)[0] += 0.01
 

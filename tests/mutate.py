@@ -220,11 +220,11 @@ _LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 def in_yaml(content: bytes, chance: Chance) -> bytes:
     if chance.random() < 0.25:
-        text = chance.choice((*_YAML, _LAUGHS)).encode()
+        planted = chance.choice((*_YAML, _LAUGHS)).encode()
         lines = content.splitlines(keepends=True)
         at = chance.randrange(len(lines) + 1)
         indent = b"  " * chance.randrange(2)
-        return b"".join([*lines[:at], indent + text, *lines[at:]])
+        return b"".join([*lines[:at], indent + planted, *lines[at:]])
     value = in_tree(yaml.safe_load(content), chance)
     style = chance.choice((None, False))
     try:

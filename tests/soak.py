@@ -1034,7 +1034,8 @@ def break_raw_errors() -> None:
     """What the disk refuses is raised as it came."""
     from toolkit.checkpoint import retention, saving, store
 
-    for module in (retention, saving, store):
+    modules: list[Any] = [retention, saving, store]
+    for module in modules:
         module.disk_errors = lambda what: contextlib.nullcontext()
 
 

@@ -203,7 +203,8 @@ def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry]) -> None:
     """Refuse other shapes from the headers, before a byte is read."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    held = model.state_dict(keep_vars=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
     for name in [name for name in entries if name in shapes]:
         entry, expected = entries[name], shapes[name]
