@@ -98,7 +98,7 @@ def test_a_run_that_cannot_fit_is_refused_before_loading(tmp_path: Path, text_fi
     _save(config, tmp_path / "model")
     save_byte_tokenizer(tmp_path / "model")
     given = flags(tmp_path / "model", text_file, tmp_path / "run")
-    done = run_recipe_ranks("pretrain", 2, *given, *more, "1.6GB", cwd=tmp_path, kill_after=90)
+    done = run_recipe_ranks("pretrain", 2, *given, *more, "1.6GB", cwd=tmp_path, kill_after=180)
     assert done.returncode == 1
     assert done.stderr.count("the run cannot fit: each of 2 rank(s) holds at least") == 1
     assert "1.6 GB are free" in done.stderr

@@ -32,7 +32,7 @@ from toolkit.models import build_on_meta
 from toolkit.models.packed_linear import bitsandbytes
 from toolkit.planning import automatic, changes
 from toolkit.planning.calibration import cache_file, calibration_of, remembered
-from toolkit.planning.changes import make_plan, remedies
+from toolkit.planning.changes import Plan, make_plan, remedies
 from toolkit.planning.devices import KNOWN, device_of, named_as
 from toolkit.planning.measuring import calibrate_here, measure
 from toolkit.planning.report import PlanReport, plan_run
@@ -396,6 +396,18 @@ def test_a_change_that_the_other_settings_refuse_is_left_out(file: Path, flags) 
     assert any(p.change.startswith("activation_checkpointing full") for p in found)
     assert not any("lora" in p.change for p in found if cfg.checkpoint.async_save)
     assert not any(p.change == "reshard_after_forward true" for p in found if not flags[1:])
+
+
+def test_out_of_patience_a_change_that_fits_is_still_looked_for_where_one_is_needed(file) -> None:
+    cfg, device = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100")
+    plan = make_plan(cfg, 2, device, None)
+    memory = plan.estimate.memory - 20_000_000
+
+    def after(patience: float, **more: bool) -> list[Plan]:
+        return remedies(plan, device, memory, lambda _: None, patience=patience, **more)[0]
+
+    assert not after(-1)
+    assert [p.kept and p.fits(memory) for p in after(-1, at_least_one=True)].count(True) == 1
 
 
 def test_changes_are_put_on_each_other_without_what_cannot_be_run(file: Path, monkeypatch) -> None:

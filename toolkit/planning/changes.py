@@ -75,19 +75,21 @@ def remedies(
     say: Callable[[str], object],
     *,
     patience: float = math.inf,
+    at_least_one: bool = False,
 ) -> tuple[list[Plan], list[tuple[str, str]]]:
     """Return changes of a run that does not fit, each planned anew, and those that cannot be
     planned with the reason.
 
     First what fits and keeps what is trained, the cheapest first. Where no single change fits, one
     is put on another, in the order of their usual cost, and each stage is returned. After
-    `patience` seconds no further change is planned.
+    `patience` seconds no further change is planned; with `at_least_one` not before one fits.
     """
     end = time.monotonic() + patience
     found, failed = list[Plan](), list[tuple[str, str]]()
     of_steps = plan.cfg.sharding.cpu_offload or plan.sim.state.total < memory
     for change in _changes(plan.cfg, plan.world_size):
-        if time.monotonic() > end:
+        waits = at_least_one and not any(p.kept and p.fits(memory) for p in found)
+        if time.monotonic() > end and not waits:
             break
         if change.kind in _OF_STEPS and not of_steps:
             continue
@@ -99,7 +101,7 @@ def remedies(
             continue
         found.append(new)
     fitting = [p for p in found if p.fits(memory)]
-    if not any(p.kept for p in fitting) and time.monotonic() < end:
+    if not any(p.kept for p in fitting) and (at_least_one or time.monotonic() < end):
         fitting += _together(plan, device, memory, say)
     listed = fitting or sorted(found, key=lambda p: p.estimate.memory)
     return sorted(listed, key=lambda p: (not p.fits(memory), not p.kept, _cost(p))), failed

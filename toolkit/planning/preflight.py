@@ -44,7 +44,7 @@ P = ParamSpec("P")
 
 _LISTED = 3  # changes
 _PATIENCE = 60.0  # seconds that changes are planned for
-_PATIENCE_FAILED = 15.0  # the same where other ranks wait for one that is out of memory
+_PATIENCE_FAILED = 15.0  # the same where others wait for a rank without memory, and one fits
 _LONGEST = 60  # seconds after which that one ends without
 # Of a device's memory, for parameters, gradients and optimizer state: activations take the rest.
 _HELD_SHARE = 0.4
@@ -221,9 +221,14 @@ def outlook(cfg: Config, world_size: int, device: Device, memory: int, failed: b
     memory = min(memory, needs - plan.sim.peak.nbytes // 10) if failed else memory
     if plan.fits(memory):
         return Outlook(needs, plan.sim.phase, "")
-    found, _ = remedies(plan, device, memory, lambda _: None, patience=patience)
+    begun = time.monotonic()
+    # One that failed is bounded by its caller.
+    found, _ = remedies(
+        plan, device, memory, lambda _: None, patience=patience, at_least_one=failed
+    )
     said = _in_words(plan, [p for p in found if p.fits(memory)])
-    none = f"none that was found within {patience:.0f} s; `toolkit plan` takes as long as it needs"
+    took = time.monotonic() - begun
+    none = f"none that was found within {took:.0f} s; `toolkit plan` takes as long as it needs"
     return Outlook(needs, plan.sim.phase, said or none)
 
 
