@@ -88,7 +88,7 @@ def remedies(
     found, failed = list[Plan](), list[tuple[str, str]]()
     of_steps = plan.cfg.sharding.cpu_offload or plan.sim.state.total < memory
     for change in _changes(plan.cfg, plan.world_size):
-        waits = at_least_one and not any(p.kept and p.fits(memory) for p in found)
+        waits = at_least_one and not any(p.fits(memory) for p in found)
         if time.monotonic() > end and not waits:
             break
         if change.kind in _OF_STEPS and not of_steps:
@@ -101,7 +101,9 @@ def remedies(
             continue
         found.append(new)
     fitting = [p for p in found if p.fits(memory)]
-    if not any(p.kept for p in fitting) and (at_least_one or time.monotonic() < end):
+    if not any(p.kept for p in fitting) and (
+        (at_least_one and not fitting) or time.monotonic() < end
+    ):
         fitting += _together(plan, device, memory, say)
     listed = fitting or sorted(found, key=lambda p: p.estimate.memory)
     return sorted(listed, key=lambda p: (not p.fits(memory), not p.kept, _cost(p))), failed
