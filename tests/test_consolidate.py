@@ -219,6 +219,27 @@ def test_experts_come_back_one_by_one(root: Path, tmp_path: Path) -> None:
     assert "model.model.layers.1.mlp.experts.gate_up_proj" in stored_keys
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_random_start_asks_for_its_names_once(
+    name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once a tensor: transformers walks through the whole model each time."""
+    shutil.copyfile(root / name / "source/config.json", tmp_path / "config.json")
+    mapping, calls = transformers.conversion_mapping.get_model_conversion_mapping, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return mapping(*args, **options)
+
+    monkeypatch.setattr(transformers.conversion_mapping, mapping.__name__, counted)
+    model = export_plan.model_of_assets(tmp_path)  # no weights there: no source
+    shapes = {n: (t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()}
+    plan = export_plan.make_plan(model, shapes, None, 10**9, where="a test")
+    assert len(plan.groups) > 10
+    assert len(calls) == 2  # to build the model, and to name what it exports
+    assert any(group.converted for group in plan.groups) == (name == "mixtral")
+
+
 def test_a_source_that_leaves_the_prefix_out(root: Path, tmp_path: Path) -> None:
     """GPT-2 on the Hub has `wte.weight`, in float32, and a config that says no dtype."""
     source = tmp_path / "source"

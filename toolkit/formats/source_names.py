@@ -44,14 +44,19 @@ def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
     this source used may be turned back. They are found by replaying the source's keys.
     """
     if assets.source is None:
-        return
-    rename = transformers_private("core_model_loading", "rename_source_key")
-    mapping = conversion_mapping(model)
-    renamings, converters = split_mapping(mapping)
-    parameters = model.state_dict()
-    for key in assets.source:
-        rename(key, renamings, converters, model.base_model_prefix, parameters)
-    vars(model)["_weight_conversions"] = [c for c in mapping if c.was_used()]
+        # What `revert_weight_conversion` takes, which would walk through the model for each tensor.
+        prefix_change = transformers_private("core_model_loading", "PrefixChange")
+        mapping = conversion_mapping(model, add_legacy=False)
+        used = [c for c in mapping if not isinstance(c, prefix_change)]
+    else:
+        rename = transformers_private("core_model_loading", "rename_source_key")
+        mapping = conversion_mapping(model)
+        renamings, converters = split_mapping(mapping)
+        parameters = model.state_dict()
+        for key in assets.source:
+            rename(key, renamings, converters, model.base_model_prefix, parameters)
+        used = [c for c in mapping if c.was_used()]
+    vars(model)["_weight_conversions"] = used
 
 
 def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGroup]:
@@ -60,11 +65,7 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
     After `use_source_names`; `names` of parameters and buffers, without tied aliases. ExportError
     where two would leave under one name.
     """
-    state, mapping = model.state_dict(), getattr(model, "_weight_conversions", None)
-    if not isinstance(mapping, list):  # what `revert_weight_conversion` takes then
-        prefix_change = transformers_private("core_model_loading", "PrefixChange")
-        mapping = conversion_mapping(model, add_legacy=False)
-        mapping = [c for c in mapping if not isinstance(c, prefix_change)]
+    state, mapping = model.state_dict(), vars(model)["_weight_conversions"]
     converters = split_mapping([c.reverse_transform() for c in reversed(mapping)])[1]
     members: dict[tuple[str, bool], list[str]] = {}  # what they become, whether by a converter
     for name in names:
