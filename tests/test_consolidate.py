@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, conversion_mapping
 
 from toolkit import checkpoint
 from toolkit.checkpoint.sources import MANIFEST_VERSION, find_source
@@ -225,13 +225,13 @@ def test_a_random_start_asks_for_its_names_once(
 ) -> None:
     """Not once a tensor: transformers walks through the whole model each time."""
     shutil.copyfile(root / name / "source/config.json", tmp_path / "config.json")
-    mapping, calls = transformers.conversion_mapping.get_model_conversion_mapping, []
+    mapping, calls = conversion_mapping.get_model_conversion_mapping, []
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(options)
         return mapping(*args, **options)
 
-    monkeypatch.setattr(transformers.conversion_mapping, mapping.__name__, counted)
+    monkeypatch.setattr(conversion_mapping, mapping.__name__, counted)
     model = export_plan.model_of_assets(tmp_path)  # no weights there: no source
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()}
     plan = export_plan.make_plan(model, shapes, None, 10**9, where="a test")
