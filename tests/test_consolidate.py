@@ -847,13 +847,13 @@ def test_the_process_that_reads_back_fails(
     monkeypatch.setattr(consolidation, "AT_ONCE", 1)
     program = Path(hashing.__file__).read_text()
     if code == "OSError":
-        fails = "if synced: raise OSError(errno.EIO, 'sync')\n            synced.append(1)\n"
-        program = program.replace("import json\n", "import errno\nimport json\n\nsynced = []\n")
+        fails = "if closed: raise OSError(errno.EIO, 'read')\n            closed.append(1)\n"
+        program = program.replace("import json\n", "import errno\nimport json\n\nclosed = []\n")
         program = program.replace(
-            "os.fsync(descriptor)\n", f"{fails}            os.fsync(descriptor)\n"
+            "os.close(descriptor)\n", f"{fails}            os.close(descriptor)\n"
         )
     else:
-        program = program.replace("os.fsync(descriptor)", code)
+        program = program.replace("os.close(descriptor)", code)
     (tmp_path / "failing.py").write_text(program)
     monkeypatch.setattr(hashing, "__file__", str(tmp_path / "failing.py"))
     expected = "Input/output error; 1 finished" if kept else "reads back the export ended: .*cut"
@@ -861,6 +861,22 @@ def test_the_process_that_reads_back_fails(
         consolidate(root / "llama/sharded", tmp_path / "out/hf", max_shard_size="4KB")
     left = list((tmp_path / "out").glob("*/*.safetensors"))
     assert (len(left) > kept) is bool(kept)
+
+
+def test_a_disk_that_fails_at_the_last_fsync_keeps_what_was_written(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(writer, "sync", fail)
+        with pytest.raises(ExportError, match=r"Input/output error; \d+ finished weight file"):
+            consolidate(root / "llama/sharded", tmp_path / "hf", max_shard_size="4KB")
+    assert not (tmp_path / "hf").exists()
+    consolidate(root / "llama/sharded", tmp_path / "hf", max_shard_size="4KB")
+    assert verify_export(root / "llama/sharded", tmp_path / "hf").ok
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

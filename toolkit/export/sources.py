@@ -8,12 +8,11 @@ of tensors that transformers converts (fused experts) their group.
 """
 
 import contextlib
-import itertools
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -62,11 +61,8 @@ class SavedTensors:
         self.source = source
         self.prefix, self.keys = parameter_names(source, names)
         self._digests = source.digests()
-        self._locating = ThreadPoolExecutor(AT_ONCE)
         self._readers: list[ThreadPoolExecutor] = []
         self._one_at_a_time = threading.Lock()
-        self._located: dict[str, Future[StoredTensor]] = {}
-        self._following: dict[str, str] = {}
 
     def shapes(self) -> TensorShapes:
         """Return parameter name -> dtype and shape."""
@@ -103,18 +99,10 @@ class SavedTensors:
             parameters = {name: self.whole(plan.stored[name]) for name in group.sources}
             return plan.convert(group, parameters)
         (name,), (output,) = group.sources, group.outputs
-        if not self._following:
-            plain = [(g.sources[0], *g.outputs) for g in plan.groups if not g.converted]
-            places = [(plan.stored[n], plan.tensors[plan.names[o]].file) for n, o in plain]
-            pairs = itertools.pairwise(places)
-            self._following = {one: two for (one, of), (two, same) in pairs if of == same}
-        stored_name = plan.stored[name]
-        stored = (self._located.pop(stored_name, None) or self._locate(stored_name)).result()
-        if following := self._following.get(stored_name):
-            self._located[following] = self._locate(following)
+        stored = self.source.stored(self.keys[plan.stored[name]])
         same = plan.tensors[plan.names[output]].dtype == stored.dtype
-        copied = self._copied(stored_name, stored) if same else None
-        return {output: copied or self.blocks(stored_name, stored)}
+        copied = self._copied(plan.stored[name], stored) if same else None
+        return {output: copied or self.blocks(plan.stored[name], stored)}
 
     def _copied(self, name: str, stored: StoredTensor) -> StoredRows | None:
         """Return how a tensor is copied; None where what it was when it was saved is not known, or
@@ -161,10 +149,6 @@ class SavedTensors:
             yield reader
         finally:
             self._readers.append(reader)
-
-    def _locate(self, name: str) -> "Future[StoredTensor]":
-        """Find the chunks of a tensor on another thread: some ms of reading zip directories."""
-        return self._locating.submit(self.source.stored, self.keys[name])
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in memory; compares as `blocks` does."""

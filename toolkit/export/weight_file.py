@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
-from toolkit.checkpoint.store import sync, write_behind
+from toolkit.checkpoint.store import write_behind
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import TensorEntry, export_manifest, hashing
 
@@ -79,7 +79,7 @@ class Follower:
             self._process.stdin.write(f"{word} {value}\n")
 
     def answer(self, number: int) -> dict[str, Any]:
-        """Return what it found in its file of that number, from 1, which is on the disk then;
+        """Return what it found in its file of that number, from 1;
         OSError where the disk failed, ExportError where the program ended.
         """
         with self._heard:
@@ -132,8 +132,8 @@ class WrittenFile:
     number: int
 
     def describe(self) -> dict[str, Any]:
-        """Return {"files", "tensors"} as `export_manifest.describe` does. Waits until the file is
-        on the disk and was read back.
+        """Return {"files", "tensors"} as `export_manifest.describe` does. Waits until the file was
+        read back.
 
         Raises:
             ExportError: it does not hold what was written.
@@ -145,7 +145,6 @@ class WrittenFile:
             part.check(self.path, xxh3, digest)
             if part.place is not None:
                 tensors[part.name] = export_manifest.describe_tensor(part.place, xxh3)
-        sync(self.path)  # waits for nothing: the follower did
         file = {"size": found["size"], "xxh3": found["xxh3"]}
         return {"files": {self.path.name: file}, "tensors": tensors}
 

@@ -1,12 +1,14 @@
 """The one writer of exports: group by group read, convert back, cast, write, hash, free.
 
-In OUTPUT.tmp-export/ weight files are written, and read back and fsynced behind the writing
-(`export.weight_file`); only then each is noted as finished. Memory of each that is written at a
-time: blocks of 1 MB, and what `read_group` holds of one group.
+In OUTPUT.tmp-export/ weight files are written, and read back behind the writing
+(`export.weight_file`); only then each is noted as finished. All are fsynced at the end: an fsync
+may hold up the whole disk. Memory of each that is written at a time: blocks of 1 MB, and what
+`read_group` holds of one group.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
-the finished files that are still the same to the byte; any other one writes everything anew.
+the finished files that are still the same to the byte, so that nothing of it needs an fsync; any
+other one writes everything anew.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ from tqdm import tqdm
 
 from toolkit import ranks
 from toolkit.checkpoint.commit import CHECKPOINTS
-from toolkit.checkpoint.store import replace_synced, sync, sync_above
+from toolkit.checkpoint.store import sync, sync_above
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.export.weight_file import Follower, TensorValues, WrittenFile, write_file
@@ -95,13 +97,14 @@ def write_export(
         _write_files(plan, staging, read_group, at_once)
         for name, content in plan.assets.items():
             (staging.folder / name).write_bytes(content)
-            sync(staging.folder / name)
         described = export_manifest.describe(staging.folder, sorted(plan.assets))
         for part in staging.finished.values():
             described["files"].update(part["files"])
             described["tensors"].update(part["tensors"])
         if sorted(described["files"]) != export_manifest.listed(staging.folder):
             raise ExportError(f"{staging.folder} holds files that are not of this export")
+        for name in described["files"]:
+            sync(staging.folder / name)
         known = {"checkpoint": None, "step": None, "run": None, **origin}
         export_manifest.write(staging.folder, described, known)
 
@@ -153,7 +156,7 @@ def _write_files(
         try:
             for file in todo:
                 written.append(start(file))
-                # Files reach the disk while the next ones are written.
+                # A file is read back while the next one is written.
                 if len(written) > at_once:
                     finish_first()
             while written:
@@ -227,10 +230,12 @@ class _Staging:
             return False
 
     def finish(self, described: dict[str, Any]) -> None:
-        """Note that the weight file `described` is complete and on the disk."""
+        """Note that the weight file `described` is complete."""
         self.finished |= dict.fromkeys(described["files"], described)
         note = {"key": self.key, "finished": self.finished}
-        replace_synced(self.folder / _MARK, json.dumps(note))
+        temporary = self.folder / f"{_MARK}.tmp"
+        temporary.write_text(json.dumps(note))
+        temporary.replace(self.folder / _MARK)
 
     def leave(self) -> str:
         """Remove the folder unless there is something in it to go on with; return what is left."""

@@ -10,9 +10,8 @@ only. Lines on stdin, for one file after the other:
     part OFFSET                   the header, or a tensor, ends there
     end                           the whole file was written
 
-For each `end` the file is brought to the disk, and a line on stdout says, in JSON, its size, its
-XXH3-128, and of each part its XXH3-128 and the digest of its rows, if it has any; or the errno of
-what the disk refused.
+For each `end` a line on stdout says, in JSON, its size, its XXH3-128, and of each part its XXH3-128
+and the digest of its rows, if it has any; or the errno of what the disk refused.
 """
 
 import hashlib
@@ -91,7 +90,6 @@ def main() -> None:
             descriptor, at = os.open(json.loads(value), os.O_RDONLY), 0
             whole, part, parts = xxhash.xxh3_128(), xxhash.xxh3_128(), []
         elif word == "end":
-            os.fsync(descriptor)
             os.close(descriptor)
             print(json.dumps({"size": at, "xxh3": whole.hexdigest(), "parts": parts}), flush=True)
         elif word == "rows":

@@ -57,8 +57,10 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         config = text  # without images and sound, as `AutoModelForCausalLM` does
     dtype = _storage_dtype(cfg, config, folder)
     kernel = cfg.attn_implementation
+    # On meta nothing can be drawn, and trying to takes half a second.
+    undrawn = formats.transformers_private("initialization", "no_init_weights")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), undrawn():
             options = {} if kernel is None else {"attn_implementation": kernel}
             model = build(model_class, config, dtype, **options)
     except ImportError as error:
