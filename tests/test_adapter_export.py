@@ -46,6 +46,8 @@ from toolkit.models.quantise import quantise_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.verify import verify_checkpoint, verify_export
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 BF16 = {"dtype": torch.bfloat16}
 # Name -> model, its settings, adapters.

@@ -638,6 +638,7 @@ def test_documents_in_csv_parquet_and_token_ids(tmp_path, caplog):
     assert documents(tmp_path / "b.parquet", "skip") == [[1, 2], []]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_own_cache")
 def test_a_document_of_any_length_costs_little_memory(tmp_path, monkeypatch):
     """A line beyond the bound is a bad row; one below it is tokenised in parts."""

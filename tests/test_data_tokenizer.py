@@ -300,6 +300,7 @@ def test_tokenised_data_is_taken_as_it_is(dtype):
 # The cache and the forks
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     cache = Path(datasets.config.HF_DATASETS_CACHE)

@@ -288,7 +288,9 @@ def on(folders, tmp_path_factory) -> Callable[[int], list[dict[str, Any]]]:
     return on
 
 
-@pytest.fixture(params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
+@pytest.fixture(
+    params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks", "4 ranks"]
+)
 def any_ranks(request, on) -> list[dict[str, Any]]:
     return on(request.param)
 

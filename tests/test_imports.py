@@ -66,6 +66,7 @@ def test_a_planted_import_is_found(file: str, line: str, tmp_path: Path) -> None
     assert lint(tmp_path).returncode == 1
 
 
+@pytest.mark.slow
 def test_some_libraries_enter_through_one_room(tmp_path: Path) -> None:
     for library, room in ONE_DOOR.items():
         assert users(ROOT, library) <= {room}, library
@@ -82,6 +83,7 @@ def test_help_knows_no_torch() -> None:
     assert result.stdout.split() == ["False", "False"]
 
 
+@pytest.mark.slow
 def test_a_recipe_imports_no_peft_before_it_has_a_device() -> None:
     # PEFT imports bitsandbytes, which starts CUDA on the first device, on every rank.
     code = "import sys, runpy\nfor name in ('pretrain', 'finetune'):\n"

@@ -56,6 +56,7 @@ def test_what_is_refused_is_less_than_what_is_held(model: Path, more: list[str])
         assert total == pytest.approx(held.total, rel=0.01)
 
 
+@pytest.mark.plans
 def test_a_plan_that_does_not_fit_names_three_changes_with_their_costs(model: Path) -> None:
     cfg, device = _config(model, length=LENGTH, rows=32), this_host()
     needs = simulate(cfg, 2, device_type="cpu").peak.nbytes + reserve_of(device)
@@ -160,6 +161,7 @@ def test_recomputation_is_chosen_by_what_fits(model: Path) -> None:
         assert next(after(cfg, 2, place)) == plan.cfg
 
 
+@pytest.mark.plans
 def test_the_batch_is_chosen_by_what_fits_and_the_global_batch_stays(model: Path) -> None:
     cfg, device = _auto(model, *AUTO_BATCH), this_host()
     (group,) = candidates(cfg, 2)

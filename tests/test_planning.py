@@ -356,6 +356,7 @@ def _plan(capsys: Any, *argv: Any) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.plans
 def test_it_says_what_fits_and_what_makes_it_fit(file: Path, capsys: Any) -> None:
     code, out, _ = _plan(capsys, file, "--world_size", 2, "--json")
     found = json.loads(out)
@@ -410,6 +411,7 @@ def test_out_of_patience_a_change_that_fits_is_still_looked_for_where_one_is_nee
     assert [p.kept and p.fits(memory) for p in after(-1, at_least_one=True)].count(True) == 1
 
 
+@pytest.mark.plans
 def test_changes_are_put_on_each_other_without_what_cannot_be_run(file: Path, monkeypatch) -> None:
     def refuse(cfg: Config, *args: Any, **more: Any) -> Any:
         if cfg.sharding.activation_checkpointing == "selective":
@@ -461,6 +463,7 @@ def test_a_sweep_leaves_out_what_the_settings_refuse(file: Path) -> None:
     assert any("recompute none: " in line and "does nothing without" in line for line in said)
 
 
+@pytest.mark.plans
 def test_the_last_rank_is_planned_for_the_same_device(tmp_path: Path) -> None:
     """`frozen: auto` replicates a base where there is room, as on an infinite GPU."""
     folder = _save(_wide("llama"), tmp_path / "m")

@@ -123,6 +123,7 @@ def test_without_listening_a_signal_kills(tmp_path, tiny_llama, text_file) -> No
     assert not committed_steps(tmp_path / "run")
 
 
+@pytest.mark.faults
 def test_a_signal_in_the_middle_of_an_export(tmp_path, tiny_llama, text_file) -> None:
     """To the rank that writes: the other one is in a gather, and must not take a last word of it
     for its part.

@@ -110,6 +110,7 @@ def test_parts_add_up_to_the_time_of_the_steps(tmp_path) -> None:
         assert mean == pytest.approx(sum(one[name] for one in summary["ranks"]) / 2)
 
 
+@pytest.mark.slow
 def test_a_run_profiles_steps_whose_times_count_for_no_rate(
     tmp_path, tiny_llama, text_file
 ) -> None:

@@ -4,8 +4,10 @@ One group of processes serves many checks; the plain side runs in the test itsel
 """
 
 import contextlib
+import functools
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -218,7 +220,7 @@ def train_all(rank: int, world: int, folders: dict[str, str], run_dir: str) -> d
 # ---- Tests ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_loaded_shards_are_the_checkpoint(world, folders):
     ranks = run_ranks(load_all, world, folders)
     for name, folder in folders.items():
@@ -303,14 +305,15 @@ def test_what_one_rank_refuses_all_refuse_and_it_alone_reports(folders):
 
 
 @pytest.fixture(scope="module")
-def trained(folders, tmp_path_factory) -> dict[int, tuple[list, Path]]:
-    done = {}
-    for world in (1, 2, 4):
-        if world == 1:
-            continue
+def trained(folders, tmp_path_factory) -> Callable[[int], tuple[list, Path]]:
+    """Give what so many ranks found, and their run; each number of them is started once."""
+
+    @functools.cache
+    def on(world: int) -> tuple[list, Path]:
         run = tmp_path_factory.mktemp(f"trained{world}")
-        done[world] = (run_ranks(train_all, world, folders, str(run)), run)
-    return done
+        return run_ranks(train_all, world, folders, str(run)), run
+
+    return on
 
 
 def expected_training(folder: str) -> tuple[list, dict, float]:
@@ -331,9 +334,9 @@ def expected_training(folder: str) -> tuple[list, dict, float]:
         return lines, full(model), model(**rows).loss.item()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_one_process(world, trained, folders):
-    ranks, _ = trained[world]
+    ranks, _ = trained(world)
     for key in ranks[0]:
         if isinstance(key, str):
             continue
@@ -351,21 +354,21 @@ def test_training_equals_one_process(world, trained, folders):
                 assert (found_weights[name] - value).abs().max() < 2e-4, (key, name)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_without_supervised_tokens_change_nothing(world, trained, folders):
     model = plain(folders["untied"]).train()
     loss = model(**batch(2)).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for rank in trained[world][0]:
+    for rank in trained(world)[0]:
         found_loss, found_norm, _ = rank["silent"]
         assert found_loss == pytest.approx(loss.item(), rel=1e-5)
         assert found_norm == pytest.approx(norm.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_save_resume_export(world, trained, folders, tmp_path):
-    ranks, run = trained[world]
+    ranks, run = trained(world)
     for path, step, undisturbed, resumed, equal in (r["resumed"] for r in ranks):
         assert step == 2
         assert undisturbed == resumed

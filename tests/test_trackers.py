@@ -79,6 +79,7 @@ def check_kept(run: Path, rows: list[tuple[int, dict[str, float]]]) -> None:
             assert got[name] == wanted[name], (step, name)
 
 
+@pytest.mark.slow
 def test_tensorboard_holds_the_metrics(tmp_path, tiny_llama, text_file) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import os
 import re
 import sys
 import tempfile
 import typing
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,10 +52,13 @@ def parse(
     """
     args = list(sys.argv[1:] if args is None else args)
     defaults = dict(defaults or {})
-    parser = _parser(cls)
     for name in defaults:
         _check_path(cls, name, "launch configuration")
-    parser.set_defaults(defaults)
+    # With defaults one of its own, since they stay in it.
+    parser = _parser.__wrapped__(cls) if defaults else _parser(cls)
+    if defaults:
+        parser.set_defaults(defaults)
+    parser.prog = os.path.basename(sys.argv[0])
     if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
         args = ["--config", str(default_file), *args]
     for file in _config_files(args):
@@ -106,17 +110,18 @@ def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if lists[name][0] != lists[name][1]}
 
 
+@functools.cache
 def _parser(cls: type) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # A text that is no YAML, such as `*.txt`, is the text itself.
-    load_value = partial(parse_yaml, source="a value", error=ConfigError)
+    load_value = functools.partial(parse_yaml, source="a value", error=ConfigError)
     set_loader("bounded_yaml", load_value, (ConfigError,))
     parser = ArgumentParser(
         description=cls.__doc__,
         exit_on_error=False,
         allow_abbrev=False,
         # On a fixed width, so that it reads the same under every launcher.
-        formatter_class=partial(_Help, cls, width=110, max_help_position=44),  # type: ignore[arg-type]
+        formatter_class=functools.partial(_Help, cls, width=110, max_help_position=44),  # type: ignore[arg-type]
         usage="%(prog)s [--config FILE] [--section.field VALUE ...] [--print_config]",
         parser_mode="bounded_yaml",
     )
