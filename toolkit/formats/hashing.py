@@ -16,8 +16,10 @@ and the digest of its rows, if it has any; or the errno of what the disk refused
 
 import hashlib
 import json
+import mmap
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -79,9 +81,24 @@ def hasher(kind: str) -> Any:
     return xxhash.xxh3_64() if kind == "xxh3_64" else xxhash.xxh3_128()
 
 
+def _written(descriptor: int, begin: int, end: int) -> Iterator[memoryview]:
+    """Yield the bytes from `begin` to `end` of a file, BLOCK at a time, where the page cache has
+    them: reading them took 0.5 of 1.0 s for a GB that is hashed three times.
+    """
+    if begin == end:
+        return
+    skipped = begin % mmap.ALLOCATIONGRANULARITY
+    # Private: some network file systems have no other. Linux knows MAP_POPULATE.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
+    length, offset = end - begin + skipped, begin - skipped
+    with mmap.mmap(descriptor, length, flags, mmap.PROT_READ, offset=offset) as mapped:
+        for at in range(skipped, length, BLOCK):
+            with memoryview(mapped) as whole, whole[at : at + BLOCK] as content:
+                yield content
+
+
 def main() -> None:
     """Serve the lines of stdin until it ends."""
-    buffer = memoryview(bytearray(BLOCK))
     rows: RowHashes | None = None
     parts: list[tuple[str, str | None]]
     for line in sys.stdin:
@@ -96,15 +113,12 @@ def main() -> None:
             width, _, name = value.partition(" ")
             rows = RowHashes(json.loads(name), int(width))
         else:
-            while at < int(value):
-                count = os.preadv(descriptor, [buffer[: int(value) - at]], at)
-                if count == 0:
-                    raise EOFError(f"byte {at} of {int(value)} is not there")
-                whole.update(buffer[:count])
-                part.update(buffer[:count])
+            for content in _written(descriptor, at, int(value)):
+                whole.update(content)
+                part.update(content)
                 if rows is not None:
-                    rows.update(buffer[:count])
-                at += count
+                    rows.update(content)
+            at = int(value)
             if word == "part":
                 parts.append((part.hexdigest(), rows.hexdigest() if rows else None))
                 part.reset()
