@@ -261,12 +261,8 @@ def _measured(name: str) -> tuple[Config, int, State, int]:
     return cfg, world, held, peak
 
 
-FAST = "llama"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.plans] * (n != FAST)) for n in PEAKS]
-)
+@pytest.mark.plans
+@pytest.mark.parametrize("name", PEAKS)
 def test_the_peak_is_within_a_tenth_of_what_was_allocated(name: str) -> None:
     cfg, world, held, peak = _measured(name)
     planned = simulate(cfg, world, device_type="cpu")

@@ -84,7 +84,7 @@ PHASES = {
 }
 
 
-FAST = ("a step, one rank", "loading")
+FAST = ("loading",)
 
 
 @pytest.mark.parametrize(

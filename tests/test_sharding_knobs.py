@@ -997,6 +997,7 @@ def test_memory_is_pinned_where_a_device_copies_it():
 ACCUMULATION = ("auto", "keep_gathered", "reduce_once", "reduce_each")
 
 
+@pytest.mark.slow
 def test_accumulation_gathers_and_reduces_once_a_step_where_memory_allows(folders):
     for found in run_ranks(accumulate, 2, folders["llama"]):
         units, elements = LAYERS + 1, found["elements"]
