@@ -224,7 +224,9 @@ def test_the_own_attention_of_a_model_waits_and_masks(packing):
 
 
 @pytest.mark.parametrize("packing", ["packed", "wrapped"])
-@pytest.mark.parametrize("case", CASES[:-1])  # PEFT cannot be put on tensors without values
+@pytest.mark.parametrize(  # PEFT cannot be put on tensors without values
+    "case", [CASES[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:-1])]
+)
 @pytest.mark.usefixtures("like_a_device")
 def test_a_step_waits_for_nothing_where_values_are_not_at_hand(case, packing, monkeypatch):
     """Tensors without values, with a GPU's kernel: each look at a value is an error. What

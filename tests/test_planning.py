@@ -271,6 +271,7 @@ def test_the_peak_is_within_a_tenth_of_what_was_allocated(name: str) -> None:
     assert 0.9 <= planned.peak.nbytes / peak <= 1.1
 
 
+@pytest.mark.plans
 def test_a_plan_of_other_settings_misses() -> None:
     cfg, world, _, peak = _measured("llama")
     wrong = {
