@@ -7,6 +7,7 @@ from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
 
 from toolkit import cli
+from toolkit.config.settings import ModelConfig
 from toolkit.models import causal_lm
 
 CODE = """
@@ -36,6 +37,18 @@ def folder(tmp_path):
     }
     (made / "config.json").write_text(json.dumps(config))
     return made
+
+
+def test_code_of_a_model_may_use_what_drawing_returns(folder, monkeypatch) -> None:
+    monkeypatch.setitem(causal_lm._process, "trusts_code", False)
+    draws = """
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.nn.init.ones_(torch.empty(7)))
+"""
+    (folder / "modeling_own.py").write_text(f"import torch\n{CODE}{draws}")
+    cfg = ModelConfig(name_or_path=str(folder), init="random", trust_remote_code=True)
+    assert causal_lm.build_on_meta(cfg).scale.shape == (7,)
 
 
 @pytest.mark.slow
