@@ -151,10 +151,8 @@ class _Frame:
 
 _frames: dict[tuple[int, int, int, bytes], _Frame] = {}  # by length of the blob, place, and bytes
 _places: dict[int, tuple[int, int]] = {}  # length of a blob -> where such ones had their payload
-_MOST_FRAMES, _MAX_FRAME = (
-    1024,
-    2**14,
-)  # that are kept, and bytes of one; those with CRCs all differ
+_MOST_FRAMES = 1024  # that are kept: those with CRCs all differ
+_MAX_FRAME = 2**14  # bytes of one that is kept
 
 
 def _frame(blob: "BlobView") -> _Frame:
