@@ -270,6 +270,19 @@ def test_a_directory_in_the_tensors_bytes_is_refused(tmp_path: Path) -> None:
         check_blob(tmp_path / "blob", 0, len(raw))
 
 
+@pytest.mark.parametrize("where", [22 + 20 - 8, 98 - 48])
+def test_a_directory_that_torch_finds_elsewhere_is_refused(tmp_path: Path, where: int) -> None:
+    """By the offset of the zip64 record, or of the directory in it; zipfile asks neither."""
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(4096, dtype=torch.uint8), buffer)
+    raw = bytearray(buffer.getvalue())
+    _payload_of(raw, tmp_path)
+    at = len(raw) - where
+    raw[at : at + 8] = (int.from_bytes(raw[at : at + 8], "little") - 200).to_bytes(8, "little")
+    with pytest.raises(CheckpointError, match="names another directory"):
+        _payload_of(raw, tmp_path)
+
+
 def _payload_of(raw: bytearray, folder: Path) -> tuple[int, int]:
     (folder / "blob").write_bytes(raw)
     with open(folder / "blob", "rb") as file:

@@ -7,9 +7,11 @@ live memory when it was saved, any other one the XXH3 of the bytes that were giv
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -88,6 +90,8 @@ class Follower:
         if code := found.get("errno"):
             raise OSError(code, os.strerror(code))
         if not found:
+            if self._process.wait() == -signal.SIGBUS:  # a page that cannot be read
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
             said = self._process.stderr.read().strip().splitlines() or ["it was killed"]
             raise ExportError(f"the process that reads back the export ended: {said[-1]}")
         return found

@@ -7,8 +7,8 @@ may hold up the whole disk. Memory of each that is written at a time: blocks of 
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
 and sizes and hashes of each finished file and its tensors. A later start of the same export keeps
-the finished files that are still the same to the byte, so that nothing of it needs an fsync; any
-other one writes everything anew.
+the finished files that are still the same to the byte, so that the note needs no fsync; any other
+one writes everything anew, and so does one after an fsync that failed.
 """
 
 import contextlib
@@ -103,8 +103,13 @@ def write_export(
             described["tensors"].update(part["tensors"])
         if sorted(described["files"]) != export_manifest.listed(staging.folder):
             raise ExportError(f"{staging.folder} holds files that are not of this export")
-        for name in described["files"]:
-            sync(staging.folder / name)
+        try:
+            for name in described["files"]:
+                sync(staging.folder / name)
+        except OSError:
+            # A failed fsync is told once: the page cache would vouch for bytes the disk lacks.
+            staging.finished.clear()
+            raise
         known = {"checkpoint": None, "step": None, "run": None, **origin}
         export_manifest.write(staging.folder, described, known)
 

@@ -181,6 +181,7 @@ def payload(blob: "BlobView") -> tuple[int, int]:
     blob.most = _MAX_RECORD  # while the directory is read
     with zipfile.ZipFile(blob) as archive:
         blob.most = None
+        _check_directory(blob, archive.start_dir)
         place = (0, 0)
         for record in archive.infolist():
             _check_stored(record)
@@ -235,6 +236,18 @@ def _crc_fault(blob: "BlobView") -> str | None:
     except Exception as error:  # what a damaged zip file raises has no common class
         return one_line(error, 120)
     return f"the CRC of {broken!a} is another" if broken else None
+
+
+def _check_directory(blob: "BlobView", begin: int) -> None:
+    """Refuse a blob whose directory zipfile finds elsewhere than torch, which follows offsets."""
+    end = blob.at(max(0, blob.length - 98), 98).rjust(98, b"\0")
+    if end[56:60] == b"PK\6\7":  # a zip64 record of 56 bytes, its locator of 20, the end of 22
+        found = [int.from_bytes(end[i : i + 8], "little") for i in (64, 48)]
+        expected = [blob.length - 98, begin]
+    else:
+        found, expected = [int.from_bytes(end[92:96], "little")], [begin]
+    if found != expected:
+        raise CheckpointError("its end names another directory than the one before it")
 
 
 def _check_stored(record: zipfile.ZipInfo) -> None:

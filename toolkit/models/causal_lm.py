@@ -57,10 +57,10 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         config = text  # without images and sound, as `AutoModelForCausalLM` does
     dtype = _storage_dtype(cfg, config, folder)
     kernel = cfg.attn_implementation
-    # On meta nothing can be drawn, and trying to takes half a second. Code that comes with a model
-    # may use what drawing returns, which would be None.
+    # On meta nothing can be drawn, and trying to takes half a second. Code of others may use what
+    # drawing returns, which would be None.
     undrawn: Any = contextlib.nullcontext
-    if not cfg.trust_remote_code:
+    if model_class.__module__.startswith("transformers."):
         undrawn = formats.transformers_private("initialization", "no_init_weights")
     try:
         with torch.device("meta"), undrawn():
