@@ -818,6 +818,7 @@ def test_launches_that_are_refused(monkeypatch, environment, said) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.faults
 def test_processes_that_do_not_meet(monkeypatch) -> None:
     monkeypatch.setattr(launch, "_RENDEZVOUS_TIMEOUT", datetime.timedelta(seconds=1))
     port = free_port()

@@ -885,7 +885,7 @@ def test_after_a_failed_fsync_nothing_is_kept(
     assert verify_export(root / "llama/sharded", tmp_path / "hf").ok
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_files_of_many_tensors(tmp_path: Path, at_once: int) -> None:
     """What is found of one file is longer than a pipe holds, while the next one is written."""
     shapes = {f"tensor.{n}": (torch.float32, (2,)) for n in range(12_000)}

@@ -289,13 +289,14 @@ def on(folders, tmp_path_factory) -> Callable[[int], list[dict[str, Any]]]:
 
 
 @pytest.fixture(
-    params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks", "4 ranks"]
+    params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+    ids=["1 rank", "2 ranks", "4 ranks"],
 )
 def any_ranks(request, on) -> list[dict[str, Any]]:
     return on(request.param)
 
 
-@pytest.fixture(params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["1 rank", "2 ranks"])
 def found(request, on) -> list[dict[str, Any]]:
     return on(request.param)
 

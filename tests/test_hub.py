@@ -486,6 +486,7 @@ def test_the_connection_breaks_at_every_request_in_turn(hub, push, export, other
     assert outcomes == {"unchanged", "complete"}
 
 
+@pytest.mark.faults
 def test_creation_breaks_at_every_request(hub, push, export):
     """The same for a repository and a branch that have yet to be made."""
     for kind in ("before", "after"):
@@ -500,6 +501,7 @@ def test_creation_breaks_at_every_request(hub, push, export):
             assert len(hub.repos[NAME].branches["next"]) == 2
 
 
+@pytest.mark.faults
 def test_busy_hub(hub, push, export):
     """429 with Retry-After is waited for, 5xx is tried again, other refusals are final."""
     for status in (429, 500, 502, 503, 504):

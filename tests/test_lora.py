@@ -90,6 +90,8 @@ CASES = {
     ),
     "transposed, dora": Case("gpt2", LoraConfig(r=4, use_dora=True)),
 }
+FAST = ("lora, sgd", "dora", "in full", "tied, in full", "experts")
+SAVED = ("dora", "in full", "embedding, head", "tied, in full", "experts")
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +141,21 @@ def curve(model: Any, optimizer: Any, rank: int, world: int, first: int = 0) -> 
 
 def serve(rank: int, world: int, folders: dict[str, str], runs: str) -> dict[str, Any]:
     return {
-        "curves": {name: sharded_curve(rank, world, folders, c) for name, c in CASES.items()},
+        "curves": {name: sharded_curve(rank, world, folders, CASES[name]) for name in FAST},
         "unreduced": unreduced(rank, world, folders["llama"]),
         "by peft": drawn_by_peft(world, folders["llama"]),
         "bf16": half_precision(rank, world, folders["qwen3_moe"]),
         "random": random_start(world, folders["llama"]),
         "resumed": resumed(rank, world, folders["gemma3_text"], runs),
-        "shards": rank_specific(rank, world, folders, runs),
+        "shards": rank_specific(rank, world, folders, runs, SAVED[:2]),
+    }
+
+
+def serve_more(rank: int, world: int, folders: dict[str, str], runs: str) -> dict[str, Any]:
+    more = [name for name in CASES if name not in FAST]
+    return {
+        "curves": {name: sharded_curve(rank, world, folders, CASES[name]) for name in more},
+        "shards": rank_specific(rank, world, folders, runs, SAVED[2:]),
     }
 
 
@@ -157,6 +167,25 @@ def runs(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def served(folders, runs) -> list[dict[str, Any]]:
     return run_ranks(serve, 2, folders, str(runs))
+
+
+@pytest.fixture(scope="module")
+def served_more(folders, runs) -> list[dict[str, Any]]:
+    return run_ranks(serve_more, 2, folders, str(runs))
+
+
+@pytest.fixture(
+    params=[pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def curves(request, name) -> list[dict[str, Any]]:
+    """Give what each of two ranks found of the case `name`."""
+    ranks = request.getfixturevalue("served" if name in FAST else "served_more")
+    return [rank["curves"][name] for rank in ranks]
 
 
 def sharded_curve(rank: int, world: int, folders: dict[str, str], case: Case) -> Any:
@@ -212,30 +241,26 @@ def reference(folder: str, case: Case, start: dict[str, torch.Tensor]) -> list[f
     return losses
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")
-def test_two_ranks_train_as_peft_alone_does(served, folders, name):
-    case, found = CASES[name], [rank["curves"][name] for rank in served]
-    losses = reference(folders[case.kind], case, found[0]["start"])
+def test_two_ranks_train_as_peft_alone_does(curves, folders, name):
+    case = CASES[name]
+    losses = reference(folders[case.kind], case, curves[0]["start"])
     assert max(abs(a - b) for a, b in itertools.pairwise(losses)) > 1e-3
-    for rank in found:
+    for rank in curves:
         assert rank["sharded"]
         error = max(abs(a - b) for a, b in zip(rank["losses"], losses, strict=True))
         assert error < 1e-5, (name, error)
 
 
-def test_the_loss_is_computed_inside_the_head_that_is_trained(served):
+def test_the_loss_is_computed_inside_the_head_that_is_trained(curves):
     # A head with an adapter among them, whose answer is more than its weight says.
-    assert {name: served[0]["curves"][name]["inside"] for name in CASES} == dict.fromkeys(
-        CASES, True
-    )
+    assert curves[0]["inside"] is True
 
 
-def test_a_layer_and_its_adapters_are_one_unit(served):
-    for name, found in served[0]["curves"].items():
-        layers = 4 if CASES[name].kind == "gemma3_text" else 3
-        assert len(found["units"]) == layers + 1, name
-        assert all("lora" not in m for unit in found["units"] for m in unit)
+def test_a_layer_and_its_adapters_are_one_unit(curves, name):
+    layers = 4 if CASES[name].kind == "gemma3_text" else 3
+    assert len(curves[0]["units"]) == layers + 1
+    assert all("lora" not in m for unit in curves[0]["units"] for m in unit)
 
 
 def unreduced(rank: int, world: int, folder: str) -> Any:
@@ -276,12 +301,11 @@ def test_adapters_whose_gradients_nobody_reduces_are_seen(served, folders):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_first_values_do_not_depend_on_the_number_of_ranks(served, folders, name):
+def test_first_values_do_not_depend_on_the_number_of_ranks(curves, folders, name):
     case = CASES[name]
     model = adapt(folders[case.kind], case.lora)
     load_pretrained(model, folders[case.kind], "cpu", seed=SEED)
-    alone, sharded = trained(model), served[0]["curves"][name]["start"]
+    alone, sharded = trained(model), curves[0]["start"]
     assert alone.keys() == sharded.keys()
     for key, value in alone.items():
         if "magnitude" in key and case.kind == "gpt2":  # norms of columns, added up otherwise
@@ -451,9 +475,11 @@ def mark(model: nn.Module, rank: int, sign: float) -> None:
             local.copy_(sign * (values + 1000 * rank + 10_000 * i + 1))
 
 
-def rank_specific(rank: int, world: int, folders: dict[str, str], runs: str) -> Any:
+def rank_specific(
+    rank: int, world: int, folders: dict[str, str], runs: str, names: tuple[str, ...]
+) -> Any:
     found = {}
-    for name in ("dora", "in full", "embedding, head", "tied, in full", "experts"):
+    for name in names:
         case, run = CASES[name], Path(runs, name)
         model = build(folders[case.kind], world, case.lora)
         mark(model, rank, 1.0)
@@ -473,10 +499,10 @@ def rank_specific(rank: int, world: int, folders: dict[str, str], runs: str) -> 
     return found
 
 
-def test_values_of_each_rank_survive_save_and_resume(served):
-    for name in served[0]["shards"]:
-        for rank in served:
-            same, held = rank["shards"][name]
+@pytest.mark.parametrize("which", ["served", pytest.param("served_more", marks=pytest.mark.slow)])
+def test_values_of_each_rank_survive_save_and_resume(request, which):
+    for rank in request.getfixturevalue(which):
+        for name, (same, held) in rank["shards"].items():
             assert same, name
             assert held > 0
 

@@ -417,6 +417,7 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_sharded_models_learn_as_one_process_does():
     ranks = run_ranks(sharded, 2)
     for kind, dtype in SHARDED:

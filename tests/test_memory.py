@@ -142,6 +142,7 @@ AUTO_RECOMPUTED = "--sharding.activation_checkpointing=auto"
 AUTO_BATCH = ("--train.per_device_train_batch_size=auto", "--train.global_batch_size=16")
 
 
+@pytest.mark.plans
 def test_recomputation_is_chosen_by_what_fits(model: Path) -> None:
     cfg, device = (
         _auto(model, AUTO_RECOMPUTED, "--train.per_device_train_batch_size=32"),

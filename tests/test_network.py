@@ -145,6 +145,7 @@ def waits(rank: int, world: int) -> tuple[bool, float]:
     return False, time.perf_counter() - begun
 
 
+@pytest.mark.faults
 def test_after_the_first_step_a_stuck_rank_holds_up_the_others_for_less() -> None:
     (timed_out, seconds), _ = run_ranks(waits, 2)
     assert timed_out

@@ -116,6 +116,7 @@ def test_a_step_is_that_of_whole_tensors_on_any_number_of_ranks(worlds):
                         assert torch.equal(value, right), (name, world, tuple(value.shape))
 
 
+@pytest.mark.slow
 def test_shards_taken_for_matrices_are_seen():
     """The control: Muon of a rank's rows, and Adafactor's means of them, are others."""
     found = run_ranks(stepped_by_rows, 2)[0]

@@ -138,6 +138,7 @@ def test_small_leaks_and_shifted_positions_are_seen():
     assert "see each other" in keeps_apart(masking, Masked).why
 
 
+@pytest.mark.slow
 def test_a_single_layer_of_another_kind_decides():
     """Only the last kind of layer leaks: it is in the copy though it comes late."""
     jamba = CONFIG_MAPPING["jamba"](num_hidden_layers=16, attn_layer_period=2, attn_layer_offset=0)

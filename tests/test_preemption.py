@@ -84,12 +84,8 @@ PHASES = {
 }
 
 
-FAST = ("loading",)
-
-
-@pytest.mark.parametrize(
-    "phase", [pytest.param(p, marks=[pytest.mark.faults] * (p not in FAST)) for p in PHASES]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_in(tmp_path, tiny_llama, text_file, undisturbed, phase) -> None:
     arguments, saved, cut_short = PHASES[phase]
     run = tmp_path / "run"
@@ -113,6 +109,7 @@ def test_a_signal_in(tmp_path, tiny_llama, text_file, undisturbed, phase) -> Non
     assert evaluated == sorted({3, 6} - cut_short)
 
 
+@pytest.mark.faults
 def test_without_listening_a_signal_kills(tmp_path, tiny_llama, text_file) -> None:
     """The control: the same signal, not among those that are taken."""
     script = planted(tmp_path, place="toolkit.training.train_step", nth=2, rank="01")
@@ -140,6 +137,7 @@ def test_a_signal_in_the_middle_of_an_export(tmp_path, tiny_llama, text_file) ->
     assert f"exported {run}" in again.stdout
 
 
+@pytest.mark.faults
 def test_a_signal_after_the_end_changes_nothing(tmp_path, tiny_llama, text_file) -> None:
     text = f"""
 import atexit, os, runpy, signal

@@ -94,6 +94,7 @@ def profiled(rank: int, world: int, folder: Path) -> tuple[float, dict]:
     return (ended - begun) / 2, time_parts(events)
 
 
+@pytest.mark.slow
 def test_parts_add_up_to_the_time_of_the_steps(tmp_path) -> None:
     every = run_ranks(profiled, 2, tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())

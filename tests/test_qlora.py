@@ -511,6 +511,7 @@ def compiled(rank: int, world: int, folder: str) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_one_graph_with_the_same_values():
     import torch._dynamo
 

@@ -73,6 +73,7 @@ def test_another_term_in_the_loss(plain, tmp_path, tiny_llama, text_file) -> Non
     assert changed[2]["loss"] != plain[1][2]["loss"]
 
 
+@pytest.mark.slow
 def test_frozen_layers(plain, tmp_path, tiny_llama, text_file) -> None:
     run(tmp_path, tiny_llama, text_file, TITLES[1])
     before = load_file(tiny_llama / "model.safetensors")
@@ -84,6 +85,7 @@ def test_frozen_layers(plain, tmp_path, tiny_llama, text_file) -> None:
         assert not torch.equal(before[key], trained[key]), key
 
 
+@pytest.mark.slow
 def test_one_more_metric(plain, tmp_path, tiny_llama, text_file) -> None:
     changed = run(tmp_path, tiny_llama, text_file, TITLES[2])
     last = changed[-1]

@@ -206,6 +206,7 @@ def test_json_and_exit_codes(folder, capsys) -> None:
 # ---- What is rehearsed
 
 
+@pytest.mark.plans
 def test_the_model_is_cut_to_few_narrow_layers_of_every_kind(tmp_path) -> None:
     """Gemma 3 as published: five windowed layers to one without; the vocabulary stays, in both."""
     from transformers import AutoConfig

@@ -100,6 +100,7 @@ def test_curves_are_the_metrics_to_the_bit(run: Path) -> None:
     assert list(zip(*trace(drawn["loss"], "eval_loss"), strict=True)) == evaluated
 
 
+@pytest.mark.slow
 def test_restarts_and_checkpoints_are_marked_in_every_panel(run: Path) -> None:
     for figure in figures(page_of(run)).values():
         assert trace(figure, "checkpoint")[0] == [4, 7]
@@ -277,6 +278,7 @@ def test_a_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) 
         page_of(run)
 
 
+@pytest.mark.slow
 def test_follow_ends_when_the_run_is_done(run: Path) -> None:
     lines = (run / METRICS).read_text("utf-8").splitlines(keepends=True)
     (run / METRICS).write_text("".join(lines[:5]), "utf-8")

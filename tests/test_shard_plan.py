@@ -106,6 +106,7 @@ def save_and_load(rank: int, world: int, root: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_part_is_written_once_and_rank_0_hears_only_what_is_new(tmp_path) -> None:
     found = run_ranks(save_and_load, WORLD, str(tmp_path))
     for of in found:

@@ -251,6 +251,7 @@ def test_overwriting_the_file_changes_no_weight(folders, tmp_path):
     assert any(not torch.equal(before[n], after[n]) for n in before), "the file was not overwritten"
 
 
+@pytest.mark.slow
 def test_random_start_is_the_same_for_any_world_and_as_transformers_draws(folders):
     worlds = {w: run_ranks(draw, w, folders, 7)[0] for w in (1, 3)}
     other = run_ranks(draw, 2, folders, 8)[0]

@@ -1230,6 +1230,7 @@ def test_recomputation_keeps_less(measured):
     assert kept["recompute_selective_offload"] < kept["recompute_selective"]
 
 
+@pytest.mark.slow
 def test_selective_recomputation_runs_no_product_twice(folders):
     counts = run_ranks(product_counts, 2, folders["llama"])[0]
     assert counts["selective"] == counts["none"]

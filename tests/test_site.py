@@ -27,6 +27,7 @@ def build(site: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     done = build(tmp_path / "site")
     assert done.returncode == 0, done.stderr
@@ -43,6 +44,7 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
         assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", sheet.read_text("utf-8")), sheet
 
 
+@pytest.mark.slow
 def test_a_font_or_a_broken_link_would_be_found(tmp_path: Path) -> None:
     settings = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert "font: false" in settings

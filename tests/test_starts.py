@@ -63,6 +63,7 @@ def test_a_start_with_nothing_to_do_leaves_the_settings(stored: Path) -> None:
     assert "random weights" not in said
 
 
+@pytest.mark.slow
 def test_exports_of_steps_that_are_trained_anew_are_set_aside(stored: Path) -> None:
     """As after a damaged last checkpoint: what the first attempt exported are other weights."""
     exports = stored / "run/exports"

@@ -22,6 +22,10 @@ from toolkit.verify import verify_checkpoint, verify_export
 BASE = ("--config", "base.yaml", "--optim.adam_beta2", "0.999", "--optim.weight_decay", "0.0")
 
 
+def slow(world: int):
+    return pytest.param(world, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with tarfile.open(ROOT / "tests" / "stored" / "run.tar.xz") as archive:
@@ -34,7 +38,7 @@ def lines(file: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line for line in map(json.loads, file.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [slow(1), 2, slow(4)])
 def test_the_run_goes_on_as_it_would_have(stored: Path, world: int) -> None:
     size = ("--train.per_device_train_batch_size", str(max(1, 2 // world)))
     done = run_recipe_ranks("pretrain", world, *BASE, *size, cwd=stored)
@@ -48,7 +52,7 @@ def test_the_run_goes_on_as_it_would_have(stored: Path, world: int) -> None:
     assert verify_checkpoint("run").ok
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, slow(2)])
 def test_the_adapter_run_goes_on_as_it_would_have(stored: Path, world: int) -> None:
     batch = ("--train.per_device_train_batch_size", str(2 // world))
     done = run_recipe_ranks("finetune", world, "--config", "tune.yaml", *batch, cwd=stored)

@@ -74,14 +74,15 @@ def folder(tmp_path_factory) -> str:
     return str(save_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "slow", "world", "sharding"),
     [
         ("compute", 1, 3, {}),
-        pytest.param("data", 2, 3, {}, marks=pytest.mark.slow),
-        pytest.param("compute", 0, 2, {}, marks=pytest.mark.slow),
-        pytest.param("compute", 3, 4, {"dp_replicate": 2}, marks=pytest.mark.slow),
-        pytest.param("data", 3, 4, {"dp_replicate": 2}, marks=pytest.mark.slow),
+        ("data", 2, 3, {}),
+        ("compute", 0, 2, {}),
+        ("compute", 3, 4, {"dp_replicate": 2}),
+        ("data", 3, 4, {"dp_replicate": 2}),
     ],
 )
 def test_the_slow_rank_is_named(folder, kind, slow, world, sharding) -> None:
