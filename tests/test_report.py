@@ -25,6 +25,8 @@ from toolkit.errors import CheckpointError, ReportError
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, read_lines, read_metrics
 from toolkit.report import writing
 from toolkit.report.curves import smoothed
+from toolkit.report.page import render
+from toolkit.report.runs import read_runs
 
 HARM = '</script><script>throw new Error("harm")</script>'
 PANELS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_peak_bytes")
@@ -62,6 +64,10 @@ def run(tmp_path: Path, trained: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def made(folder: Path, steps: int, **more: Any) -> Path:
     """Write a run's folder that holds nothing but lines."""
     draw = random.Random(folder.name).random
@@ -84,7 +90,8 @@ def trace(figure: dict[str, Any], name: str) -> tuple[list, list]:
 
 
 def page_of(*runs: Path) -> str:
-    return writing.write_report([str(run) for run in runs])[0].read_text("utf-8")
+    """Return the page alone: drawing the picture takes a second."""
+    return render(read_runs([str(run) for run in runs]))
 
 
 def test_curves_are_the_metrics_to_the_bit(run: Path) -> None:
@@ -210,10 +217,10 @@ def test_the_smoothed_curve_is_of_the_mean_over_all_steps(tmp_path: Path) -> Non
         ("one line", None),
         ("cut", "the last line of metrics.jsonl is cut off and left out"),
         ("not finite", "grad_norm: 2 values are not a finite number, first at step 3: gaps there"),
-        ("no config", "config.yaml is missing or not readable: its settings are not shown"),
-        ("earlier", "settings that this version does not know: train.sync_each_batch"),
+        slow("no config", "config.yaml is missing or not readable: its settings are not shown"),
+        slow("earlier", "settings that this version does not know: train.sync_each_batch"),
         ("no starts", "starts.jsonl is missing: restarts"),
-        ("store", "checkpoints are not shown: nowhere://bucket/run cannot be opened"),
+        slow("store", "checkpoints are not shown: nowhere://bucket/run cannot be opened"),
     ],
 )
 def test_odd_runs_get_one_statement(
@@ -275,7 +282,7 @@ def test_a_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) 
     missing = lambda name: None if name == "plotly" else found(name)  # noqa: E731
     monkeypatch.setattr(writing.importlib.util, "find_spec", missing)
     with pytest.raises(ReportError, match=r"needs plotly.*pip install 'fsdp2-toolkit\[report\]'"):
-        page_of(run)
+        writing.write_report([str(run)])
 
 
 @pytest.mark.slow
@@ -337,12 +344,12 @@ def page_drawn_without_errors(page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium: apt-get install chromium")
 def test_chromium_draws_the_page_without_errors_or_requests(run: Path) -> None:
-    page_of(run)
+    writing.write_report([str(run)])
     page = run / "report.html"
     page_drawn_without_errors(page)
     answer = {"step": 2, "prompt": HARM, "answer": HARM}
     (run / SAMPLES).write_text(json.dumps(answer) + "\n", "utf-8")
-    page_of(run)
+    writing.write_report([str(run)])
     page_drawn_without_errors(page)
     # The page's own policy refuses requests, on the console; errors of scripts stand there too.
     text = page.read_text("utf-8")
