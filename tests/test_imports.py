@@ -1,6 +1,7 @@
 """Imports point one way; import-linter holds it, with the contracts in pyproject.toml."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+from toolkit.errors import ModelError, ShardingError
+from toolkit.formats import torch_private, transformers_private
 
 ONE_DOOR = {
     "torch.distributed.fsdp": "sharding",
@@ -91,3 +95,19 @@ def test_a_recipe_imports_no_peft_before_it_has_a_device() -> None:
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("private", "error"), [(torch_private, ShardingError), (transformers_private, ModelError)]
+)
+def test_what_a_library_does_not_promise_is_asked_for_by_name(private, error) -> None:
+    """And what the toolkit asks for is there: each such line of its source is carried out."""
+    with pytest.raises(error, match=r"^t\w+ \d\S+ has no utils\.gone_by_now; install one from "):
+        private("utils", "gone_by_now")
+    asked = re.findall(
+        rf'{private.__name__}\(\s*"([\w.]+)", "(\w+)"\s*\)',
+        "".join(file.read_text() for file in (ROOT / "toolkit").rglob("*.py")),
+    )
+    assert len(asked) >= 3
+    for module, name in asked:
+        assert private(module, name) is not None

@@ -44,6 +44,7 @@ from toolkit.formats.layout import (
     local_tensor,
     part_of,
     reshard,
+    torch_private,
 )
 from toolkit.formats.plain_files import (
     damaged_parts,

@@ -1,5 +1,8 @@
 """Which part of a sharded tensor this rank holds, and that it is the sharded one."""
 
+import pkgutil
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -9,15 +12,19 @@ from toolkit.errors import ShardingError
 Tensors = dict[str, torch.Tensor]  # by name
 
 
+def torch_private(module: str, name: str) -> Any:
+    """Return what torch does not promise to keep; ShardingError where it is gone."""
+    try:
+        return pkgutil.resolve_name(f"torch.{module}:{name}")
+    except (ImportError, AttributeError) as error:
+        what = f"has no {module}.{name}; install one from 2.11 to 2.15"
+        raise ShardingError(f"torch {torch.__version__} {what}") from error
+
+
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return which part of the global tensor this rank holds, a slice a dim."""
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    except ImportError as error:
-        raise ShardingError(f"torch {torch.__version__}: {error}; use 2.11 to 2.15") from error
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    part = torch_private("distributed.tensor._utils", "compute_local_shape_and_global_offset")
+    shape, offset = part(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 

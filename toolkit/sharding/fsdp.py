@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
+from toolkit.formats import torch_private
 from toolkit.models.causal_lm import build, kept_in_fp32, plain_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
@@ -359,13 +360,10 @@ def _reshard(unit: Unit, shards: int) -> bool | int | None:
 
 def _cast_each(modules: list[nn.Module], unit: Unit, cast_inputs: bool) -> None:
     """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
-    try:
-        from torch.distributed.utils import _apply_to_tensors  # by which FSDP2 casts
-    except ImportError as error:
-        raise ShardingError(f"torch {torch.__version__}: {error}; use 2.11 to 2.15") from error
+    to_tensors = torch_private("distributed.utils", "_apply_to_tensors")  # by which FSDP2 casts
 
     def cast(value: Any, dtype: torch.dtype | None) -> Any:
-        return _apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+        return to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
     # Not compiled, as FSDP2's own hooks are not: a compiled layer stays one graph.
     @torch.compiler.disable

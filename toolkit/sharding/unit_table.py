@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import FinetuneConfig, RunConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError, ShardingError
-from toolkit.formats import DTYPES, assets_of, local_tensor
+from toolkit.formats import DTYPES, assets_of, local_tensor, torch_private
 from toolkit.models.causal_lm import build_on_meta, plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
@@ -113,12 +113,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be `rank` of `world_size` processes that do not exist; collectives move nothing."""
     if dist.is_initialized():
         raise ShardingError("a process group exists already; plan in a process of its own")
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        what = f"torch {torch.__version__} has no fake process group ({error}); use 2.11 to 2.13"
-        raise ShardingError(what) from error
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    store = torch_private("testing._internal.distributed.fake_pg", "FakeStore")()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.config.settings import OptimConfig
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import reshard
 from toolkit.models.packed_linear import bitsandbytes
 from toolkit.models.peft_model import base_of, trained_module
@@ -33,7 +33,10 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
     if cfg.optim == "adamw_8bit":
         bitsandbytes("optim.optim: adamw_8bit")
     if cfg.optim == "muon":
-        orthogonal(torch.eye(2))
+        try:
+            orthogonal(torch.eye(2))
+        except ShardingError as error:
+            raise ConfigError(f"optim.optim: muon: {error}") from error
     steps = max_steps if max_steps > 0 else 10**9
     _schedule(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
     least = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")

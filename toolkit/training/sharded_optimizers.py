@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.errors import ConfigError
-from toolkit.formats import laid_out_as, local_tensor
+from toolkit.formats import laid_out_as, local_tensor, torch_private
 from toolkit.models.packed_linear import bitsandbytes
 
 _MOMENTUM = 0.95  # Muon's, with Nesterov's correction
@@ -145,12 +144,8 @@ class Muon(_PartlyAdamW):
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Return the orthogonal matrix near `matrix`, by torch.optim.Muon's iteration in bfloat16."""
-    try:
-        from torch.optim._muon import _zeropower_via_newtonschulz
-    except ImportError as error:
-        what = f"torch {torch.__version__} has no iteration of Muon ({error}); use 2.11 to 2.13"
-        raise ConfigError(f"optim.optim: muon: {what}") from error
-    return _zeropower_via_newtonschulz(matrix, *_NEWTON_SCHULZ)
+    iterate = torch_private("optim._muon", "_zeropower_via_newtonschulz")
+    return iterate(matrix, *_NEWTON_SCHULZ)
 
 
 def _orthogonalise_together(
