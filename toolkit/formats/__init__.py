@@ -44,7 +44,6 @@ from toolkit.formats.layout import (
     local_tensor,
     part_of,
     reshard,
-    torch_private,
 )
 from toolkit.formats.plain_files import (
     damaged_parts,
@@ -53,6 +52,7 @@ from toolkit.formats.plain_files import (
     is_plain_name,
     plain_file,
 )
+from toolkit.formats.private import torch_private, transformers_private
 from toolkit.formats.safetensors_files import (
     DTYPE_NAMES,
     DTYPES,
@@ -68,7 +68,6 @@ from toolkit.formats.source_names import (
     convert_back,
     export_groups,
     split_mapping,
-    transformers_private,
     use_source_names,
 )
 from toolkit.formats.stored_tensors import (

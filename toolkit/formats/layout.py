@@ -1,24 +1,12 @@
 """Which part of a sharded tensor this rank holds, and that it is the sharded one."""
 
-import pkgutil
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.errors import ShardingError
+from toolkit.formats.private import torch_private
 
 Tensors = dict[str, torch.Tensor]  # by name
-
-
-def torch_private(module: str, name: str) -> Any:
-    """Return what torch does not promise to keep; ShardingError where it is gone."""
-    try:
-        return pkgutil.resolve_name(f"torch.{module}:{name}")
-    except (ImportError, AttributeError) as error:
-        what = f"has no {module}.{name}; install one from 2.11 to 2.15"
-        raise ShardingError(f"torch {torch.__version__} {what}") from error
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:

@@ -1,17 +1,16 @@
 """The way from transformers' parameter names back to the key names of the source checkpoint."""
 
-import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from toolkit.errors import ExportError, ModelError
+from toolkit.errors import ExportError
 from toolkit.formats.hf_folder import HFAssets
 from toolkit.formats.layout import Tensors
+from toolkit.formats.private import transformers_private
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,3 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
 def convert_back(model: PreTrainedModel, tensors: Tensors) -> Tensors:
     """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
     return transformers_private("core_model_loading", "revert_weight_conversion")(model, tensors)
-
-
-def transformers_private(module: str, name: str) -> Any:
-    """Return what transformers does not promise to keep; ModelError where it is gone."""
-    try:
-        return pkgutil.resolve_name(f"transformers.{module}:{name}")
-    except (ImportError, AttributeError) as error:
-        what = f"has no {module}.{name}; install one from 5.17 to 5.24"
-        raise ModelError(f"transformers {transformers.__version__} {what}") from error
