@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -138,6 +139,11 @@ def text_file(tmp_path_factory) -> Path:
 
     file.write_text(Path(argparse.__file__).read_text("utf-8")[:60_000], "utf-8")
     return file
+
+
+def slow(*values) -> Any:
+    """A case of a test that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, save_byte_tokenizer, save_tiny_model
+from conftest import ROOT, save_byte_tokenizer, save_tiny_model, slow
 from distributed import run_ranks, run_recipe_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -87,9 +87,7 @@ def skip(
     }
 
 
-@pytest.mark.parametrize(
-    "optim", [OPTIMIZERS[0], *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS[1:])]
-)
+@pytest.mark.parametrize("optim", [OPTIMIZERS[0], *map(slow, OPTIMIZERS[1:])])
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(folder, optim) -> None:
     found = run_ranks(skip, 2, folder, optim, "loss", False)
     assert [f.pop("here") for f in found] == [False, True]

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from conftest import slow
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -885,7 +886,7 @@ def test_after_a_failed_fsync_nothing_is_kept(
     assert verify_export(root / "llama/sharded", tmp_path / "hf").ok
 
 
-@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("at_once", [slow(1), 3])
 def test_files_of_many_tensors(tmp_path: Path, at_once: int) -> None:
     """What is found of one file is longer than a pipe holds, while the next one is written."""
     shapes = {f"tensor.{n}": (torch.float32, (2,)) for n in range(12_000)}

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import TEMPLATES
-from conftest import save_byte_tokenizer
+from conftest import save_byte_tokenizer, slow
 from distributed import run_ranks
 from feeds import APART, FEATURES, Rank, encode_row, lockstep, rows, tokens_of
 from transformers import AutoTokenizer
@@ -268,7 +268,8 @@ def test_a_position_is_taken_up_by_one_rank_alone(monkeypatch):
     "lengths",
     [
         [5, 60],
-        *(pytest.param(more, marks=pytest.mark.slow) for more in ([60, 5, 5, 5], [5, 5, 60])),
+        slow([60, 5, 5, 5]),
+        slow([5, 5, 60]),
     ],
 )
 def test_rows_with_a_period_fall_on_all_lanes(lengths):
@@ -388,7 +389,7 @@ def test_counts_of_rows_are_those_of_all_lanes():
     assert again == straight[9:]
 
 
-@pytest.mark.parametrize("shard_bytes", [pytest.param(1 << 20, marks=pytest.mark.slow), 4000])
+@pytest.mark.parametrize("shard_bytes", [slow(1 << 20), 4000])
 def test_conversations_of_unlike_files_on_any_number_of_ranks(tmp_path, monkeypatch, shard_bytes):
     """Files of rows that are not cut, or cut into parts but for the one in gzip."""
     monkeypatch.setattr(tables, "_SHARD_BYTES", shard_bytes)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import save_byte_tokenizer, save_tiny_model
+from conftest import save_byte_tokenizer, save_tiny_model, slow
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -289,14 +289,14 @@ def on(folders, tmp_path_factory) -> Callable[[int], list[dict[str, Any]]]:
 
 
 @pytest.fixture(
-    params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+    params=[slow(1), 2, slow(4)],
     ids=["1 rank", "2 ranks", "4 ranks"],
 )
 def any_ranks(request, on) -> list[dict[str, Any]]:
     return on(request.param)
 
 
-@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(params=[slow(1), 2], ids=["1 rank", "2 ranks"])
 def found(request, on) -> list[dict[str, Any]]:
     return on(request.param)
 

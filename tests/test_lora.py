@@ -14,6 +14,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import torch.nn.functional as F
+from conftest import slow
 from distributed import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -174,9 +175,7 @@ def served_more(folders, runs) -> list[dict[str, Any]]:
     return run_ranks(serve_more, 2, folders, str(runs))
 
 
-@pytest.fixture(
-    params=[pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES]
-)
+@pytest.fixture(params=[n if n in FAST else slow(n) for n in CASES])
 def name(request) -> str:
     return request.param
 
@@ -499,7 +498,7 @@ def rank_specific(
     return found
 
 
-@pytest.mark.parametrize("which", ["served", pytest.param("served_more", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["served", slow("served_more")])
 def test_values_of_each_rank_survive_save_and_resume(request, which):
     for rank in request.getfixturevalue(which):
         for name, (same, held) in rank["shards"].items():

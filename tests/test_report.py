@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 from distributed import run_recipe_ranks
 
 from toolkit import cli
@@ -62,10 +62,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
 def run(tmp_path: Path, trained: Path) -> Path:
     """A copy of it, to be changed."""
     return shutil.copytree(trained, tmp_path / "run")
-
-
-def slow(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def made(folder: Path, steps: int, **more: Any) -> Path:

@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 from distributed import run_recipe_ranks
 from safetensors.torch import load_file
 
@@ -20,10 +20,6 @@ from toolkit.verify import verify_checkpoint, verify_export
 
 # What `base.yaml` left to the defaults of then: pretraining has others now.
 BASE = ("--config", "base.yaml", "--optim.adam_beta2", "0.999", "--optim.weight_decay", "0.0")
-
-
-def slow(world: int):
-    return pytest.param(world, marks=pytest.mark.slow)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny_model
+from conftest import save_tiny_model, slow
 from distributed import run_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -106,9 +106,8 @@ def clip(rank: int, world: int, folder: str) -> dict:
 @pytest.mark.parametrize(
     ("world", "kind"),
     [
-        pytest.param(world, kind, marks=[] if (world, kind) == (2, "tied") else pytest.mark.slow)
-        for world in (2, 4)
-        for kind in KINDS
+        (2, "tied"),
+        *(slow(world, kind) for world in (2, 4) for kind in KINDS if (world, kind) != (2, "tied")),
     ],
 )
 def test_norm_and_clipped_gradients_are_those_of_one_process(world, kind, shallow):
