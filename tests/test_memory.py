@@ -95,14 +95,16 @@ def test_a_plan_that_fails_ends_no_run(model: Path, monkeypatch: Any) -> None:
 def test_a_run_that_cannot_fit_is_refused_before_loading(tmp_path: Path, text_file: Path) -> None:
     config = _wide("llama", layers=8)
     config.hidden_size, config.intermediate_size, config.vocab_size = 2048, 4096, 300
-    more = ("--model.init", "random", "--sharding.device_memory")
+    # Little is left to change but the number of devices: a plan each.
+    more = ("--train.per_device_train_batch_size", "1", FULL, "--model.init", "random")
+    more += ("--sharding.device_memory", "1.7GB")
     _save(config, tmp_path / "model")
     save_byte_tokenizer(tmp_path / "model")
     given = flags(tmp_path / "model", text_file, tmp_path / "run")
-    done = run_recipe_ranks("pretrain", 2, *given, *more, "1.6GB", cwd=tmp_path, kill_after=180)
+    done = run_recipe_ranks("pretrain", 2, *given, *more, cwd=tmp_path, kill_after=180)
     assert done.returncode == 1
     assert done.stderr.count("the run cannot fit: each of 2 rank(s) holds at least") == 1
-    assert "1.6 GB are free" in done.stderr
+    assert "1.7 GB are free" in done.stderr
     assert "are missing. Cheapest changes: " in done.stderr
     assert re.search(r"devices \d+.* \(needs \d\.\d GB, time x \d", done.stderr)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

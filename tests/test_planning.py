@@ -33,7 +33,8 @@ from toolkit.models.packed_linear import bitsandbytes
 from toolkit.planning import automatic, changes
 from toolkit.planning.calibration import cache_file, calibration_of, remembered
 from toolkit.planning.changes import Plan, make_plan, remedies
-from toolkit.planning.devices import KNOWN, device_of, named_as
+from toolkit.planning.devices import KNOWN, device_of, named_as, this_host
+from toolkit.planning.estimates import reserve_of
 from toolkit.planning.measuring import calibrate_here, measure
 from toolkit.planning.report import PlanReport, plan_run
 from toolkit.planning.simulation import (
@@ -428,8 +429,9 @@ def test_changes_are_put_on_each_other_without_what_cannot_be_run(file: Path, mo
 
 
 @pytest.mark.plans
-def test_what_cannot_help_is_not_planned(file: Path) -> None:
-    """Recomputation, where parameters, gradients and optimizer alone are more than the memory."""
+def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch) -> None:
+    """Recomputation, where parameters, gradients and optimizer leave no room; on a host, moving
+    them there; a plan that is known."""
     cfg, device = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100")
     plan = make_plan(cfg, 2, device, None)
     for memory, recomputes in ((plan.sim.state.total, False), (plan.estimate.memory - 1, True)):
@@ -439,6 +441,24 @@ def test_what_cannot_help_is_not_planned(file: Path) -> None:
         assert ("activation_checkpointing full" in alone) is recomputes
         assert not failed
         assert {p.change.split()[0] for p in found} >= {"devices", "cpu_offload"}
+    planned, make = list[tuple[Config, int]](), changes.make_plan
+
+    def noted(cfg: Config, world_size: int, *args: Any, **more: Any) -> Plan:
+        planned.append((cfg, world_size))
+        return make(cfg, world_size, *args, **more)
+
+    monkeypatch.setattr(changes, "make_plan", noted)
+    cfg = _config(_save(_wide("llama", layers=4), tmp_path / "m"), FULL, length=16, rows=1)
+    host, said = this_host(), []
+    plan = make(cfg, 2, host, None)
+    memory = make(cfg, 8, host, None).estimate.memory + 1
+    assert plan.sim.state.total > memory - reserve_of(host)
+    (found,) = remedies(plan, host, memory, said.append)[0]
+    assert "devices 8" in found.change
+    assert found.fits(memory)
+    kinds = [name.split(" + ")[-1].split()[0] for name in said]
+    assert kinds == ["optim", "devices", "activation_offload", "devices"]
+    assert all(planned.count(one) == 1 for one in planned)
 
 
 @pytest.mark.plans

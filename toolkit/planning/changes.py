@@ -11,7 +11,7 @@ from toolkit.config.settings import FinetuneConfig
 from toolkit.errors import ConfigError, ToolkitError, one_line
 from toolkit.planning.calibration import Calibration, remembered
 from toolkit.planning.devices import Device
-from toolkit.planning.estimates import Estimate, estimate
+from toolkit.planning.estimates import Estimate, estimate, reserve_of
 from toolkit.planning.simulation import Config, Simulation, simulate
 
 # Changes of what a step computes; what a rank holds between two steps stays with them.
@@ -86,13 +86,10 @@ def remedies(
     """
     end = time.monotonic() + patience
     found, failed = list[Plan](), list[tuple[str, str]]()
-    of_steps = plan.cfg.sharding.cpu_offload or plan.sim.state.total < memory
-    for change in _changes(plan.cfg, plan.world_size):
+    for change in _helpful(plan, device, memory):
         waits = at_least_one and not any(p.fits(memory) for p in found)
         if time.monotonic() > end and not waits:
             break
-        if change.kind in _OF_STEPS and not of_steps:
-            continue
         say(change.name)
         try:
             new = make_plan(change.cfg, change.world_size, device, memory, change.name, change.kept)
@@ -104,7 +101,7 @@ def remedies(
     if not any(p.kept for p in fitting) and (
         (at_least_one and not fitting) or time.monotonic() < end
     ):
-        fitting += _together(plan, device, memory, say)
+        fitting += _together(plan, found, device, memory, say)
     listed = fitting or sorted(found, key=lambda p: p.estimate.memory)
     return sorted(listed, key=lambda p: (not p.fits(memory), not p.kept, _cost(p))), failed
 
@@ -113,22 +110,39 @@ def _cost(plan: Plan) -> float:
     return plan.estimate.device_time
 
 
-def _together(plan: Plan, device: Device, memory: int, say: Callable[[str], object]) -> list[Plan]:
-    """Return the run with one change after the other put on, up to the first that fits."""
-    cfg, world, names, refused = plan.cfg, plan.world_size, list[str](), set[str]()
-    while world < 64 * plan.world_size:
-        possible = (c for c in _changes(cfg, world) if c.kept and c.name not in refused)
+def _helpful(plan: Plan, device: Device, memory: int) -> list[_Change]:
+    """Return the changes of a run without those that cannot make it fit: of a step, where what is
+    held between two leaves no room; moving to the host what is there.
+    """
+    held = 0 if plan.cfg.sharding.cpu_offload else plan.sim.state.total
+    steps = held + reserve_of(device) < memory
+    futile = (*(() if steps else _OF_STEPS), *(("cpu_offload",) if device.kind == "cpu" else ()))
+    return [c for c in _changes(plan.cfg, plan.world_size) if c.kind not in futile]
+
+
+def _together(
+    plan: Plan, alone: list[Plan], device: Device, memory: int, say: Callable[[str], object]
+) -> list[Plan]:
+    """Return the run with one change after the other put on, up to the first that fits; `alone`
+    are those with one.
+    """
+    now, names, refused = plan, list[str](), set[str]()
+    while now.world_size < 64 * plan.world_size:
+        possible = (c for c in _helpful(now, device, memory) if c.kept and c.name not in refused)
         if (change := next(possible, None)) is None:
             break
         put_on = [n for n in names if n.split()[0] != change.kind] + [change.name]
-        say(" + ".join(put_on))
-        try:
-            new = make_plan(change.cfg, change.world_size, device, memory, " + ".join(put_on))
-        except ToolkitError as error:  # the next is put on what went before
-            say(f"{change.name}: {one_line(error)}")
-            refused.add(change.name)
-            continue
-        cfg, world, names = change.cfg, change.world_size, put_on
+        same = (p for p in alone if (p.cfg, p.world_size) == (change.cfg, change.world_size))
+        if (new := next(same, None)) is None:
+            name = " + ".join(put_on)
+            say(name)
+            try:
+                new = make_plan(change.cfg, change.world_size, device, memory, name)
+            except ToolkitError as error:  # the next is put on what went before
+                say(f"{change.name}: {one_line(error)}")
+                refused.add(change.name)
+                continue
+        now, names = new, put_on
         if new.fits(memory):
             return [new]
     return []
