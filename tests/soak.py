@@ -1015,16 +1015,16 @@ def break_commit_first() -> None:
 
     def wrong(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
         text = json.dumps(manifest, indent=1, sort_keys=True)
-        commit.store.write_synced(folder / commit.MANIFEST, text)
-        commit.store.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
+        commit.write_synced(folder / commit.MANIFEST, text)
+        commit.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
         target = folder.parent / commit.step_name(step)
         commit._step_aside(target, step)
         os.rename(folder, target)
-        commit.store.sync(target.parent)
+        commit.sync(target.parent)
         for below, _, files in os.walk(target):
             for name in files:
-                commit.store.sync(Path(below, name))
-            commit.store.sync(Path(below))
+                commit.sync(Path(below, name))
+            commit.sync(Path(below))
         return target
 
     commit.commit = wrong

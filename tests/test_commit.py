@@ -210,7 +210,7 @@ def test_a_manifest_that_nobody_would_read_is_not_committed(tmp_path, monkeypatc
 @pytest.mark.parametrize("step", ["a prepared COMMIT", "the rename", "COMMIT"])
 def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step):
     save(tmp_path, 3, "first")
-    real_rename, real_write = os.rename, commit.store.write_synced
+    real_rename, real_write = os.rename, commit.write_synced
 
     def full(file, text):
         if file.name == "COMMIT.prepared":
@@ -227,7 +227,7 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
 
     with monkeypatch.context() as patch:
         if step == "a prepared COMMIT":
-            patch.setattr(commit.store, "write_synced", full)
+            patch.setattr(commit, "write_synced", full)
         else:
             patch.setattr(os, "rename", rename)
         cause = "No space left" if step == "a prepared COMMIT" else "Input/output error"

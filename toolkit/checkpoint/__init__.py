@@ -1,6 +1,6 @@
 """The run's folder: save, find and restore the state of a run; which checkpoints stay.
 
-store      a disk or an object store, fsync     commit     the crash-safe folder protocol
+store      a disk or an object store            commit     the crash-safe folder protocol
 retention  what is pruned                       state      what a run's state consists of
 saving     save, at once or behind the loop     resuming   find, restore, resume
 shards     torch's DCP files, hashed            rng_state  random numbers of one rank

@@ -53,6 +53,7 @@ from typing import Any
 from toolkit.checkpoint import store
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, hasher, is_inner_path
+from toolkit.formats.synced_files import sync, sync_above, write_synced
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 CHECKPOINTS = "checkpoints"
@@ -299,7 +300,7 @@ def begin(run: str | store.Folder, step: int) -> Any:
     with store.disk_errors(f"{root} cannot be used, a folder is expected"):
         if isinstance(root, Path):
             root.mkdir(parents=True, exist_ok=True)
-            store.sync_above(root)
+            sync_above(root)
         attempts = attempts_of(run)
         # What cannot be deleted now is in nobody's way; `prune` says so.
         with contextlib.suppress(OSError, CheckpointError):
@@ -318,7 +319,7 @@ def hash_files(folder: Path, names: Iterable[str], to: store.Place | None = None
     def settle(name: str) -> dict[str, Any]:
         file = folder / name
         if to is None:
-            store.sync(file)
+            sync(file)
         else:
             with (to / name).open("wb") as target, open(file, "rb") as source:
                 shutil.copyfileobj(source, target, store.BLOCK)
@@ -356,19 +357,19 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     with store.disk_errors(f"checkpoint of step {step} could not be committed"):
         _check_whole(folder, manifest)
         (folder / COMMIT).unlink(missing_ok=True)  # in a copy of a committed folder
-        store.write_synced(folder / MANIFEST, text)
-        store.write_synced(folder / _PREPARED, seal(text.encode()))
+        write_synced(folder / MANIFEST, text)
+        write_synced(folder / _PREPARED, seal(text.encode()))
         for below, _, _ in os.walk(folder):
-            store.sync(Path(below))
+            sync(Path(below))
         aside = _step_aside(target, step)
         try:
             os.rename(folder, target)
-            store.sync(target.parent)
+            sync(target.parent)
             os.rename(target / _PREPARED, target / COMMIT)
         except OSError:
             _take_back(folder, target, aside)
             raise
-        store.sync(target)
+        sync(target)
     return target
 
 
@@ -395,12 +396,12 @@ def _step_aside(target: Path, step: int) -> Path | None:
         for a in attempts_of(target.parent.parent):
             if a.step == step and a.kind == "old":  # superseded: from now on there is another
                 os.rename(a.folder, beside(target, "trash"))
-                store.sync(target.parent)
+                sync(target.parent)
         aside = beside(target, "old")
         os.rename(target, aside)
     else:
         os.rename(target, beside(target, "bad"))
-    store.sync(target.parent)
+    sync(target.parent)
     return aside
 
 
@@ -410,10 +411,10 @@ def _take_back(folder: Path, target: Path, aside: Path | None) -> None:
     with contextlib.suppress(OSError):
         if not os.path.lexists(folder):
             os.rename(target, folder)
-            store.sync(target.parent)
+            sync(target.parent)
         if aside is not None:
             os.rename(aside, target)
-            store.sync(target.parent)
+            sync(target.parent)
 
 
 def quarantine(checkpoint: Any) -> Any:
@@ -424,7 +425,7 @@ def quarantine(checkpoint: Any) -> Any:
     bad = beside(checkpoint, "bad")
     with store.disk_errors(f"{checkpoint} cannot be set aside"):
         os.rename(checkpoint, bad)
-        store.sync(bad.parent)
+        sync(bad.parent)
     return bad
 
 
@@ -437,7 +438,7 @@ def delete(folders: Iterable[Any]) -> None:
         if isinstance(folder, Path) and not re.search(r"\.(tmp|trash)-", folder.name):
             trash = beside(folder, "trash")
             os.rename(folder, trash)
-            store.sync(folder.parent)
+            sync(folder.parent)
             folder = trash
         doomed.append(folder)
     resisted = []
@@ -460,7 +461,7 @@ def _remove(folder: Any) -> None:
     else:
         if os.path.lexists(folder / COMMIT):
             (folder / COMMIT).unlink()
-            store.sync(folder)
+            sync(folder)
         shutil.rmtree(folder)
 
 

@@ -31,6 +31,7 @@ from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError, ConfigError, LaunchError
 from toolkit.formats import is_inner_path
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
+from toolkit.formats.synced_files import replace_synced
 from toolkit.parsing import read_yaml
 from toolkit.training.launch import Run
 
@@ -327,11 +328,11 @@ def record(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
     folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
     with disk_errors(f"{CONFIG} of the run could not be written"):
-        store.replace_synced(folder / CONFIG, text)
+        replace_synced(folder / CONFIG, text)
         if isinstance(root, Place):
             (root / CONFIG).write_bytes(text.encode())
         elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
-            store.replace_synced(root / CONFIG, text)
+            replace_synced(root / CONFIG, text)
 
 
 def _read(file: Folder, cls: type) -> Any:

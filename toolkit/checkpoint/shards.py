@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
-from toolkit.checkpoint.store import Folder, Place, sync, write_behind
+from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
+from toolkit.formats.synced_files import sync, write_behind
 
 SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s

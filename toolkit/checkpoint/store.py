@@ -1,4 +1,4 @@
-"""Storage of checkpoints: a folder of a disk, with fsync, or an object store (fsspec)."""
+"""Storage of checkpoints: a folder of a disk, or an object store (fsspec)."""
 
 import contextlib
 import errno
@@ -17,7 +17,6 @@ from toolkit.parsing import MAX_JSON_BYTES, parse_json
 BLOCK = 16 * 2**20  # bytes of one request: long against a round trip
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _FILE_URL = re.compile(r"^(file|local)://", re.IGNORECASE)
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DISK_FAILS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO}
 
@@ -198,57 +197,6 @@ def _driver_errors(what: str, passed: type[Exception] = ToolkitError) -> Iterato
         raise
     except Exception as error:  # drivers have no common class
         raise StorageError(f"{what}: {one_line(error)}") from error
-
-
-def sync(path: Path) -> None:
-    """Fsync a file, or a folder's entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems order their renames themselves and refuse this for folders.
-        if error.errno not in _NO_FOLDER_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_behind(descriptor: int, given: int, end: int) -> int:
-    """Have the kernel begin to write a file to the disk, some MB at a time: fsync then waits for
-    the rest only. The bytes up to `given` are on their way; return up to where they are now.
-    """
-    if end - given < BLOCK or not hasattr(os, "posix_fadvise"):
-        return given
-    os.posix_fadvise(descriptor, given, end - given, os.POSIX_FADV_DONTNEED)
-    return end
-
-
-def sync_above(folder: Path) -> None:
-    """Fsync `folder` and what it lies in, up to the root of its file system: without a synced entry
-    there it is lost with everything in it.
-    """
-    device = os.stat(folder).st_dev
-    for path in (folder.resolve(), *folder.resolve().parents):
-        if os.stat(path).st_dev != device or not os.access(path, os.R_OK):
-            return  # not ours to have made
-        sync(path)
-
-
-def write_synced(file: Path, text: str) -> None:
-    """Write a file and fsync it."""
-    with open(file, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def replace_synced(file: Path, text: str) -> None:
-    """Write a file whole or not at all, over the one that was there; make its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.tmp")
-    write_synced(temporary, text)
-    os.replace(temporary, file)
-    sync(file.parent)
 
 
 def is_refusal(error: BaseException | None) -> bool:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import xxhash
 
-from toolkit.checkpoint.store import write_behind
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import TensorEntry, export_manifest, hashing
+from toolkit.formats.synced_files import write_behind
 
 _PORTION = 2**22  # bytes after which the follower is told how far the writer is
 

@@ -31,11 +31,11 @@ from tqdm import tqdm
 
 from toolkit import ranks
 from toolkit.checkpoint.commit import CHECKPOINTS
-from toolkit.checkpoint.store import sync, sync_above
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.export.weight_file import Follower, TensorValues, WrittenFile, write_file
 from toolkit.formats import ExportGroup, TensorEntry, export_manifest, is_plain_name
+from toolkit.formats.synced_files import sync, sync_above
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files

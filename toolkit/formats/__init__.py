@@ -1,4 +1,5 @@
-"""Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests."""
+"""Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests; and
+files written so that a power loss keeps them (`synced_files`)."""
 
 from toolkit.formats import export_manifest
 from toolkit.formats.dcp_metadata import METADATA_FILE, collector_paused, read_metadata

@@ -20,6 +20,7 @@ from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats.plain_files import hash_of_part, is_plain_name, plain_file
 from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
+from toolkit.formats.synced_files import write_synced
 from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 
 FILE = "toolkit_manifest.json"
@@ -78,10 +79,7 @@ def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> No
         "files": described["files"],
         "tensors": described["tensors"],
     }
-    with open(folder / FILE, "wb") as f:
-        f.write(_render(manifest))
-        f.flush()
-        os.fsync(f.fileno())
+    write_synced(folder / FILE, _render(manifest))
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from toolkit import parsing
 from toolkit.errors import CheckpointError
+from toolkit.formats.synced_files import replace_synced
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"  # answers to `train.eval_prompts`, a line each
@@ -48,9 +48,7 @@ def keep_until(file: Path, step: int) -> None:
     if not file.is_file():
         return
     kept = [line for line in read_lines(file) if line["step"] <= step]
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
-    os.replace(temporary, file)
+    replace_synced(file, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from toolkit.errors import ConfigError
+from toolkit.formats.synced_files import replacing
 from toolkit.parsing import read_yaml
 from toolkit.planning.devices import Device
 from toolkit.planning.simulation import PlanningError, Simulation
@@ -77,12 +78,9 @@ def remembered(device: Device, model: str, dtype: str) -> Calibration | None:
 
 def remember(device: Device, model: str, dtype: str, found: Calibration) -> None:
     """Keep `found` for later plans, instead of what was measured before."""
-    file = cache_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
     entries = _entries() | {_key(device, model, dtype): asdict(found)}
-    temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_text(yaml.safe_dump(entries, width=200), "utf-8")
-    os.replace(temporary, file)
+    with replacing(cache_file()) as scratch:
+        scratch.write_text(yaml.safe_dump(entries, width=200), "utf-8")
 
 
 def _key(device: Device, model: str, dtype: str) -> str:

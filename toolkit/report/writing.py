@@ -1,12 +1,11 @@
 """`report.html` and `report.png` written into a folder, once or while runs go on."""
 
 import importlib.util
-import os
 import time
 from pathlib import Path
 
-from toolkit.checkpoint.store import replace_synced
 from toolkit.errors import ReportError
+from toolkit.formats.synced_files import replace_synced, replacing
 from toolkit.report import page, picture, tables
 from toolkit.report.runs import RunRecord, read_runs
 
@@ -49,9 +48,8 @@ def _write(
 ) -> tuple[Path, Path]:
     folder = runs[0].path if output is None else Path(output).expanduser()
     replace_synced(folder / HTML, page.render(runs, reload_seconds))
-    temporary = folder / f"{PNG}.tmp"
-    picture.draw(runs, temporary)
-    os.replace(temporary, folder / PNG)
+    with replacing(folder / PNG) as scratch:
+        picture.draw(runs, scratch)
     return folder / HTML, folder / PNG
 
 

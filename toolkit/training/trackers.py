@@ -6,7 +6,6 @@ run trains is left out from there on, with a warning, and the run goes on.
 
 import json
 import operator
-import os
 import uuid
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -18,6 +17,7 @@ from accelerate import tracking
 from toolkit import parsing, ranks
 from toolkit.config import MetricsConfig
 from toolkit.errors import CheckpointError, TrainingError, one_line
+from toolkit.formats.synced_files import replace_synced
 
 _FILE = "trackers.json"
 # Those that choose the id of a run themselves, and where it is found.
@@ -60,9 +60,7 @@ class Trackers:
             after = self.last_logged if begun and name != "tensorboard" else self.first_step
             self._trackers[name] = tracker, after
         if known:
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(known), "utf-8")
-            os.replace(temporary, file)
+            replace_synced(file, json.dumps(known))
 
     def _started(self, name: str, known: str | None) -> tuple[tracking.GeneralTracker, str]:
         """Return a tracker that goes on with the run `known`, or begins one, and the run's id."""

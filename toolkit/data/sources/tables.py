@@ -7,10 +7,7 @@ row is decoded by itself.
 """
 
 import hashlib
-import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +24,7 @@ from toolkit.config.settings import SourceConfig
 from toolkit.data.sources.files import Kind, is_data_set
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError, one_line
+from toolkit.formats.synced_files import replacing
 
 T = TypeVar("T")
 RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -104,18 +102,6 @@ def cached(
                 out.write_table(table)
                 bar.update(len(table))
     return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=name)
-
-
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Give a file to write, which takes the place of `file` once it is whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(f".tmp-{uuid.uuid4().hex}")
-    try:
-        yield scratch
-        os.replace(scratch, file)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def groups(

@@ -32,6 +32,7 @@ from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, TokenSpans, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
+from toolkit.formats.synced_files import replacing
 
 ACROSS = "tokens across the edge of what is learned"
 
@@ -349,7 +350,7 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
         ids = _lists([r.input_ids for _, r in kept])
         spans = _lists([np.array(r.spans, np.int32).ravel() for _, r in kept])
         yield pa.table([ids, spans, pa.array([at for at, _ in kept], pa.int64())], schema=_IN_PART)
-    with tables.replacing(counted) as scratch:
+    with replacing(counted) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
 
 
