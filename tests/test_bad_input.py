@@ -883,7 +883,7 @@ def test_it_is_said_although_another_process_fails_first(tmp_path) -> None:
     )
     command = [*torchrun(2, free_port()), str(tmp_path / "late.py")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
     )
     assert done.returncode != 0
     assert done.stderr.count("error: seed must be an integer") == 1, done.stderr
@@ -893,7 +893,7 @@ def test_it_is_said_although_another_process_fails_first(tmp_path) -> None:
 def test_accelerate_launch_that_starts_one_process_of_two(tmp_path, tiny_llama, text_file) -> None:
     """The trap itself: `--cpu --num_processes 2` starts one process without a word."""
     launcher = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "2"]
-    done = run_recipe(launcher, *real_flags(tiny_llama, text_file, tmp_path / "run"), timeout=120)
+    done = run_recipe(launcher, *real_flags(tiny_llama, text_file, tmp_path / "run"), timeout=300)
     assert done.returncode != 0
     assert (
         done.stderr.count(
@@ -924,7 +924,7 @@ def test_fewer_samples_than_ranks(tmp_path, tiny_llama) -> None:
     """A real launch of two: one message, a failure of the launcher, nothing left behind."""
     (tmp_path / "short.txt").write_text("forty characters, enough for one sample.")
     flags = real_flags(tiny_llama, tmp_path / "short.txt", tmp_path / "run")
-    done = run_recipe(accelerate(2, free_port()), *flags, timeout=120)
+    done = run_recipe(accelerate(2, free_port()), *flags, timeout=300)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1, done.stderr
     assert "at least one training sample for each of the 2 ranks, got 1" in done.stderr
@@ -953,7 +953,7 @@ def test_what_one_rank_alone_cannot_read(tmp_path, sharded, text_file) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
     try:
-        said = [process.communicate(timeout=120) for process in started]
+        said = [process.communicate(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -381,7 +381,7 @@ def test_the_end_of_a_run_waits_and_fails_where_the_save_did(tmp_path):
         )
         for how in ("good", "full", "crash", "interrupt")
     }
-    said = {how: process.communicate(timeout=120)[0] for how, process in started.items()}
+    said = {how: process.communicate(timeout=300)[0] for how, process in started.items()}
     codes = {how: process.returncode for how, process in started.items()}
     assert codes == {"good": 0, "full": 1, "crash": 1, "interrupt": 130}, said
     committed = {how: sorted(commit.committed_steps(tmp_path / how)) for how in started}

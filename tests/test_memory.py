@@ -101,7 +101,7 @@ def test_a_run_that_cannot_fit_is_refused_before_loading(tmp_path: Path, text_fi
     _save(config, tmp_path / "model")
     save_byte_tokenizer(tmp_path / "model")
     given = flags(tmp_path / "model", text_file, tmp_path / "run")
-    done = run_recipe_ranks("pretrain", 2, *given, *more, cwd=tmp_path, kill_after=180)
+    done = run_recipe_ranks("pretrain", 2, *given, *more, cwd=tmp_path, kill_after=300)
     assert done.returncode == 1
     assert done.stderr.count("the run cannot fit: each of 2 rank(s) holds at least") == 1
     assert "1.7 GB are free" in done.stderr
@@ -120,7 +120,7 @@ def test_running_out_of_memory_ends_all_ranks_with_what_would_fit(
     text = recipe.read_text("utf-8").replace("loss=training.loss_sum", "loss=loss_sum")
     recipe.write_text(text.replace("\ndef pretrain(", PLANTED + "\ndef pretrain("), "utf-8")
     given = flags(tiny_llama, text_file, tmp_path / "run")
-    done = run_recipe_ranks(recipe, 2, *given, cwd=tmp_path, kill_after=120)
+    done = run_recipe_ranks(recipe, 2, *given, cwd=tmp_path, kill_after=300)
     assert done.returncode
     (line,) = [one for one in done.stderr.splitlines() if "Cheapest changes" in one]
     assert line.startswith("[rank 1] error: out of memory in the forward on rank 1: RuntimeError: ")
@@ -230,7 +230,7 @@ def test_a_run_keeps_what_it_chose(model: Path, text_file: Path, tmp_path: Path)
     asked = ("--train.per_device_train_batch_size", "auto", "--train.global_batch_size", "64")
     more = ("--model.init", "random", "--sharding.device_memory", str(memory))
     given = (*flags(model, text_file, tmp_path / "run"), *asked, *more, "--train.max_steps")
-    first = run_recipe_ranks("pretrain", 2, *given, "2", cwd=tmp_path, kill_after=120)
+    first = run_recipe_ranks("pretrain", 2, *given, "2", cwd=tmp_path, kill_after=300)
     assert first.returncode == 0, first.stderr
     (line,) = re.findall(r"auto       (per_device.*)", first.stdout)
     batch, repeats = map(int, re.findall(r"\d+", line))

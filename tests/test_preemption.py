@@ -272,7 +272,7 @@ def started(tmp_path):
             one.kill()
 
 
-def wait_for(log: Path, pattern: str, seconds: float = 120.0) -> None:
+def wait_for(log: Path, pattern: str, seconds: float = 300.0) -> None:
     until = time.monotonic() + seconds
     while not re.search(pattern, log.read_text()):
         assert time.monotonic() < until, log.read_text()

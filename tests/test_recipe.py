@@ -222,7 +222,7 @@ def test_kill_and_same_command_is_bit_equal(tmp_path, text_file):
     process = subprocess.Popen(
         command(stormy), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.time() + 120
+    deadline = time.time() + 300
     while not (commit.committed_steps(stormy) and len(read_metrics(stormy)) >= 5):
         assert time.time() < deadline
         assert process.poll() is None, "it ended before it could be killed"

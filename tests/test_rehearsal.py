@@ -292,7 +292,7 @@ def edited(recipe: str, *changes: str) -> None:
 
 
 @pytest.mark.plans
-def test_a_shipped_config_passes_in_time(tmp_path) -> None:
+def test_a_shipped_config_passes(tmp_path) -> None:
     """The command, on the config as it is shipped; nothing of it stays."""
     command = [sys.executable, "-m", "toolkit", "rehearse", "recipes/configs/pretrain_tiny.yaml"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
@@ -306,7 +306,6 @@ def test_a_shipped_config_passes_in_time(tmp_path) -> None:
     assert ran == list(STAGES)
     left_out = {stage["stage"] for stage in summary["stages"] if stage["ok"] is None}
     assert left_out == {"hub", "adapter"}
-    assert summary["seconds"] < 180
     assert not list(tmp_path.iterdir())
 
 

@@ -147,7 +147,7 @@ def test_a_launch_on_gpus_of_a_machine_without(tmp_path, tiny_llama, text_file) 
         for part in accelerate(2, free_port())
     ]
     flags = ["--model.name_or_path", str(tiny_llama), "--data.train_files", str(text_file)]
-    done = run_recipe(launcher, *flags, "--output_dir", str(tmp_path / "run"), timeout=120)
+    done = run_recipe(launcher, *flags, "--output_dir", str(tmp_path / "run"), timeout=300)
     assert done.returncode != 0
     ours, _, of_launcher = done.stderr.partition("Traceback")
     assert ours.count("torch sees no GPU") == 1
