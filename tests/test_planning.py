@@ -457,7 +457,7 @@ def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch
     assert "devices 8" in found.change
     assert found.fits(memory)
     kinds = [name.split(" + ")[-1].split()[0] for name in said]
-    assert kinds == ["optim", "devices", "activation_offload", "devices"]
+    assert kinds == ["optim", "devices", "devices"]
     assert all(planned.count(one) == 1 for one in planned)
 
 

@@ -35,7 +35,7 @@ from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.export.weight_file import Follower, TensorValues, WrittenFile, write_file
 from toolkit.formats import ExportGroup, TensorEntry, export_manifest, is_plain_name
-from toolkit.formats.synced_files import sync, sync_above
+from toolkit.formats.synced_files import replacing, sync, sync_above
 from toolkit.parsing import read_json
 
 _MARK = ".toolkit-export"  # the note; tells a folder that an export left from somebody's files
@@ -238,9 +238,8 @@ class _Staging:
         """Note that the weight file `described` is complete."""
         self.finished |= dict.fromkeys(described["files"], described)
         note = {"key": self.key, "finished": self.finished}
-        temporary = self.folder / f"{_MARK}.tmp"
-        temporary.write_text(json.dumps(note))
-        temporary.replace(self.folder / _MARK)
+        with replacing(self.folder / _MARK) as scratch:
+            scratch.write_text(json.dumps(note))
 
     def leave(self) -> str:
         """Remove the folder unless there is something in it to go on with; return what is left."""

@@ -1,4 +1,4 @@
-"""Files written so that a kill, or a loss of power, leaves the old one or the new one whole."""
+"""Files that a kill leaves whole, the old one or the new one; with fsync a loss of power, too."""
 
 import contextlib
 import errno
