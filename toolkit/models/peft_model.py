@@ -131,7 +131,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    persistent = model.state_dict().keys()
+    persistent = model.state_dict(keep_vars=True).keys()  # else each parameter is detached for it
     return {n: b for n, b in model.named_buffers() if n in persistent}
 
 
