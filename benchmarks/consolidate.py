@@ -1,13 +1,15 @@
 """What consolidating a sharded checkpoint costs: time and memory, beside `cp` and its peers.
 
-    python benchmarks/consolidate.py [--gigabytes 4] [--ranks 4] [--repeats 5] [--scratch DIR]
+    python benchmarks/consolidate.py [--gigabytes 4] [--ranks 4] [--repeats 5] [--keep]
+                                     [--scratch DIR]
 
 Writes a Llama of random weights in fp32 from `ranks` gloo processes in the format each side reads:
 the toolkit's own checkpoint, torch's sharded safetensors (transformers), a DCP folder (Accelerate).
 Then, in turns, each in a process of its own: `cp` of the exported files, `toolkit consolidate`
 without and with the cast to bf16, transformers' consolidate_distributed_checkpoint, Accelerate's
 merge_fsdp_weights. Every input is on the disk and out of the page cache, every output is new, and
-the clock stops after its fsync. Imports are not timed.
+the clock stops after its fsync. Imports are not timed. With `--keep` every output is on blocks that
+a thin disk has not seen yet.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import ctypes
 import json
 import mmap
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max_shard_size", default="1GB")
     parser.add_argument("--sides", nargs="*", help="only these (default: all)")
+    parser.add_argument("--keep", action="store_true", help="no output goes before the end")
     parser.add_argument("--scratch", type=Path, help="folder on the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/consolidate.md"))
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -181,13 +185,16 @@ def measure(args: argparse.Namespace, scratch: Path) -> str:
     times: dict[str, list[dict]] = {side: [] for side in sides}
     warmest = 0.0
     for repeat in range(args.repeats):
-        for side in sides[repeat % len(sides) :] + sides[: repeat % len(sides)]:
+        # In turns that change: what a side wrote and freed still occupies the disk of the next.
+        for side in random.Random(repeat).sample(sides, len(sides)):
             source = inputs.get(side) or inputs[side.partition(":")[0]]
             warmest = max(warmest, make_cold(source))
             fill_page_cache(scratch / "zeros")
-            found = run_side(args, side, source, scratch / "out")
+            target = scratch / f"out-{repeat}-{side.replace(':', '-')}"
+            found = run_side(args, side, source, target)
             times[side].append(found)
-            shutil.rmtree(scratch / "out")
+            if not args.keep:
+                shutil.rmtree(target)
             os.sync()
             print(side, json.dumps(found), file=sys.stderr, flush=True)
     sizes = {d: sum(p.stat().st_size for p in inputs[f"cp:{d}"].iterdir()) for d in DTYPES}
@@ -273,9 +280,11 @@ def report(
             f"layers, largest tensor {largest:,.0f} MB), saved by {args.ranks} ranks. Cold input: "
             "each file fsynced and dropped with `posix_fadvise(DONTNEED)`, then asked of "
             f"`mincore`: at most {warmest:.2%} of the pages stayed; the page cache is full of "
-            "another file. New output every time, its fsync timed. "
-            f"{args.repeats} repeats, all sides in turns; medians, the ratio is the "
-            "median of the pairs. Peak is anonymous memory above what was there before the call, "
+            "another file. New output every time"
+            f"{', none removed before the end' if args.keep else ''}, its fsync timed. "
+            f"{args.repeats} repeats, all sides in turns, in an order that is drawn each time; "
+            "medians, the ratio is the median of the pairs. Peak is anonymous memory above what "
+            "was there before the call, "
             "sampled every 2 ms, the largest of the repeats, in the process that exports; each "
             "program that reads back, one for each file that is written at a time, holds 16 MB.",
             "",
