@@ -284,9 +284,9 @@ def report(
             f"{', none removed before the end' if args.keep else ''}, its fsync timed. "
             f"{args.repeats} repeats, all sides in turns, in an order that is drawn each time; "
             "medians, the ratio is the median of the pairs. Peak is anonymous memory above what "
-            "was there before the call, "
-            "sampled every 2 ms, the largest of the repeats, in the process that exports; each "
-            "program that reads back, one for each file that is written at a time, holds 16 MB.",
+            "was there before the call, sampled every 2 ms, the largest of the repeats, in the "
+            "process that exports; each program that reads back, one for each file that is "
+            "written at a time, holds 16 MB.",
             "",
             "Toolkit: all of `consolidate`, with what no peer does: reading back what was written, "
             "their hashes, and comparing with the digests of the checkpoint. `cp` copies the "

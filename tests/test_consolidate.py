@@ -33,7 +33,7 @@ from toolkit import checkpoint
 from toolkit.checkpoint.sources import MANIFEST_VERSION, find_source
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.export import consolidate, consolidation, sources, writer
+from toolkit.export import consolidate, consolidation, sources, weight_file, writer
 from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_options
 from toolkit.formats import ExportGroup, HFAssets, export_manifest, hashing, stored_tensors
@@ -509,6 +509,17 @@ def test_a_damaged_checkpoint_is_refused(root: Path, tmp_path: Path) -> None:
     os.truncate(shard, shard.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"__1_0.distcp is \d+ bytes long, expected"):
         consolidate(tmp_path / "short", tmp_path / "out")
+
+
+def test_each_weight_file_is_reserved_whole(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = []
+    monkeypatch.setattr(weight_file, "preallocate", lambda *range: reserved.append(range[1:]))
+    out = Path(consolidate(root / "llama/sharded", tmp_path / "out", max_shard_size="1KB"))
+    files = list(out.glob("*.safetensors"))
+    assert len(files) > 1
+    assert sorted(reserved) == sorted((0, file.stat().st_size) for file in files)
 
 
 def test_failure_leaves_nothing_and_leftovers_are_replaced(

@@ -12,10 +12,7 @@ from pathlib import Path
 _BEHIND = 16 * 2**20  # bytes
 _WORTH_RESERVING = 2**20
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
-_NO_PREALLOCATION = {
-    *(errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
-    errno.EPERM,
-}
+_NO_RESERVING = {errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
 
 
 def sync(path: Path) -> None:
@@ -56,7 +53,7 @@ def preallocate(descriptor: int, begin: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, begin, size)
     except OSError as error:
-        if error.errno not in _NO_PREALLOCATION:
+        if error.errno not in _NO_RESERVING:
             raise
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
