@@ -183,13 +183,13 @@ def measure(args: argparse.Namespace, scratch: Path) -> str:
     if args.sides is not None:
         sides = [side for side in sides if side in args.sides]
     times: dict[str, list[dict]] = {side: [] for side in sides}
-    warmest = 0.0
+    warmest, compacted = 0.0, False
     for repeat in range(args.repeats):
         # In turns that change: what a side wrote and freed still occupies the disk of the next.
         for side in random.Random(repeat).sample(sides, len(sides)):
             source = inputs.get(side) or inputs[side.partition(":")[0]]
             warmest = max(warmest, make_cold(source))
-            fill_page_cache(scratch / "zeros")
+            compacted = fill_page_cache(scratch / "zeros")
             target = scratch / f"out-{repeat}-{side.replace(':', '-')}"
             found = run_side(args, side, source, target)
             times[side].append(found)
@@ -199,7 +199,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> str:
             print(side, json.dumps(found), file=sys.stderr, flush=True)
     sizes = {d: sum(p.stat().st_size for p in inputs[f"cp:{d}"].iterdir()) for d in DTYPES}
     files = {d: len(list(inputs[f"cp:{d}"].glob("*.safetensors"))) for d in DTYPES}
-    return report(args, llama, times, sizes, files, warmest)
+    return report(args, llama, times, sizes, files, warmest, compacted)
 
 
 def run_side(args: argparse.Namespace, side: str, source: Path, target: Path) -> dict:
@@ -246,6 +246,7 @@ def report(
     sizes: dict[str, int],
     files: dict[str, int],
     warmest: float,
+    compacted: bool,
 ) -> str:
     def median(side: str) -> float:
         return statistics.median(one["seconds"] for one in times[side])
@@ -280,7 +281,7 @@ def report(
             f"layers, largest tensor {largest:,.0f} MB), saved by {args.ranks} ranks. Cold input: "
             "each file fsynced and dropped with `posix_fadvise(DONTNEED)`, then asked of "
             f"`mincore`: at most {warmest:.2%} of the pages stayed; the page cache is full of "
-            "another file. New output every time"
+            f"another file{', memory compacted before' if compacted else ''}. New output every time"
             f"{', none removed before the end' if args.keep else ''}, its fsync timed. "
             f"{args.repeats} repeats, all sides in turns, in an order that is drawn each time; "
             "medians, the ratio is the median of the pairs. Peak is anonymous memory above what "

@@ -48,8 +48,8 @@ from toolkit.formats import (
 from toolkit.loading import load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
-# Files that are written at a time: each needs a core for the writer and one for what follows it.
-AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 2))
+# Files that are written at a time: while one waits for the disk, another is copied or cast.
+AT_ONCE = min(4, os.cpu_count() or 1)
 
 
 class SavedTensors:
