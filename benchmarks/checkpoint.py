@@ -68,6 +68,7 @@ def main() -> None:
         loads = {}
         for world in (1, 2, 4):
             forget(Path(scratch, "kept"))
+            fill_page_cache(Path(scratch, "zeros"))
             loads[world] = on_ranks(world, load, scratch, args.moments)
     text = report(found, loads, args)
     print(text)
