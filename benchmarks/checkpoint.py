@@ -14,7 +14,8 @@ at the end: a thin disk takes blocks that were just freed several times as fast 
     async     the same with `async_save`: how long the loop waits, and until it is committed
 
 Then 1, 2 and 4 ranks resume what was saved, from a cold page cache where the system lets files go
-(Linux), and say how many bytes they asked for; verification is timed apart.
+(Linux), and say how many bytes they asked for; verification is timed apart. Saves and loads begin
+when the rest of memory is full of another file (`memory.fill_page_cache`).
 """
 
 import argparse
