@@ -8,13 +8,12 @@ the toolkit's own checkpoint, torch's sharded safetensors (transformers), a DCP 
 Then, in turns, each in a process of its own: `cp` of the exported files, `toolkit consolidate`
 without and with the cast to bf16, transformers' consolidate_distributed_checkpoint, Accelerate's
 merge_fsdp_weights. Every input is on the disk and out of the page cache, every output is new, and
-the clock stops after its fsync. Imports are not timed. With `--keep` every output is on blocks that
-a thin disk has not seen yet.
+the clock stops after its fsync. Imports are not timed, nor how their libraries come into memory.
+With `--keep` every output is on blocks that a thin disk has not seen yet.
 """
 
 import argparse
 import ctypes
-import json
 import mmap
 import os
 import random
@@ -31,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from machine import describe
-from memory import Peak, anonymous, fill_page_cache
+from memory import Peak, anonymous, cache_libraries, fill_page_cache
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from transformers import LlamaConfig
 
@@ -49,6 +48,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="folder on the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/consolidate.md"))
     parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folders", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
@@ -142,16 +142,19 @@ def one_side(args: argparse.Namespace) -> None:
             target.mkdir()
             subprocess.run(["cp", *files, str(target)], check=True)
 
-    before = anonymous()
-    with Peak() as peak:
-        begun = time.perf_counter()
-        work()
-        for file in target.rglob("*"):
-            if file.is_file():
-                sync(file)
-        seconds = time.perf_counter() - begun
-    grown = peak.highest - before
-    print(json.dumps({"seconds": seconds, "grown": grown}))
+    if args.memory:
+        before = anonymous()
+        with Peak() as peak:
+            work()
+        print(peak.highest - before)
+        return
+    cache_libraries()
+    begun = time.perf_counter()
+    work()
+    for file in target.rglob("*"):
+        if file.is_file():
+            sync(file)
+    print(time.perf_counter() - begun)
 
 
 def sync(file: Path) -> None:
@@ -182,33 +185,41 @@ def measure(args: argparse.Namespace, scratch: Path) -> str:
         run_side(args, f"toolkit:{dtype}", inputs["toolkit"], folder)
     if args.sides is not None:
         sides = [side for side in sides if side in args.sides]
-    times: dict[str, list[dict]] = {side: [] for side in sides}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    grown = dict.fromkeys(sides, 0.0)
     warmest, compacted = 0.0, False
-    for repeat in range(args.repeats):
+    # The first round is of memory: a thread that samples it would take time of the others.
+    for repeat in range(args.repeats + 1):
         # In turns that change: what a side wrote and freed still occupies the disk of the next.
         for side in random.Random(repeat).sample(sides, len(sides)):
             source = inputs.get(side) or inputs[side.partition(":")[0]]
             warmest = max(warmest, make_cold(source))
             compacted = fill_page_cache(scratch / "zeros")
             target = scratch / f"out-{repeat}-{side.replace(':', '-')}"
-            found = run_side(args, side, source, target)
-            times[side].append(found)
+            found = run_side(args, side, source, target, memory=repeat == 0)
+            if repeat == 0:
+                grown[side] = found
+            else:
+                times[side].append(found)
             if not args.keep:
                 shutil.rmtree(target)
             os.sync()
-            print(side, json.dumps(found), file=sys.stderr, flush=True)
+            print(side, found, file=sys.stderr, flush=True)
     sizes = {d: sum(p.stat().st_size for p in inputs[f"cp:{d}"].iterdir()) for d in DTYPES}
     files = {d: len(list(inputs[f"cp:{d}"].glob("*.safetensors"))) for d in DTYPES}
-    return report(args, llama, times, sizes, files, warmest, compacted)
+    return report(args, llama, times, grown, sizes, files, warmest, compacted)
 
 
-def run_side(args: argparse.Namespace, side: str, source: Path, target: Path) -> dict:
+def run_side(
+    args: argparse.Namespace, side: str, source: Path, target: Path, memory: bool = False
+) -> float:
+    """Return the seconds that a side takes, or the bytes by which its memory grows."""
     command = [sys.executable, __file__, "--side", side, "--folders", str(source), str(target)]
-    command += ["--max_shard_size", args.max_shard_size]
+    command += ["--max_shard_size", args.max_shard_size, *["--memory"] * memory]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{side} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return float(done.stdout.strip().splitlines()[-1])
 
 
 def make_cold(folder: Path) -> float:
@@ -242,18 +253,19 @@ def residency(descriptor: int, size: int) -> tuple[int, int]:
 def report(
     args: argparse.Namespace,
     llama: LlamaConfig,
-    times: dict[str, list[dict]],
+    times: dict[str, list[float]],
+    grown: dict[str, float],
     sizes: dict[str, int],
     files: dict[str, int],
     warmest: float,
     compacted: bool,
 ) -> str:
     def median(side: str) -> float:
-        return statistics.median(one["seconds"] for one in times[side])
+        return statistics.median(times[side])
 
     def ratio(dtype: str, other: str) -> float:
         pairs = zip(times[f"toolkit:{dtype}"], times[other], strict=True)
-        return statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+        return statistics.median(a / b for a, b in pairs)
 
     rows, parts = [], []
     for dtype in DTYPES:
@@ -266,11 +278,11 @@ def report(
                     f"| {dtype} | {other.partition(':')[0]} | {median(other):.2f} | "
                     f"{median(side):.2f} | "
                     f"**{ratio(dtype, other):.2f}** | "
-                    f"{max(o['grown'] for o in times[other]) / 1e6:,.0f} |"
+                    f"{grown[other] / 1e6:,.0f} |"
                 )
         parts.append(
             f"| {dtype} | {sizes[dtype] / 1e9:.2f} in {files[dtype]} | {median(side):.2f} | "
-            f"{max(o['grown'] for o in times[side]) / 1e6:,.0f} |"
+            f"{grown[side] / 1e6:,.0f} |"
         )
     largest = 32000 * 2048 * 4 / 1e6
     return "\n".join(
@@ -281,11 +293,12 @@ def report(
             f"layers, largest tensor {largest:,.0f} MB), saved by {args.ranks} ranks. Cold input: "
             "each file fsynced and dropped with `posix_fadvise(DONTNEED)`, then asked of "
             f"`mincore`: at most {warmest:.2%} of the pages stayed; the page cache is full of "
-            f"another file{', memory compacted before' if compacted else ''}. New output every time"
+            f"another file{', memory compacted before' if compacted else ''}, but for each side's "
+            "libraries. New output every time"
             f"{', none removed before the end' if args.keep else ''}, its fsync timed. "
             f"{args.repeats} repeats, all sides in turns, in an order that is drawn each time; "
             "medians, the ratio is the median of the pairs. Peak is anonymous memory above what "
-            "was there before the call, sampled every 2 ms, the largest of the repeats, in the "
+            "was there before the call, sampled every 2 ms in one more export, not timed, in the "
             "process that exports; each program that reads back, one for each file that is "
             "written at a time, holds 16 MB.",
             "",

@@ -14,6 +14,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, conversion_mapping
 
 from toolkit import checkpoint
+from toolkit.checkpoint import sources as checkpoint_sources
 from toolkit.checkpoint.sources import MANIFEST_VERSION, find_source
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
@@ -877,6 +881,83 @@ def test_the_process_that_reads_back_fails(
         consolidate(root / "llama/sharded", tmp_path / "out/hf", max_shard_size="4KB")
     left = list((tmp_path / "out").glob("*/*.safetensors"))
     assert (len(left) > kept) is bool(kept)
+
+
+def test_pages_go_to_the_disk_behind_the_hashing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel drops what it has written: whatever is hashed later comes from the disk."""
+    path, given, size = tmp_path / "file", 0, 100_000
+    path.write_bytes(os.urandom(size))
+    lines = [f"file {json.dumps(str(path))}", "to 30000", "part 50000", "to 51000", "part 100000"]
+    monkeypatch.setattr(sys, "stdin", [f"{line}\n" for line in [*lines, "end "]])
+    monkeypatch.setattr(hashing, "_BEHIND", 20_000)
+    written, hashed = hashing._written, 0
+
+    def read(descriptor: int, begin: int, end: int) -> Iterator[memoryview]:
+        nonlocal hashed
+        for content in written(descriptor, begin, end):
+            yield content
+            hashed += len(content)
+
+    def advise(descriptor: int, begin: int, count: int, advice: int) -> None:
+        nonlocal given
+        assert (begin, advice) == (given, os.POSIX_FADV_DONTNEED)
+        given += count
+        assert given <= hashed
+
+    monkeypatch.setattr(hashing, "_written", read)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    hashing.main()
+    assert json.loads(capsys.readouterr().out)["size"] == given == hashed == size
+
+
+def test_the_writer_leaves_pages_to_the_hashing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(hashing, "_BEHIND", 1)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args))
+    consolidate(root / "llama/sharded", tmp_path / "hf")
+    assert not asked
+    hashing.write_behind(0, 0, 1)
+    assert asked
+
+
+@pytest.mark.parametrize("most", [2**29, 4_000])
+def test_the_first_weights_are_read_while_the_export_is_planned(
+    root: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    source, read = find_source(root / "llama/sharded"), []
+    monkeypatch.setattr(checkpoint_sources, "_AHEAD", most)
+    monkeypatch.setattr(os, "sendfile", lambda to, of, begin, count: read.append((begin, count)))
+    source._read_first()
+    keys = [key for key in source.tensors if key.startswith("model.")]
+    assert len(keys) < len(source.tensors)  # it holds moments, too
+    blobs = [chunk.blob for key in keys for chunk in source.stored(key).chunks]
+    if most > sum(count for _, count in blobs):
+        assert read == blobs
+    else:
+        assert read[:-1] == blobs[: len(read) - 1]
+        assert sum(count for _, count in read) == most
+
+
+def test_reading_ahead_leaves_faults_to_the_export(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, faults, begun = tmp_path / "run", [], []
+    shutil.copytree(root / "llama/sharded", run)
+    source = find_source(run)
+    for shard in (run / "checkpoints").glob("*/dcp/*.distcp"):
+        shard.write_bytes(b"damaged" * (shard.stat().st_size // 7))
+    start = threading.Thread.start
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    monkeypatch.setattr(threading.Thread, "start", lambda t: (begun.append(t), start(t)))
+    source.read_ahead()
+    begun[0].join()
+    assert not faults
+    replace(source, checkpoint=None).read_ahead()  # of another tool
+    assert len(begun) == 1
 
 
 def test_after_a_failed_fsync_nothing_is_kept(

@@ -22,7 +22,8 @@ from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
-from toolkit.formats.synced_files import preallocate, sync, write_behind
+from toolkit.formats.hashing import write_behind
+from toolkit.formats.synced_files import preallocate, sync
 
 SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s

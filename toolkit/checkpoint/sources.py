@@ -9,9 +9,12 @@
 What they say is not trusted: a pickle is read by `formats.read_metadata` only.
 """
 
+import contextlib
 import hashlib
+import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +33,7 @@ from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelErro
 from toolkit.parsing import parse_json
 
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
+_AHEAD = 2**29  # bytes
 _OPTIMIZER = "optimizer_"  # Accelerate's folder of moments, beside the one of weights
 _SHARDING = "DCP_SHARDING_INFO"  # the header's entry in which torch says where a shard begins
 _CONSOLIDATED_BESIDE = "sharded"  # where torch puts the shards when it consolidates them itself
@@ -64,6 +68,26 @@ class Source:
         manifest = {} if self.checkpoint is None else commit.read_manifest(self.checkpoint)
         known = manifest["tensors"] if manifest.get("version") == MANIFEST_VERSION else {}
         return {key: entry["digest"] for key, entry in known.items()}
+
+    def read_ahead(self) -> None:
+        """Have the kernel read the first weights, while the caller plans what to do with them. Not
+        of another tool's checkpoint: which are the first is not known.
+        """
+        if self.checkpoint is not None:
+            threading.Thread(target=self._read_first, name="read-ahead", daemon=True).start()
+
+    def _read_first(self) -> None:
+        left = _AHEAD
+        with contextlib.suppress(CheckpointError, OSError), open(os.devnull, "wb") as nowhere:
+            # What fails here is said when it is read for use.
+            keys = (key for key in self.tensors if key.startswith(_PREFIX))
+            for chunk in itertools.chain.from_iterable(self.stored(key).chunks for key in keys):
+                begin, count = chunk.blob
+                with open(chunk.file, "rb", buffering=0) as file:
+                    # One call: each return would wait for Python's lock, up to 5 ms.
+                    os.sendfile(nowhere.fileno(), file.fileno(), begin, min(count, left))
+                if (left := left - count) <= 0:
+                    return
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:

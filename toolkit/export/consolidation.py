@@ -80,6 +80,7 @@ def consolidate(
     target = check_output(output, given)
     if merge and adapter is None:
         raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
+    source.read_ahead()
     origin, read_group = _origin(source, dtype, hf_assets if adapter else None), None
     run = origin.get("run")
     if adapter is None:

@@ -25,7 +25,7 @@ import xxhash
 
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import TensorEntry, export_manifest, hashing
-from toolkit.formats.synced_files import preallocate, write_behind
+from toolkit.formats.synced_files import preallocate
 
 _PORTION = 2**22  # bytes after which the follower is told how far the writer is
 
@@ -170,21 +170,20 @@ def write_file(
 
     ExportError: values that do not have the planned size, or that their dtype cannot hold.
     """
-    end = given = told = 0
+    end = told = 0
     parts = []
     with open(path, "xb", buffering=0) as file:
         preallocate(file.fileno(), 0, len(header) + sum(p.nbytes for p in places.values()))
         follower.tell("file", json.dumps(str(path)))
 
         def write(contents: Iterable[memoryview], copied: StoredRows | None = None) -> str:
-            nonlocal end, given, told
+            nonlocal end, told
             hashed = xxhash.xxh3_128()
             for content in contents:
                 if copied is None:
                     hashed.update(content)
                 _write_all(file.fileno(), content, end)
                 end += len(content)
-                given = write_behind(file.fileno(), given, end)
                 if end - told >= _PORTION:
                     follower.tell("to", end)
                     told = end
