@@ -11,18 +11,21 @@ What they say is not trusted: a pickle is read by `formats.read_metadata` only.
 
 import contextlib
 import hashlib
-import itertools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from toolkit import formats
 from toolkit.adapters.base import base_digest
@@ -54,6 +57,8 @@ class Source:
     stored: Callable[[str], formats.StoredTensor]
     """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
     fault: Callable[[str], str | None]  # name -> why it is not covered once; None: it is
+    first: list[tuple[Path, int, int]] = field(default_factory=list)
+    """File, offset and count of the first weights' blobs; of another tool's they are not known."""
 
     def fingerprint(self) -> str:
         """Return a hash that changes with the weights: of the manifest, else of file stats."""
@@ -70,24 +75,19 @@ class Source:
         return {key: entry["digest"] for key, entry in known.items()}
 
     def read_ahead(self) -> None:
-        """Have the kernel read the first weights, while the caller plans what to do with them. Not
-        of another tool's checkpoint: which are the first is not known.
+        """Have the kernel read the first weights, while the caller plans what to do with them
+        (Linux; elsewhere nothing happens).
         """
-        if self.checkpoint is not None:
-            threading.Thread(target=self._read_first, name="read-ahead", daemon=True).start()
+        threading.Thread(target=self._read_first, name="read-ahead", daemon=True).start()
 
     def _read_first(self) -> None:
-        left = _AHEAD
-        with contextlib.suppress(CheckpointError, OSError), open(os.devnull, "wb") as nowhere:
+        # No call that comes back into Python from C++: the interpreter's end would abort in it.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
             # What fails here is said when it is read for use.
-            keys = (key for key in self.tensors if key.startswith(_PREFIX))
-            for chunk in itertools.chain.from_iterable(self.stored(key).chunks for key in keys):
-                begin, count = chunk.blob
-                with open(chunk.file, "rb", buffering=0) as file:
+            for name, begin, count in self.first:
+                with open(name, "rb", buffering=0) as file:
                     # One call: each return would wait for Python's lock, up to 5 ms.
-                    os.sendfile(nowhere.fileno(), file.fileno(), begin, min(count, left))
-                if (left := left - count) <= 0:
-                    return
+                    os.sendfile(nowhere.fileno(), file.fileno(), begin, count)
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:
@@ -271,7 +271,20 @@ def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
         return formats.StoredTensor(*tensors[key], chunks)
 
     fault = partial(formats.coverage_fault, metadata)
-    return Source(folder, hf, checkpoint, tensors, stored, fault)
+    first = list(_first_blobs(folder, metadata)) if checkpoint is not None else []
+    return Source(folder, hf, checkpoint, tensors, stored, fault, first)
+
+
+def _first_blobs(folder: Path, metadata: Metadata) -> Iterator[tuple[Path, int, int]]:
+    left = _AHEAD
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
+            for part in entry.chunks:
+                blob = metadata.storage_data.get(MetadataIndex(key, part.offsets))
+                if blob is not None:  # else it is refused when it is read
+                    yield folder / blob.relative_path, blob.offset, min(blob.length, left)
+                    if (left := left - blob.length) <= 0:
+                        return
 
 
 def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:

@@ -32,7 +32,7 @@ from toolkit.export.plan import (
     parse_options,
 )
 from toolkit.export.sources import AT_ONCE, AdapterMerge, SavedTensors
-from toolkit.export.writer import ReadGroup, check_output, write_export
+from toolkit.export.writer import ReadGroup, check_output, staging_folder, write_export
 from toolkit.models import tied_families
 
 
@@ -80,7 +80,8 @@ def consolidate(
     target = check_output(output, given)
     if merge and adapter is None:
         raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
-    source.read_ahead()
+    if not staging_folder(target).exists():  # else the first weights may be written already
+        source.read_ahead()
     origin, read_group = _origin(source, dtype, hf_assets if adapter else None), None
     run = origin.get("run")
     if adapter is None:

@@ -63,6 +63,11 @@ def check_output(output: str | Path, inside: Path | None = None) -> Path:
     raise ExportError(f"output {output} {fault}")
 
 
+def staging_folder(target: Path) -> Path:
+    """Return the folder in which an export is written; it stays where one was interrupted."""
+    return target.with_name(f"{target.name}.tmp-export")
+
+
 def _is_whole(folder: Path) -> bool:
     """Whether a folder is an export, or what holds the checkpoints of a run."""
     of_run = folder.name == CHECKPOINTS and any(folder.glob("step-*"))
@@ -259,7 +264,7 @@ def _staged(target: Path, key: dict[str, str]) -> Iterator[_Staging]:
     On a failure it is removed, unless a weight file was finished and the cause lies outside (the
     disk, an interrupt).
     """
-    folder = target.with_name(f"{target.name}.tmp-export")
+    folder = staging_folder(target)
     staging = _Staging(folder, key)
     with contextlib.ExitStack() as stack:
         try:
