@@ -87,7 +87,8 @@ def write_behind(descriptor: int, given: int, end: int) -> int:
     """Have the kernel begin to write a file to the disk, some MB at a time: fsync then waits for
     the rest only. The bytes up to `given` are on their way; return up to where they are now.
 
-    The page cache may let go of them: what reads them soon should have read them before.
+    The page cache may let go of them: what reads them soon should have read them before. It is not
+    in `synced_files` because the program below can import nothing of the toolkit.
     """
     if end - given < _BEHIND or not hasattr(os, "posix_fadvise"):
         return given
