@@ -1,6 +1,6 @@
 """What consolidating a sharded checkpoint costs: time and memory, beside `cp` and its peers.
 
-    python benchmarks/consolidate.py [--gigabytes 4] [--ranks 4] [--repeats 5] [--keep]
+    python benchmarks/consolidate.py [--gigabytes 8] [--ranks 4] [--repeats 5] [--keep]
                                      [--scratch DIR]
 
 Writes a Llama of random weights in fp32 from `ranks` gloo processes in the format each side reads:
@@ -39,7 +39,7 @@ DTYPES = ("float32", "bfloat16")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the model in fp32")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="of the model in fp32")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max_shard_size", default="1GB")

@@ -1,5 +1,7 @@
-"""Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests; and
-files written so that a power loss keeps them (`synced_files`)."""
+"""Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests.
+
+Also files that are written so that a power loss keeps them (`synced_files`).
+"""
 
 from toolkit.formats import export_manifest
 from toolkit.formats.dcp_metadata import METADATA_FILE, collector_paused, read_metadata

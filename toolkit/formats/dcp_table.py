@@ -1,8 +1,7 @@
-"""The chunks of a torch distributed checkpoint (DCP) as arrays: what all ranks hold, made, checked
-and cut for one of them without an object for each chunk.
+"""The chunks of a torch distributed checkpoint (DCP) as arrays: made, checked, cut for one rank.
 
-A model of 900 tensors on 1,024 ranks has 900,000 chunks: 3 objects of Python and two entries of
-dictionaries each in torch's own `Metadata`, 56 bytes here.
+There is no object for each chunk. A model of 900 tensors on 1,024 ranks has 900,000 chunks: 3
+objects of Python and two entries of dictionaries each in torch's own `Metadata`, 56 bytes here.
 """
 
 import math

@@ -1,5 +1,6 @@
-"""The plan within a run: what cannot fit is refused before weights are read, what may not fit is
-said, and an out-of-memory error ends with the changes that would fit.
+"""The plan within a run: what cannot fit in memory is refused before weights are read.
+
+What may not fit is said, and an out-of-memory error ends with the changes that would fit.
 
 [Note: apart] A plan needs a process group of processes that do not exist, which cannot stand beside
 the run's own. So plans are made in a process of their own, of rank 0 or of the rank that failed;

@@ -1,5 +1,6 @@
-"""A step of a run without its bytes: the real model, FSDP2, loss, optimizer and `train_step`, as
-one rank of a process group that does not exist, on fake tensors.
+"""A step of a run without its bytes: the real `train_step` as one rank, on fake tensors.
+
+Model, FSDP2, loss and optimizer are the run's own; the process group does not exist.
 
 [Note: fake step] FSDP2 issues, waits for and frees everything in the same order on a CPU mesh as on
 GPUs, and fake tensors carry shapes, dtypes and storages. So what is gathered, kept, recomputed and

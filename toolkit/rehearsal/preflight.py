@@ -1,5 +1,6 @@
-"""What a run would be refused for before its first step, asked here of the real config; and the
-small run that then lives (`life`).
+"""What a run would be refused for before its first step, asked here of the real config.
+
+The same pass makes the small run that then lives (`life`).
 """
 
 import ast

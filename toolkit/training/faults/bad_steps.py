@@ -1,5 +1,4 @@
-"""Steps that were skipped on all ranks, as loss or gradient is NaN, infinite or a spike: told with
-their samples.
+"""Steps that were skipped on all ranks, with their samples: loss or gradient NaN, inf or a spike.
 
 `train_step` decides on the device and waits for nothing. What it decided is read here, where a line
 of metrics is due or something is saved.
