@@ -55,17 +55,14 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     training.add_embedding_noise(model, cfg.train.neftune_noise_alpha)
 
     # ---- The loop --------------------------------------------------------------------------------
+    loss = partial(training.loss_sum, label_smoothing=cfg.train.label_smoothing_factor)
     model.train()
     first = state.step + 1
     run.say(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         unshard_early(model)
         stats = training.train_step(
-            model,
-            optimizer,
-            micro_batches,
-            max_grad_norm=cfg.optim.max_grad_norm,
-            loss=partial(training.loss_sum, label_smoothing=cfg.train.label_smoothing_factor),
+            model, optimizer, micro_batches, max_grad_norm=cfg.optim.max_grad_norm, loss=loss
         )
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()

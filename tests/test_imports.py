@@ -1,4 +1,6 @@
-"""Imports point one way; import-linter holds it, with the contracts in pyproject.toml."""
+"""Imports point one way: import-linter holds it, with the contracts in pyproject.toml. And no file
+or function of the library is too long, no class name used twice.
+"""
 
 import ast
 import re
@@ -45,6 +47,37 @@ def users(root: Path, library: str) -> set[str]:
         for file in (root / "toolkit").rglob("*.py")
         if any(f"{name}.".startswith(f"{library}.") for name in imported(file))
     }
+
+
+def outgrown(root: Path) -> set[str]:
+    """Return files of over 600 lines, functions of over 80, and class names that stand twice."""
+    found, classes = set(), set()
+    for file in [*(root / "toolkit").rglob("*.py"), *(root / "recipes").rglob("*.py")]:
+        text = file.read_text("utf-8")
+        if len(text.splitlines()) > 600:
+            found.add(file.name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                found |= {node.name} & classes
+                classes.add(node.name)
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            elif (node.end_lineno or 0) - node.lineno >= 80:
+                found.add(node.name)
+    return found
+
+
+def test_nothing_is_too_long_or_named_twice(tmp_path: Path) -> None:
+    assert outgrown(ROOT) == set()
+    (tmp_path / "toolkit").mkdir()
+    (tmp_path / "recipes").mkdir()
+    lines = "    pass\n"
+    (tmp_path / "toolkit/a.py").write_text(f"class A:\n{lines}\n\ndef f():\n{lines * 79}")
+    (tmp_path / "recipes/b.py").write_text(f"class B:\n{lines}\n\nclass A:\n{lines}")
+    assert outgrown(tmp_path) == {"A"}
+    (tmp_path / "toolkit/a.py").write_text(f"def f():\n{lines * 80}")
+    (tmp_path / "recipes/long.py").write_text("# -\n" * 601)
+    assert outgrown(tmp_path) == {"f", "long.py"}
 
 
 def test_imports_go_down() -> None:

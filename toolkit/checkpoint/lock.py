@@ -33,14 +33,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldLock:
     file: Folder
     descriptor: int  # open, and thus locked, until the process ends; -1 on a store
     token: str
     ended: threading.Event
 
 
-_held: dict[Folder, _Held] = {}
+_held: dict[Folder, _HeldLock] = {}
 
 
 def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
@@ -72,7 +72,7 @@ def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
         here = exact and before.get("kernel") == _kernel()
         if before and not here and _is_touched(file, before):
             raise _in_use(setting, folder, before)
-        held = _Held(file, descriptor, os.urandom(8).hex(), threading.Event())
+        held = _HeldLock(file, descriptor, os.urandom(8).hex(), threading.Event())
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _text(job, held), 0)
         os.fsync(descriptor)
@@ -84,7 +84,7 @@ def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
 
 def _take_place(place: Place, job: str) -> str:
     """Leave a note on a store; return a line where another one lies there."""
-    held = _Held(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
+    held = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
     before = _note(held.file)
     held.file.write_bytes(_text(job, held))
     _held[place] = held
@@ -137,7 +137,7 @@ def _key(folder: Folder) -> Folder:
     return folder.resolve() if isinstance(folder, Path) else folder
 
 
-def _text(job: str, held: _Held) -> bytes:
+def _text(job: str, held: _HeldLock) -> bytes:
     """Return the note of this process."""
     owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel()}
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -187,7 +187,7 @@ def _touched(file: Path) -> int:
         return os.fstat(f.fileno()).st_mtime_ns
 
 
-def _beat(held: _Held, file: Path) -> None:
+def _beat(held: _HeldLock, file: Path) -> None:
     """Touch the file until it is given back or lost."""
     while not held.ended.wait(_BEAT):
         # What else is written there says what is wrong with the disk.

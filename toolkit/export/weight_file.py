@@ -107,7 +107,7 @@ class Follower:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WrittenPart:
     """The header of a file, or one of its tensors, as it was written."""
 
     name: str
@@ -131,7 +131,7 @@ class WrittenFile:
     """A weight file that was written, and which file it is of the follower that hashes it."""
 
     path: Path
-    parts: list[_Part]
+    parts: list[_WrittenPart]
     follower: Follower
     number: int
 
@@ -192,15 +192,15 @@ def write_file(
             follower.tell("part", end)
             return hashed.hexdigest()
 
-        parts.append(_Part("", None, write([memoryview(header)])))
+        parts.append(_WrittenPart("", None, write([memoryview(header)])))
         for name, place in places.items():
             begin, value = end, next(values)
             if isinstance(value, StoredRows):
                 follower.tell("rows", f"{value.width} {json.dumps(value.key)}")
                 write(_copied(value), value)
-                parts.append(_Part(name, place, value.digest, value.check))
+                parts.append(_WrittenPart(name, place, value.digest, value.check))
             else:
-                parts.append(_Part(name, place, write(_contents(value, place.dtype, name))))
+                parts.append(_WrittenPart(name, place, write(_contents(value, place.dtype, name))))
             del value
             if (begin, end - begin) != (place.begin, place.nbytes):
                 raise ExportError(

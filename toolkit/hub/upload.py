@@ -133,7 +133,7 @@ def check_name(repo_id: str) -> None:
 
 
 @dataclass(frozen=True)
-class _State:
+class _Revision:
     """A revision of the repository at one moment."""
 
     head: str
@@ -178,7 +178,7 @@ class _Repository:
     def request(self, what: str) -> contextlib.AbstractContextManager[None]:
         return retries.translated(self.api, self.repo_id, what)
 
-    def read(self, main: bool = False) -> _State:
+    def read(self, main: bool = False) -> _Revision:
         """Return the state of the revision (or of main)."""
         revision = None if main else self.revision
         with self.request(f"reading {self.repo_id}"):
@@ -190,9 +190,9 @@ class _Repository:
                 own: Any = {"revision": info.sha, "etag_timeout": _ANSWER}
                 card = Path(self.api.hf_hub_download(self.repo_id, CARD, **own))
                 ours = model_card.is_unedited(card.read_text("utf-8", errors="replace"))
-            return _State(str(info.sha), bool(info.private), files, ours)
+            return _Revision(str(info.sha), bool(info.private), files, ours)
 
-    def open_main(self) -> _State:
+    def open_main(self) -> _Revision:
         """Return the state of main; create the repository when missing."""
         try:
             state = self.read(main=True)
@@ -213,7 +213,7 @@ class _Repository:
         self.check_visibility(state)
         return state
 
-    def check_visibility(self, state: _State) -> None:
+    def check_visibility(self, state: _Revision) -> None:
         if self.private and not state.private:
             advice = "add --public (private=False) to publish there, or give another --repo_id"
             raise HubError(f"{self.repo_id} is public; {advice}")

@@ -68,7 +68,7 @@ class Work:
 
 
 @dataclass
-class _Held:
+class _LiveStorage:
     kind: str
     nbytes: int = 0
 
@@ -95,7 +95,7 @@ class Meter(TorchDispatchMode):
         self.layer = ""
         self._absent, self._granularity, self._gloo = {HOST, *absent}, granularity, gloo
         self._phase, self._part, self._labels = "", "", list[str]()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _LiveStorage] = {}
         self._total = 0
 
     def begin(self, phase: str, part: str = "") -> None:
@@ -184,7 +184,7 @@ class Meter(TorchDispatchMode):
         storage = local.untyped_storage()
         held = self._held.get(id(storage))
         if held is None:
-            held = self._held[id(storage)] = _Held(kind)
+            held = self._held[id(storage)] = _LiveStorage(kind)
             weakref.finalize(storage, self._gone, id(storage)).atexit = False
         elif anew and held.kind != kind:
             size = held.nbytes
@@ -196,7 +196,7 @@ class Meter(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self._change(self._held.pop(key), 0)
 
-    def _change(self, held: _Held, nbytes: int) -> None:
+    def _change(self, held: _LiveStorage, nbytes: int) -> None:
         nbytes = -(-nbytes // self._granularity) * self._granularity
         if more := nbytes - held.nbytes:
             held.nbytes = nbytes
@@ -224,7 +224,7 @@ class Meter(TorchDispatchMode):
         if name == "reduce_scatter":
             self._count(tensors[0], GRADIENTS, anew=True)
             if self._gloo:
-                copy = _Held(REDUCED)
+                copy = _LiveStorage(REDUCED)
                 self._change(copy, max(sizes))
                 self._change(copy, 0)
         parts = name in ("all_gather", "reduce_scatter")

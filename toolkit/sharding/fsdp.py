@@ -113,26 +113,8 @@ def apply_fsdp(
     if compiled:
         for name in plan.layers:
             model.get_submodule(name).compile(**_compile_options(cfg))
-    offload = offload_policy(cfg, device_type)
-    parameters = dict(model.named_parameters())
     for unit in plan.units:
-        modules = [model.get_submodule(name) for name in unit.modules]
-        own = {parameters[name] for name in unit.parameters}
-        inside = {p for module in modules for p in module.parameters()}
-        others = {p for p in inside if p not in own and not isinstance(p, DTensor)}
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
-            mesh=mesh,
-            reshard_after_forward=_reshard(unit, shards),
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=unit.param_dtype,
-                reduce_dtype=getattr(torch, cfg.reduce_dtype),
-                output_dtype=unit.output_dtype,
-                cast_forward_inputs=cfg.cast_forward_inputs,
-            ),
-            offload_policy=offload,
-            ignored_params=others or None,
-        )
+        modules = _shard_unit(model, unit, mesh, cfg, _reshard(unit, shards))
         if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
             _cast_each(modules, unit, cfg.cast_forward_inputs)
         # A rank whose tokens went to no expert reduces zeros, not a smaller buffer. But around the
@@ -141,10 +123,9 @@ def apply_fsdp(
         around_layers = any(layer.startswith(outer) for layer in plan.layers)
         if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):  # from torch 2.13 on
             cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
-        parameters = dict(model.named_parameters())
     if cfg.torch_compile == "model":
         model.compile(**_compile_options(cfg))
-    plain = [n for n, p in parameters.items() if not isinstance(p, DTensor)]
+    plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if forgotten := sorted(set(plain) - set(plan.replicated)):
         listed = ", ".join(forgotten[:5])
         raise ShardingError(f"{len(forgotten)} parameter(s) were not sharded: {listed}")
@@ -164,6 +145,34 @@ def apply_fsdp(
     if cfg.forward_prefetch or cfg.backward_prefetch:
         units = {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]}
         vars(model)["prefetch"] = Prefetch(model, units, cfg)
+
+
+def _shard_unit(
+    model: nn.Module,
+    unit: Unit,
+    mesh: DeviceMesh,
+    cfg: ShardingConfig,
+    reshard_after_forward: bool | int | None,
+) -> list[nn.Module]:
+    """Apply FSDP2 to one unit of the plan; return its modules."""
+    modules = [model.get_submodule(name) for name in unit.modules]
+    own = {model.get_parameter(name) for name in unit.parameters}
+    inside = {p for module in modules for p in module.parameters()}
+    others = {p for p in inside if p not in own and not isinstance(p, DTensor)}
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=unit.param_dtype,
+            reduce_dtype=getattr(torch, cfg.reduce_dtype),
+            output_dtype=unit.output_dtype,
+            cast_forward_inputs=cfg.cast_forward_inputs,
+        ),
+        offload_policy=offload_policy(cfg, mesh.device_type),
+        ignored_params=others or None,
+    )
+    return modules
 
 
 def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:

@@ -48,7 +48,7 @@ class RowPlace(NamedTuple):
 BEGINNING = RowPlace()
 
 
-class _Part(NamedTuple):
+class _RowRange(NamedTuple):
     """What a group reads of a file: rows whose fraction lies in [begin, end) of `_WHOLE`."""
 
     file: int
@@ -72,7 +72,7 @@ class Shares:
             return 1
         return max(n for n in range(1, most + 1) if self.lanes % n == 0)
 
-    def parts(self, group: int, epoch: int) -> list[_Part]:
+    def parts(self, group: int, epoch: int) -> list[_RowRange]:
         """Return what a group reads in a pass, in order."""
         n = self.rows.num_shards
         order = permute(np.arange(n), n, self.seed, epoch).tolist()
@@ -84,7 +84,7 @@ class Shares:
                 for g in (group, group + 1)
             )
             if begin < end:
-                found.append(_Part(file, begin, end))
+                found.append(_RowRange(file, begin, end))
             before += sizes[file]
         return found
 

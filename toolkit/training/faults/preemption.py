@@ -45,7 +45,7 @@ class Preempted(BaseException):
     """The run ends by a signal, and can go on. No Exception: nothing below may handle it."""
 
 
-class _State:
+class _SignalState:
     """What this process knows of signals; `listening` makes it anew."""
 
     def __init__(self, grace: float = 0.0) -> None:
@@ -62,7 +62,7 @@ class _State:
             self.timer.cancel()
 
 
-_state = _State()
+_state = _SignalState()
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
     an exit code that a signal, which the launcher sends to all, must not replace.
     """
     global _state
-    _state = _State(grace)
+    _state = _SignalState(grace)
     launched = "RANK" in os.environ  # else a notebook, say, which goes on
     if threading.current_thread() is not threading.main_thread():  # only there can Python listen
         yield
@@ -98,7 +98,7 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
             ignored = launched or leaving
             signal.signal(getattr(signal, name), signal.SIG_IGN if ignored else handler)
         _state.stop_timer()
-        _state = _State()
+        _state = _SignalState()
 
 
 def enter_loop() -> None:
