@@ -424,6 +424,114 @@ def test_special_tokens_with_words_between_close_a_turn_together(vocabulary):
     assert not result.notes
 
 
+# What a template prints of an answer, of a call and of its result; <|sh|> opens every turn.
+_TURNS = (
+    "{%% for m in messages %%}{%% set end = '<|im_end|>' if loop.last else '<|r|>' %%}"
+    "{%% if m.tool_calls %%}{%% set f = m.tool_calls[0].function %%}"
+    "<|sh|>assistant<|eh|>[{{ f.name }}{{ f.arguments | tojson }}]%s"
+    "{%% elif m.role == 'tool' %%}%s{%% else %%}<|sh|>{{ m.role }}<|eh|>{{ m.content }}%s"
+    "{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<|sh|>assistant<|eh|>{%% endif %%}"
+)
+_CALLING = [
+    user("What is a tuple?"),
+    assistant("", tool_calls=[call("abcdefghi", word="tuple")]),
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "look_up", "content": "found: 1"},
+    assistant("A fixed sequence."),
+]
+_CALLED = '[look_up{"word": "tuple"}]'
+
+
+def test_a_stop_token_of_calls_that_is_another_at_the_end_is_refused(vocabulary):
+    """<|r|> may end the call, or begin its result."""
+    tool = "<|sh|>tool<|eh|>{{ m.content }}<|e|>"
+    answer = "{{ end if loop.last and m.role == 'assistant' else '<|e|>' }}"
+    turns = _TURNS % ("<|im_start|>{{ end }}", tool, answer)
+    result = hard_chat(vocabulary, turns).render(Conversation(_CALLING))
+    assert "cannot tell where turn 1 (assistant) ends" in str(result)
+    same = turns.replace("<|im_start|>{{ end }}", "<|im_start|><|r|>")
+    result = hard_chat(vocabulary, same).render(Conversation(_CALLING))
+    assert said(result) == [_CALLED + "<|im_start|><|r|>", "A fixed sequence.<|im_end|>"]
+
+
+def test_what_follows_a_call_where_answers_have_no_stop_token(vocabulary):
+    """A plain answer in the place of the call has nothing of that after it."""
+    turns = _TURNS % ("<|r|>\n\n", "<|im_start|>{{ m.content }}\n", "\n")
+    result = hard_chat(vocabulary, turns).render(Conversation(_CALLING))
+    assert said(result) == [_CALLED + "<|r|>", "A fixed sequence."]
+    turns = _TURNS % ("<|r|>\nResult: ", "{{ m.content }}\n", "\n")
+    result = hard_chat(vocabulary, turns).render(Conversation(_CALLING))
+    assert "'Result:' follows its tool calls" in str(result)
+
+
+def test_a_stop_token_between_turns_only(vocabulary):
+    """The last turn has none, which is noted; the user's may be the last."""
+    between = _LOOP % "<|sh|>{{ m.role }}<|eh|>{{ m.content }}{{ '<|e|>' * (not loop.last) }}"
+    chat = hard_chat(vocabulary, between + _ASKED % "<|e|><|sh|>assistant<|eh|>")
+    answers = [m["content"] for m in PLAIN[1::2]]
+    result = chat.render(Conversation(PLAIN))
+    assert said(result) == [answers[0] + "<|e|>", answers[1] + "<|e|>", answers[2]]
+    assert result.notes == {masks.NO_STOP: 1}
+    result = chat.render(Conversation([*PLAIN, user("Thanks.")]))
+    assert said(result) == [answer + "<|e|>" for answer in answers]
+    assert not result.notes
+
+
+@pytest.mark.parametrize(
+    ("asked", "printed"),
+    [
+        ("def f(x):\n    return 'a\\b' + \"c\"", "{{ f.arguments.word }}"),  # raw, as in XML
+        ('["alpha", "beta", "ü"]', "{{ f.arguments.word | tojson(ensure_ascii=false) }}"),
+    ],
+)
+def test_a_call_may_repeat_what_the_user_and_a_tool_said(vocabulary, asked, printed):
+    word = json.loads(asked) if asked.startswith("[") else asked
+    call_turn = assistant("", tool_calls=[call("abcdefghi", word=word)])
+    found = {**_CALLING[2], "content": asked}
+    messages = [user(asked), call_turn, found, call_turn, found, assistant("Done.")]
+    turns = _TURNS % ("<|e|>", "<|sh|>tool<|eh|>{{ m.content }}<|e|>", "<|e|>")
+    turns = turns.replace("{{ f.arguments | tojson }}", f"<word>{printed}</word>")
+    result = hard_chat(vocabulary, turns).render(Conversation(messages))
+    assert said(result) == [f"[look_up<word>{asked}</word>]<|e|>"] * 2 + ["Done.<|e|>"]
+
+
+def test_a_user_who_says_only_a_stop_token(vocabulary):
+    template = ChatTemplate("", templates.chatml, "<|endofthetext|>", ["<|im_start|>"])
+    text = TEMPLATES["chatml"].stock.replace("<|im_end|>", "<|endofthetext|>")
+    tokenizer = tokenizer_of(vocabulary, template, text)
+    messages = [user("Hi"), assistant("Hello."), user("<|endofthetext|>"), assistant("Yes?")]
+    result = Chat(tokenizer).render(Conversation(messages))
+    assert said(result) == ["Hello.<|endofthetext|>", "Yes?<|endofthetext|>"]
+
+
+def test_a_reasoning_is_no_header(vocabulary):
+    """As Magistral's: printed before the answer, by a template that has no generation prompt."""
+    thought = "{{ '[THINK]' + m.reasoning_content + '[/THINK]' if m.reasoning_content }}"
+    text = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|sh|>{{ m.content }}<|eh|>{% else %}"
+        + f"{thought}{{{{ m.content }}}}<|e|>{{% endif %}}{{% endfor %}}"
+    )
+    messages = [user("2 + 2?"), assistant("Four.", reasoning_content="Twice two."), user("So?")]
+    result = hard_chat(vocabulary, text).render(Conversation([*messages, assistant("Yes.")]))
+    assert said(result) == ["[THINK]Twice two.[/THINK]Four.<|e|>", "Yes.<|e|>"]
+
+
+def test_an_answer_in_two_parts_each_with_a_header(vocabulary):
+    """As gpt-oss prints a thought and an answer; earlier thoughts are dropped from the prompt."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% if m.thinking and loop.index > messages | length - 2 %}"
+        "<|sh|>assistant<|r|>analysis<|eh|>{{ m.thinking }}<|e|>{% endif %}"
+        "<|sh|>assistant<|r|>final<|eh|>{{ m.content }}<|im_end|>"
+        "{% else %}<|sh|>{{ m.role }}<|eh|>{{ m.content }}<|e|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|sh|>assistant{% endif %}"
+    )
+    turns = [user("2 + 2?"), assistant("Four.", thinking="Twice two.")]
+    result = hard_chat(vocabulary, text).render(Conversation([*turns, *turns]))
+    final = "<|r|>final<|eh|>Four.<|im_end|>"
+    thought = f"<|r|>analysis<|eh|>Twice two.<|e|><|sh|>assistant{final}"
+    assert said(result) == [final, thought]
+
+
 def test_a_turn_whose_prompt_holds_its_beginning_is_refused(vocabulary):
     """As DeepSeek V3.2 without `thinking`: `</think>` ends the prompt, and is printed once."""
     each = (

@@ -81,7 +81,7 @@ def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) ->
     openers = tuple({*marks[:1], *begins, *marks[-1:]} - {eos})
     ends = last.rpartition(_ANSWER)[2]
     before_next = middle.partition(_ANSWER)[2].partition(_NEXT)[0]
-    closings = closings_of(ends, before_next, specials, openers)
+    closings = closings_of(ends, before_next, specials, openers, only_amid=True)
     prompt = asked[uncut(asked, common_start(asked, bare), specials) :]
     if prompt.strip():
         between = last.partition(_USER)[2].partition(_ANSWER)[0]
@@ -102,12 +102,19 @@ def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) ->
 
 
 def closings_of(
-    last: str, middle: str, specials: Marks, openers: Marks, calls: bool = False
+    last: str,
+    middle: str,
+    specials: Marks,
+    openers: Marks,
+    *,
+    calls: bool = False,
+    only_amid: bool = False,
 ) -> Marks:
     """Return what may close a turn, stop token at its end; empty where nothing does.
 
     `last` follows the turn at the end of a conversation, `middle` amid it. With `calls`, special
-    tokens apart from each other may end the turn.
+    tokens apart from each other may end the turn. With `only_amid`, where a turn follows that one
+    of `openers` begins, its stop token may be one that the last turn does not have.
     """
     whole = last.rstrip()
     ends = any(s and whole.endswith(s) and s not in openers for s in specials)
@@ -124,7 +131,9 @@ def closings_of(
         if calls and both[end:].strip():  # the end of a call that is no special token
             end = len(both.rstrip())
     if end is not None:
-        return (both[:end],)
+        after = [pattern_of(specials).match(text, end) for text in (last, middle)]
+        other = all(m is not None and m.group() not in openers for m in after)
+        return () if calls and other else (both[:end],)  # which of them is the stop token?
     if both.strip():
         return (both.rstrip(),) if len(both) >= len(last.rstrip()) else ()
     firsts = []  # another stop token at the end than amid, or only there
@@ -132,7 +141,7 @@ def closings_of(
         match = pattern_of(specials).match(text, len(text) - len(text.lstrip()))
         if match is not None and match.group() not in openers:
             firsts.append(text[: match.end()])
-    return tuple(firsts) if last.strip() else ()
+    return tuple(firsts) if only_amid or last.strip() else ()
 
 
 def _shape(header: str) -> str:

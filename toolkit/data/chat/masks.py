@@ -21,6 +21,7 @@ wrong by one turn trains without an error.
 """
 
 import copy
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ NO_STOP = "assistant turns without a stop token"
 _LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
 _SURELY = 12  # a text of more characters that stands in the rendering was printed there
 _NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 
@@ -183,17 +185,41 @@ class Search:
                 self._check_content(i, content, end)
             elif not self._before_next(i, end):
                 continue
+            elif not self.known.closings:
+                end = self._call_end(i, self._arguments_end(i, end), end)
             return low, end, None
         before, after = self.messages[:i], self.messages[i + 1 :]
         plain = [f(message, w) for f in (with_content, only_content) for w in self.words]
         tried = [self.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
         low = common_start(self.text, *(text for text in tried if text is not None))
-        pairs = zip(self.words, _NUMBERS, strict=True)
-        changes = [with_call(message, -1, "argument", word, number) for word, number in pairs]
+        changes = self._changed_calls(i)
         inner, end = self._between(i, changes)
         if self._before_next(i, end):
             return min(low, inner), end, changes[0]
         raise NotFound(f"cannot tell where {self.named(i)} ends in the rendering")
+
+    def _arguments_end(self, i: int, end: int) -> int:
+        try:
+            return self._between(i, self._changed_calls(i))[1]
+        except NotFound:
+            return end  # a call without arguments may be printed otherwise than one with them
+
+    def _call_end(self, i: int, inner: int, end: int) -> int:
+        """Return where the tool calls of turn `i` end, of a template whose answers have no stop
+        token: with the last tag that is printed between `inner`, the end of their last argument,
+        and `end`. What follows it may be the beginning of their results.
+        """
+        marks = [*pattern_of(self.specials, tags=True).finditer(self.text, inner, end)]
+        if not marks:
+            return end
+        if after := self.text[marks[-1].end() : end].strip():
+            what = f"{after[:60]!r} follows its tool calls"
+            raise NotFound(f"cannot tell where {self.named(i)} ends: {what}")
+        return marks[-1].end()
+
+    def _changed_calls(self, i: int) -> list[tuple[Message, str]]:
+        pairs = zip(self.words, _NUMBERS, strict=True)
+        return [with_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
     def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
         """Return how far all renderings agree, and where what follows the words begins."""
@@ -240,8 +266,8 @@ class Search:
         closings = [c for c in self.known.closings if rest.startswith(c)]
         if call is not None or not closings:
             last, middle = self._tails(i, rest, call)
-            openers, calls = self.known.openers, call is not None
-            found = closings_of(last, middle, self.specials, openers, calls)
+            calls = call is not None
+            found = closings_of(last, middle, self.specials, self.known.openers, calls=calls)
             closings = [c for c in found if rest.startswith(c)]
             if not closings and pattern_of(self.specials).sub("", last).strip():
                 what = f"{last[:60]!r} follows it at the end, {middle[:60]!r} amid a conversation"
@@ -249,7 +275,8 @@ class Search:
         closing = max(closings, key=len, default="")
         if not any(special and closing.endswith(special) for special in self.specials):
             self.notes[NO_STOP] += 1
-        return end + len(closing)
+        stop = end + len(closing)
+        return stop if call is None or self.known.closings else self._call_end(i, end, stop)
 
     def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
         """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
@@ -290,6 +317,10 @@ class Search:
         if not before <= len(asked) <= end:
             raise NotFound(f"the prompt for {self.named(i)} ends in another turn")
         constant = self.text[len(asked) : low]
+        if constant.strip() and (silent := without_reasoning(self.messages[i])):
+            text = self.changed({i: silent})
+            if text is not None and text.startswith(asked):  # a reasoning is no header
+                constant = constant[: common_start(self.text, text) - len(asked)]
         bare = asked if not constant.strip() else self.tried(self.messages[:i])
         return len(asked) + self._header(i, constant, asked != bare), True
 
@@ -383,23 +414,32 @@ class Search:
     def _check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
         """Refuse a span that is empty, overlaps the one before, or holds what others said."""
         own, inside = text_of(self.messages[i]), self.text[begin:end]
-        prompt = self.known.prompt.strip()
-        others = [m.get("content") or "" for m in self.messages if m["role"] != "assistant"]
-        others = [
-            said for said in map(str.strip, others) if len(said) > _SURELY and said not in own
-        ]
+        # All before a turn that begins after its very prompt is that prompt.
+        turns = self.messages[i + 1 :] if exactly else self.messages
+        others = [(m.get("content") or "").strip() for m in turns if m["role"] != "assistant"]
+        plain = pattern_of(self.specials)
+        others = [o for o in others if len(plain.sub("", o)) > _SURELY and o not in own]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
         contents = said_of(self.messages[i].get("content") or "") if calls else []
         if (
             begin < before
             or end <= begin
-            or (not exactly and len(prompt) > 2 and prompt in inside and prompt not in own)
+            or (not exactly and self._holds_header(i, inside, own))
             or any(said in inside for said in others)
-            or any(name not in inside for name in names)
             or (contents and not any(said in inside for said in contents))
         ):
             raise NotFound(f"cannot tell {self.named(i)} from what is rendered around it")
+        if missing := [name for name in names if name not in inside]:
+            raise NotFound(f"the name {missing[0]!r} of a call of {self.named(i)} is not printed")
+
+    def _holds_header(self, i: int, inside: str, own: str) -> bool:
+        """Whether more headers of answers stand in `inside` than turn `i` prints by itself."""
+        header = self.known.prompt.strip()
+        if len(header) < 3 or header not in inside or header in own:
+            return False
+        alone = self.tried([{"role": "user", "content": self.words[0]}, self.messages[i]]) or ""
+        return inside.count(header) >= max(1, alone.count(header))
 
 
 def _not_printed(what: str, kind: str) -> BadRow:
@@ -443,11 +483,27 @@ def with_call(message: Message, at: int, where: str, word: str, number: int) -> 
     return message, str(inner[key])
 
 
+def without_reasoning(message: Message) -> Message | None:
+    """Return the turn without its reasoning; None where it has none."""
+    silent = {k: v for k, v in message.items() if k not in _REASONING}
+    return silent if silent != message else None
+
+
 def text_of(message: Message) -> str:
-    """Return all that a turn says: content, reasoning, calls."""
-    reasons = (message.get(k) for k in ("reasoning_content", "reasoning", "thinking"))
-    calls = [c["function"] for c in message.get("tool_calls") or []]
-    return "\n".join([message.get("content") or "", *map(str, filter(None, reasons)), str(calls)])
+    """Return all that a turn says: content, reasoning, calls; their arguments as templates print
+    them, each by itself or together.
+    """
+    said = [message.get("content"), *(message.get(key) for key in _REASONING)]
+    for call in message.get("tool_calls") or []:
+        said += [call["function"], *_parts(call["function"]["arguments"])]
+    return "\n".join(map(str, filter(None, said)))
+
+
+def _parts(value: Any) -> list[str]:
+    """Return a value as text and as JSON, and so each that it holds."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    as_json = [json.dumps(value, ensure_ascii=ascii, default=str) for ascii in (True, False)]
+    return [str(value), *as_json] + [text for part in held for text in _parts(part)]
 
 
 def loose_start(prompt: str, text: str) -> Span:
