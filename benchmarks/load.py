@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import describe
-from memory import Peak, anonymous, fill_page_cache
+from memory import Peak, anonymous
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -60,7 +60,6 @@ def main() -> None:
             folder = write_checkpoint(Path(scratch, str(dtype)), args.layers, dtype)
             found = {}
             for memory, variables in MALLOC.items():
-                fill_page_cache(Path(scratch, "zeros"))
                 with mock.patch.dict(os.environ, variables):
                     given = (args.ranks, str(folder), scratch, args.repeats)
                     mp.spawn(measure, given, nprocs=args.ranks)
