@@ -20,11 +20,12 @@ from toolkit.checkpoint.commit import committed_steps
 from toolkit.config.settings import LoraConfig, ModelConfig, OptimConfig, ShardingConfig
 from toolkit.data.order.position import Position
 from toolkit.errors import TrainingError
+from toolkit.formats.bit_sums import bit_sums
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
-from toolkit.training.faults.integrity import Integrity, bit_sums
+from toolkit.training.faults.integrity import Integrity
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import train_step
 from toolkit.verify import verify_checkpoint

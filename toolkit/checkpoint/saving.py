@@ -10,6 +10,13 @@ do.
 run of weeks: such a save may be a warning, so many times in a row. Every rank counts alike, since
 every rank learns the same error (`StorageError`). Anything else that fails is a fault of the state
 or of the code, and ends the run.
+
+[Note: proof of a save] Before anything is copied each rank sums the bits of what it will write, on
+the device, model and optimizer (`formats.bit_sums`). The bytes that go to a file are summed on
+their way and compared; the manifest keeps the sums, and a resume compares them with the tensors
+that it has filled, on the device again. So a copy that came late, or a bit that a device, memory or
+a disk changed on the way, is an error that names the tensor. Costs two passes over the bytes, one
+of them on the device.
 """
 
 import contextlib
@@ -18,7 +25,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +34,23 @@ from torch.distributed.tensor import DTensor
 from toolkit import formats, ranks
 from toolkit.checkpoint import commit, disk, lock, retention, rng_state
 from toolkit.checkpoint.commit import Files
-from toolkit.checkpoint.shard_plan import write_shards
+from toolkit.checkpoint.shard_plan import write_shards, written_here
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
 from toolkit.checkpoint.store import Folder, Place, disk_errors, files_below, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import StorageError
-from toolkit.formats import Tensors
+from toolkit.formats import Tensors, local_tensor
+from toolkit.formats.bit_sums import part_sums
+from toolkit.formats.device_threads import device_pool
+from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background
 
 MANIFEST_VERSION = 2
 DCP, HF, RNG = "dcp", "hf", "rng"
+SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
 CHANNEL, _GATHERED = "checkpoint", "gathered"
 _failed: list[str] = []  # by the disk, since the last good one: what `save` would have returned
 
@@ -170,6 +180,7 @@ class _Snapshot:
         self.folder = target if isinstance(target, Path) else ranks.on_all(self._scratch)
         try:
             self.gathered, self.tensors = formats.whole_rows(model), model | optimizer
+            self.sums = ranks.on_all(lambda: _sums(self.tensors))
             if cfg.async_save:
                 # A gathered tensor may be the live one: where one rank holds all of it.
                 live: dict[Any, torch.Tensor] = dict(self.tensors)
@@ -190,13 +201,16 @@ class _Snapshot:
     def write(self) -> str:
         """Write everything, while the digests are made; commit; prune. Collective."""
         shards = self.store / DCP if self.store else None
-        writer = HashingWriter(self.folder / DCP, shards, ranks_here=ranks.ranks_here())
+        expected = {n: (nbytes, of_bytes) for n, (nbytes, of_bytes, _) in self.sums.items()}
+        writer = HashingWriter(
+            self.folder / DCP, shards, ranks_here=ranks.ranks_here(), expected=expected
+        )
         try:
-            with ThreadPoolExecutor(1, "digests") as pool:
+            with device_pool(1, "digests") as pool:
                 digests = pool.submit(formats.part_digests, self.model, self.gathered)
                 write_shards(self.tensors, writer, self.failed)
                 parts = ranks.gather_results_to_main(
-                    lambda: (self._write_rest(writer.files), digests.result())
+                    lambda: (self._write_rest(writer.files), digests.result(), self._row_sums())
                 )
             path = ranks.on_main(lambda: str(self._commit(parts)))
         finally:
@@ -223,13 +237,22 @@ class _Snapshot:
             small = commit.hash_files(folder, names, self.store)
         return {f"{DCP}/{name}": entry for name, entry in shards.items()} | small
 
-    def _commit(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
-        lanes = torch.stack([share for _, share in parts]).sum(0)  # int64 wraps
+    def _row_sums(self) -> torch.Tensor:
+        """Return this rank's share of the sums of rows, int64 [tensors], in the order of names."""
+        return torch.tensor([self.sums.get(n, (0, 0, 0))[2] for n in self._summed()])
+
+    def _summed(self) -> list[str]:
+        return sorted(name for name, tensor in self.tensors.items() if cut_by_rows(tensor))
+
+    def _commit(self, parts: list[tuple[Files, torch.Tensor, torch.Tensor]]) -> Folder:
+        lanes = torch.stack([share for _, share, _ in parts]).sum(0)  # int64 wraps
+        sums = torch.stack([share for _, _, share in parts]).sum(0)
         manifest = {
             "version": MANIFEST_VERSION,
             "step": self.step,
-            "files": {name: entry for files, _ in parts for name, entry in files.items()},
+            "files": {name: entry for files, *_ in parts for name, entry in files.items()},
             "tensors": formats.described(self.model, lanes),
+            SUMS: dict(zip(self._summed(), sums.tolist(), strict=True)),
             **({} if self.adapter is None else {"adapter": self.adapter}),
         }
         with disk_errors(self.failed):
@@ -239,6 +262,22 @@ class _Snapshot:
         """Remove what a save leaves on this machine's disk; on a store the next save does."""
         if self.store or ranks.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _sums(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
+    """Return of each tensor that this rank writes the bytes of its part, their sum and that of its
+    rows, as the device has them. Waits for the device, once.
+    """
+    names = sorted(written_here(tensors))
+    sums = [part_sums(tensors[name]) for name in names]
+    devices: dict[torch.device, list[int]] = {}
+    for i, one in enumerate(sums):
+        devices.setdefault(one.device, []).append(i)
+    found = {}
+    for those in devices.values():
+        for i, values in zip(those, torch.stack([sums[i] for i in those]).tolist(), strict=True):
+            found[names[i]] = (local_tensor(tensors[names[i]]).nbytes, *values)
+    return found
 
 
 # Room for the copies of one save; filling fresh pages, let alone pinning them, takes longer than

@@ -5,8 +5,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -22,6 +22,8 @@ from toolkit import ranks
 from toolkit.checkpoint.store import Folder, Place
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
+from toolkit.formats.bit_sums import bytes_sum, wrapped
+from toolkit.formats.device_threads import device_pool
 from toolkit.formats.hashing import write_behind
 from toolkit.formats.synced_files import preallocate, sync
 
@@ -30,19 +32,31 @@ _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
 _BLOCK = 2**20
+# In torch 2.11 the choice is the process's: what other threads save meanwhile would lack them.
+_OF_THREAD = torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+_RECORD = b"/data/0"  # the bytes of a tensor, as `torch.save` names them in a blob
 
 
 class HashingWriter(FileSystemWriter):
     """`FileSystemWriter` that leaves size and sha256 of what this rank wrote, fsynced, in `files`.
 
     Several at a time, where a rank has cores and much to write; `ranks_here` share the machine. The
-    tensors may go to `shards` on an object store; `.metadata` stays in `folder`.
+    tensors may go to `shards` on an object store; `.metadata` stays in `folder`. What is written is
+    compared with `expected`: tensor -> bytes of this rank's part, and their sum in its own memory
+    (`part_sums`). CheckpointError: other bytes were written; nothing is compared without.
     """
 
-    def __init__(self, folder: Path, shards: Place | None = None, *, ranks_here: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shards: Place | None = None,
+        *,
+        ranks_here: int = 1,
+        expected: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
         # Not fsynced by torch: it does so before Python's own buffer is written.
         super().__init__(folder, sync_files=False)
-        self.ranks_here = ranks_here
+        self.ranks_here, self.expected = ranks_here, expected
         self.fs = self._files = _Files(shards)
         self.files = self._files.hashed
 
@@ -52,10 +66,9 @@ class HashingWriter(FileSystemWriter):
         most = min(_FILES, (cores or 1) // self.ranks_here)
         count = max(1, min(most, sum(map(_size, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
-        checksums = torch.serialization.get_crc32_options()
         # Not by torch's own threads: what fails in one of those is lost. torch's checksums of blobs
         # cost as much as sha256 does; `HashingStream` has its own.
-        pool = ThreadPoolExecutor(_FILES, "shards", torch.serialization.set_crc32_options, (False,))
+        pool = device_pool(_FILES, "shards", _without_checksums if _OF_THREAD else None)
         try:
             jobs = []
             for i, items in enumerate(filter(None, spread(plan.items, _size, count))):
@@ -63,13 +76,31 @@ class HashingWriter(FileSystemWriter):
                 names = dataclasses.replace(plan.storage_data, prefix=own)
                 part = dataclasses.replace(plan, items=items, storage_data=names)
                 jobs.append(pool.submit(write, part, planner))
-            return _done([result for job in jobs for result in job.result().wait()])
+            results = [result for job in jobs for result in job.result().wait()]
+            self._prove(results)
+            return _done(results)
         except BaseException:  # of one file, or an interrupt: the others need not go on
             self._files.stopped = True
             raise
         finally:
             pool.shutdown()
-            torch.serialization.set_crc32_options(checksums)  # of all threads in older versions
+
+    def _prove(self, results: list[WriteResult]) -> None:
+        """Compare what was written with what this rank's memory held."""
+        if self.expected is None:
+            return
+        wrong = []
+        for result in results:
+            name, place = result.index.fqn, result.storage_data
+            written = self._files.payloads[place.relative_path].get(place.offset, (0, 0))
+            if self.expected[name][0] and written != self.expected[name]:
+                wrong.append(name)
+        if wrong:
+            raise CheckpointError(
+                f"other bytes were written of {len(wrong)} tensor(s) than memory held: "
+                f"{', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}; a device, its driver or this "
+                "machine's memory is at fault, or something wrote to them during the save"
+            )
 
 
 class ShardReader(FileSystemReader):
@@ -93,7 +124,7 @@ class ShardReader(FileSystemReader):
         for blob in blobs.values() if self.on_disk else ():
             check_blob(Path(self.path) / blob.relative_path, blob.offset, blob.length)
         read = super().read_data
-        with ThreadPoolExecutor(_READERS, "shards") as pool:
+        with device_pool(_READERS, "shards") as pool:
             parts = [dataclasses.replace(plan, items=items[i::_READERS]) for i in range(_READERS)]
             for job in [pool.submit(read, part, planner) for part in parts]:
                 job.result()
@@ -106,6 +137,8 @@ class _Files(FileSystem):
     def __init__(self, shards: Place | None) -> None:
         self.shards = shards
         self.hashed: dict[str, dict[str, Any]] = {}
+        # File -> offset of a blob -> length and sum of its tensor's bytes.
+        self.payloads: dict[str, dict[int, tuple[int, int]]] = {}
         self.stopped = False
 
     @contextlib.contextmanager
@@ -125,6 +158,7 @@ class _Files(FileSystem):
                 "sha256": stream.sha256.hexdigest(),
                 "blobs": stream.blobs,
             }
+            self.payloads[path.name] = stream.payloads
 
 
 class HashingStream:
@@ -134,6 +168,8 @@ class HashingStream:
         self.name, self.file, self.files = name, file, files
         self.sha256, self.size, self.given = hashlib.sha256(), 0, 0
         self.blob, self.blobs, self.begun = blob_hash(), "", 0
+        self.payloads: dict[int, tuple[int, int]] = {}
+        self._until_payload = 0  # calls
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
@@ -143,11 +179,20 @@ class HashingStream:
         on_disk = not isinstance(self.files.shards, Place)
         if on_disk:
             preallocate(self.fileno(), self.size, size)
+        # torch.save writes the name of a record, its padding, then its bytes, each in one call.
+        is_payload, total = self._until_payload == 1, 0
+        self._until_payload = (
+            2 if size < 64 and bytes(view).endswith(_RECORD) else (max(0, self._until_payload - 1))
+        )
         for begin in range(0, size, _BLOCK):
             block = view[begin : begin + _BLOCK]  # written while the processor's cache has it
             self.sha256.update(block)
             self.blob.update(block)
+            if is_payload:
+                total += bytes_sum(block)
             self.file.write(block)
+        if is_payload:
+            self.payloads[self.begun] = size, wrapped(total)
         self.size += size
         if on_disk:
             self.given = write_behind(self.fileno(), self.given, self.size)
@@ -201,6 +246,10 @@ def _box(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
         return [0] * tensor.ndim, list(tensor.shape)
     slices = local_slices(tensor)
     return [s.start for s in slices], [s.stop - s.start for s in slices]
+
+
+def _without_checksums() -> None:
+    torch.serialization.set_crc32_options(False)
 
 
 def _done(value: Any) -> "Future[Any]":

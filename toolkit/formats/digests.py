@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from toolkit.formats.hashing import LANES, RowHashes
-from toolkit.formats.layout import Tensors, local_slices
+from toolkit.formats.layout import Tensors, cut_by_rows, local_slices
 
 
 def rows_digest(name: str, rows: torch.Tensor, first: int) -> torch.Tensor:
@@ -39,8 +39,8 @@ def whole_rows(tensors: Tensors) -> Tensors:
     sharded = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
     gathered = _whole_vectors({n: t for n, t in sharded.items() if t.ndim < 2})
     for name, tensor in sharded.items():
-        if tensor.ndim > 1 and any(p.is_shard() and p.dim != 0 for p in tensor.placements):  # type: ignore[attr-defined]
-            kept = [p if p.is_shard(0) else Replicate() for p in tensor.placements]
+        if tensor.ndim > 1 and not cut_by_rows(tensor):
+            kept = [p if getattr(p, "dim", 0) == 0 else Replicate() for p in tensor.placements]
             gathered[name] = tensor.redistribute(placements=kept)
     return gathered
 
@@ -68,7 +68,7 @@ def _whole_vectors(vectors: dict[str, DTensor]) -> Tensors:
 def _counts(tensor: DTensor) -> bool:
     """Whether this rank's part is the first of its replicas."""
     where = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-    return all(c == 0 or p.is_shard() for c, p in where)
+    return all(c == 0 or not p.is_replicate() for c, p in where)
 
 
 def part_digests(tensors: Tensors, gathered: Tensors) -> torch.Tensor:

@@ -16,6 +16,13 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
+def cut_by_rows(tensor: torch.Tensor) -> bool:
+    """Return whether a rank's part of `tensor` is rows of it, or all of it."""
+    # Not `is_shard`: a strided shard, of a dim that two axes cut, answers no (torch 2.13).
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in placements)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of `tensor` that this rank holds; of a plain tensor all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

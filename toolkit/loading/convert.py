@@ -188,7 +188,7 @@ def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    shards = math.prod(n for n, placement in sizes if placement.is_shard())
+    shards = math.prod(n for n, placement in sizes if not placement.is_replicate())
     rows = -(-tensor.shape[0] // shards)
     return rows * (shards - 1) >= tensor.shape[0]
 

@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
+from toolkit.formats.device_threads import device_pool
 from toolkit.training.faults import watchdog
 
 _current: tuple[str, Future[object]] | None = None
@@ -17,7 +18,7 @@ def start(name: str, work: Callable[[], object]) -> None:
     """Run `work` behind the loop. What was started before is waited for first, and may raise."""
     global _current
     wait()
-    pool = ThreadPoolExecutor(1, name)
+    pool = device_pool(1, name)
     _current = name, pool.submit(work)
     pool.shutdown(wait=False)  # its thread ends with this piece
 
