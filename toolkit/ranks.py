@@ -247,7 +247,9 @@ def on_main(fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0 alone and return its result on every rank; its failure is everyone's.
     Collective, one broadcast.
     """
-    result, failure = _outcome(fn) if rank() == 0 else (None, None)
+    # One whose others do not exist speaks for rank 0, too.
+    speaks = rank() == 0 or _is_fake()
+    result, failure = _outcome(fn) if speaks else (None, None)
     told, result = broadcast((_told(failure), result))
     if told is not None:
         _raise_on_all(0, told, failure)
@@ -279,9 +281,10 @@ def lost_another(error: BaseException) -> bool:
 
 def object_group(channel: str = "main") -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks that waits a day: one rank may tokenise for hours. None
-    without a process group. Created at its first use, which every rank takes part in.
+    without a process group, and where the other ranks do not exist. Created at its first use, which
+    every rank takes part in.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or _is_fake():
         return None
     world = dist.group.WORLD
     if world not in _groups:
@@ -290,8 +293,7 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
     if channel not in _groups[world]:
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         _groups[world][channel] = group
-        if not _is_fake():
-            _least([0], group)  # connects those who exchange, as long as the launcher lives
+        _least([0], group)  # connects those who exchange, as long as the launcher lives
     return _groups[world][channel]
 
 

@@ -33,7 +33,7 @@ _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
 _BLOCK = 2**20
 # In torch 2.11 the choice is the process's: what other threads save meanwhile would lack them.
-_OF_THREAD = torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+_OF_THREAD = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 _RECORD = b"/data/0"  # the bytes of a tensor, as `torch.save` names them in a blob
 
 

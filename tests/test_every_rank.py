@@ -1,0 +1,219 @@
+"""Every rank of many: the same collectives in the same order, and none that fails, from the load to
+the save and the resume; also where ranks are more than rows or experts. See `benchmarks/one_rank`.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT, save_byte_tokenizer, save_tiny_model
+from distributed import run_ranks, run_recipe_ranks
+from tiny_models import save as save_model
+from tiny_models import tiny_model
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
+import one_rank
+
+LENGTH = 16
+# Model, ranks, settings of sharding, LoRA's rank, what is planted on one rank.
+CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
+    "in full": ("llama", 8, {}, 0, ""),
+    "tied": ("tied", 8, {}, 0, ""),
+    "reduced each time": ("llama", 8, {"accumulation": "reduce_each"}, 0, ""),
+    "kept gathered": ("llama", 8, {"accumulation": "keep_gathered"}, 0, ""),
+    "recomputed": ("llama", 8, {"activation_checkpointing": "full"}, 0, ""),
+    "offload": ("llama", 8, {"cpu_offload": True}, 0, ""),
+    "replicas": ("llama", 8, {"dp_replicate": 2, "dp_shard": 4}, 0, ""),
+    "adapters": ("llama", 8, {"frozen": "sharded"}, 4, ""),
+    "adapters, whole base": ("llama", 8, {"frozen": "replicated"}, 4, ""),
+    "adapters, replicas": ("llama", 8, {"dp_replicate": 2, "dp_shard": 4}, 4, ""),
+    "idle experts": ("qwen3_moe", 8, {}, 0, ""),
+    "8 experts on 16": ("mixtral", 16, {}, 0, ""),
+    "adapters of rank 4 on 16": ("llama", 16, {}, 4, ""),
+    "wrong order": ("llama", 8, {}, 0, "order"),
+    "an empty shard that cannot be summed": ("mixtral", 16, {}, 0, "empty"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints by model."""
+    root = tmp_path_factory.mktemp("models")
+    mixtral = tiny_model("mixtral", num_local_experts=8, vocab_size=300)
+    found = {
+        "llama": save_tiny_model(root / "llama"),
+        "tied": save_tiny_model(root / "tied", tie_word_embeddings=True),
+        "qwen3_moe": save_tiny_model(root / "qwen3_moe", "qwen3_moe"),
+        "mixtral": save_model(mixtral, root / "mixtral", "mixtral"),
+    }
+    return {name: str(folder) for name, folder in found.items()}
+
+
+def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
+    from toolkit import checkpoint, loading
+    from toolkit.adapters import prepare_adapters
+    from toolkit.config.settings import LoraConfig, ModelConfig, OptimConfig, ShardingConfig
+    from toolkit.models.causal_lm import prepare
+    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+    from toolkit.training.optim import build_optimizer
+
+    cfg = ShardingConfig(param_dtype="float32", pin_memory=False, **sharding)
+    model_cfg = ModelConfig(folder)
+    model = prepare(model_cfg)
+    if r:
+        model = prepare_adapters(model, LoraConfig(r=r), cfg.param_dtype)
+    apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
+    if world > 1:
+        one_rank.local_collectives(model)
+    loading.fill(model, model_cfg, torch.device("cpu"), 0, empty=False, say=lambda *_: None)
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
+    return checkpoint.TrainState(model.train(), optimizer)
+
+
+def batches(rank: int, count: int = 2) -> list[dict[str, torch.Tensor]]:
+    """Of this rank; the last rank has no token to learn in its second."""
+    drawn = torch.Generator().manual_seed(rank)
+    ids = torch.randint(0, 300, (count, 2, LENGTH), generator=drawn)
+    return [{"input_ids": one, "labels": one.clone()} for one in ids]
+
+
+def begin(rank: int, world: int, folder: str, root: str, r: int) -> None:
+    """Save what the ranks of many resume from, as one process."""
+    from toolkit import checkpoint
+    from toolkit.config.settings import CheckpointConfig
+    from toolkit.training.step import train_step
+
+    state = build(folder, world, {}, r)
+    train_step(state.model, state.optimizer, batches(0))
+    state.step = 1
+    checkpoint.save(state, root, CheckpointConfig())
+
+
+@contextlib.contextmanager
+def planted(what: str, rank: int, model: Any) -> Iterator[None]:
+    from toolkit.formats import bit_sums
+    from toolkit.training.faults import integrity
+
+    if what == "order" and rank == 5:
+        model.model.layers[2].unshard()
+    if what != "empty":
+        yield
+        return
+
+    def without_guard(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(torch.int64).sum(1) if not rows.numel() else bit_sums.bit_sums(rows)
+
+    with mock.patch.object(integrity, "bit_sums", without_guard):
+        yield
+
+
+def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, Any]:
+    """Load, resume, train, evaluate, check and save, as `rank` of ranks that do not exist."""
+    from toolkit import checkpoint
+    from toolkit.config.settings import CheckpointConfig
+    from toolkit.training.faults.integrity import Integrity
+    from toolkit.training.step import evaluate, train_step
+
+    _, _, sharding, r, fault = CASES[name]
+    own = Path(root, f"{name}-{rank}")
+    with one_rank.as_rank(rank, world) as noted:
+        state = build(folder, world, sharding, r)
+        step = checkpoint.resume(state, root, CheckpointConfig())
+        with planted(fault, rank, state.model):
+            try:
+                guard = Integrity(state, every=1)
+                for done in (2, 3):
+                    stats = train_step(state.model, state.optimizer, batches(rank))
+                    guard.take(done)
+                evaluated = evaluate(state.model, {"": batches(rank, 1)})[0]
+                guard.judge(3, [guard.numbers()] * world)
+                state.step = 3
+                checkpoint.save(state, own, CheckpointConfig())
+            except RuntimeError as error:
+                return {"failed": str(error), "order": noted.order}
+        empty = sum(p.to_local().numel() == 0 for p in state.trained().values())
+        return {
+            "step": step,
+            "order": noted.order,
+            "finite": bool(torch.isfinite(torch.stack([stats.loss, evaluated.loss])).all()),
+            "skipped": bool(stats.skipped),
+            "empty": empty,
+            "shards": len([*own.glob("checkpoints/step-00000003/dcp/*.distcp")]),
+        }
+
+
+def all_ranks(folders: dict[str, str], root: Path, name: str) -> list[dict[str, Any]]:
+    kind, world, _, r, _ = CASES[name]
+    run_ranks(begin, 1, folders[kind], str(root), r)
+    return run_ranks(live, world, folders[kind], str(root), name, group=False)
+
+
+RIGHT = [name for name, case in CASES.items() if not case[4]]
+QUICK = ("in full", "adapters", "8 experts on 16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RIGHT]
+)
+def test_all_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: str) -> None:
+    found = all_ranks(folders, tmp_path, name)
+    assert [of.get("failed") for of in found] == [None] * len(found)
+    assert one_rank.differing([of["order"] for of in found]) == ""
+    kinds = {line.split()[0] for line in found[0]["order"]}
+    assert kinds >= {"all_gather", "reduce_scatter", "exchange"}
+    for of in found:
+        assert (of["step"], of["finite"], of["skipped"]) == (1, True, False)
+        assert of["shards"] == 1
+    _, world, sharding, r, _ = CASES[name]
+    fewer_rows = r and r < sharding.get("dp_shard", world)
+    assert any(of["empty"] for of in found) == bool(fewer_rows or "experts" in name)
+
+
+def test_a_wrong_order_is_found_and_told(folders, tmp_path: Path) -> None:
+    orders = [of["order"] for of in all_ranks(folders, tmp_path, "wrong order")]
+    said = one_rank.differing(orders)
+    assert said.startswith("rank 5, collective ")
+    assert "all_gather" in said
+
+
+def test_a_rank_that_cannot_take_its_empty_shard_is_found(folders, tmp_path: Path) -> None:
+    found = all_ranks(folders, tmp_path, "an empty shard that cannot be summed")
+    failed = [rank for rank, of in enumerate(found) if "failed" in of]
+    assert failed == list(range(8, 16))
+
+
+@pytest.mark.slow
+def test_8_experts_train_on_16_ranks_and_go_on_on_3(folders, tmp_path: Path) -> None:
+    """With real ranks, by the recipe: what 16 have saved 3 go on with, as if nothing had been."""
+    save_byte_tokenizer(Path(folders["mixtral"]))
+    (tmp_path / "text.txt").write_text("Each rank has a shard, be it empty. " * 900)
+    flags = {
+        "--model.name_or_path": folders["mixtral"],
+        "--data.train_files": str(tmp_path / "text.txt"),
+        "--data.sequence_length": "32",
+        "--data.eval_split": "0.05",
+        "--data.max_eval_samples": "8",
+        "--sharding.param_dtype": "float32",
+        "--train.logging_steps": "1",
+        "--train.eval_steps": "2",
+        "--train.max_steps": "4",
+        "--checkpoint.save_steps": "2",
+    }
+    common = [word for pair in flags.items() for word in pair]
+
+    def run(world: int, output: str, *more: str) -> list[float]:
+        batch = ["--train.per_device_train_batch_size", str(48 // world)]
+        place = ["--output_dir", str(tmp_path / output)]
+        done = run_recipe_ranks("pretrain", world, *common, *batch, *place, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+        lines = (tmp_path / output / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    run(16, "run", "--train.max_steps", "2")
+    assert run(3, "run") == pytest.approx(run(1, "undisturbed"), abs=1e-4)
