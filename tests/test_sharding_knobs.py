@@ -1097,6 +1097,37 @@ def forget_to_free(rank: int, world: int, folder: str) -> dict:
     return found
 
 
+def alone(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Three steps of three micro-batches, by each way."""
+    found: dict[str, Any] = {}
+    micro = [{k: v[rank::world] for k, v in batch(4, seed).items()} for seed in range(3)]
+    for way in ("reduce_once", "reduce_each", "auto"):
+        model = build(folder, world, knobs(accumulation=way))
+        load_pretrained(model, folder, "cpu")
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+        with Collectives() as comms:
+            stats = [train_step(model, optimizer, micro) for _ in range(3)]
+        weights = [p.to_local() for p in model.parameters()]
+        found[way] = {
+            "bits": [float(x) for one in stats for x in (one.loss, one.grad_norm)],
+            "weights": [w.clone() for w in weights],
+            "reduced": comms.calls["reduce_scatter"],
+            "each": model.accumulation.reduce_each,
+        }
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_rank_reduces_each_time_which_changes_no_bit_there(folders, world):
+    """What is reduced among one rank moves nothing, and its gradient is held once."""
+    for found in run_ranks(alone, world, folders["llama"]):
+        once, each, auto = (found[way] for way in ("reduce_once", "reduce_each", "auto"))
+        assert (once["each"], each["each"], auto["each"]) == (False, True, world == 1)
+        same = all(map(torch.equal, once["weights"], each["weights"]))
+        assert (once["bits"] == each["bits"] and same) == (world == 1)
+        assert auto["bits"] == (each if world == 1 else once)["bits"]
+
+
 @pytest.mark.slow
 def test_replicas_meet_once_a_step(folders):
     """HSDP: with `reduce_each` gradients are reduced in the node each time, across nodes once."""

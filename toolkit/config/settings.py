@@ -154,7 +154,8 @@ class ShardingConfig:
     reduces the gradients once (fastest; holds the whole model in param_dtype and a whole gradient);
     `reduce_once` gathers in each micro-batch; `reduce_each` reduces in each too (least memory).
     `auto`: the fastest that leaves a tenth of the device free, by the peak of the first two steps;
-    gradients of more than a quarter of the device are reduced in each."""
+    gradients of more than a quarter of the device are reduced in each, and so they are where each
+    rank has a copy of its own."""
     forward_prefetch: NotNegative = 0
     """Gather so many units ahead in the forward, in the order of the first; 0: PyTorch's own."""
     backward_prefetch: NotNegative = 0

@@ -34,7 +34,7 @@ from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
-from toolkit.sharding.accumulation import gradient_is_large
+from toolkit.sharding.accumulation import reduces_each
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, replicates_frozen, splits_ends
 from toolkit.sharding.unit_table import fake_world
 from toolkit.training.loss import loss_sum, take_loss_from
@@ -188,7 +188,7 @@ def _decided(
     whole, _ = replicates_frozen(model, sharding, shards, device_type, free)
     sharding = replace(sharding, frozen="replicated" if whole else "sharded")
     if own.accumulation == "auto":
-        each = gradient_is_large(model, getattr(torch, own.reduce_dtype).itemsize, free)
+        each = reduces_each(model, getattr(torch, own.reduce_dtype).itemsize, free, shards)
         sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
     return sharding
 

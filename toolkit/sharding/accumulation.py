@@ -7,9 +7,12 @@ until then, in the reduction's dtype; reduced after each micro-batch (`reduce_ea
 shards. Of replicas (HSDP) only the last micro-batch crosses to the others in either case.
 
 `auto` decides on the gradients before the first step, from the device's size alone: a resumed run
-must round as the first start did. What is gathered changes no bit, and waits for two steps' peak.
+must round as the first start did. Where a shard is the whole (one rank, or one a replica) it
+reduces each time: that moves nothing, rounds alike, and the gradient is held once, by the stream of
+the reduction, not a second time by that of the backward, whose freed memory the other cannot use. What is gathered changes no bit, and waits for two steps' peak.
 """
 
+import math
 import resource
 import sys
 from typing import Any
@@ -49,7 +52,8 @@ class Accumulation:
         """Prepare for micro-batch `index` of `count`. Collective at the first."""
         if self.reduce_each is None and count > 1:
             total = ranks.least(_memory(ids.device)[1])
-            self.reduce_each = gradient_is_large(self._model, self._reduce_size, total)
+            shards = _shards(self._model)
+            self.reduce_each = reduces_each(self._model, self._reduce_size, total, shards)
         last, keep = index == count - 1, self.keep and count > 1
         reduced = last or sync_each or bool(self.reduce_each)
         for unit in self._units:
@@ -85,12 +89,22 @@ class Accumulation:
         return free - _MARGIN * total - gathered - longer
 
 
-def gradient_is_large(model: nn.Module, itemsize: int, memory: float) -> bool:
-    """Return whether a whole gradient, of `itemsize` bytes a value, is too much for a device of so
-    much memory to hold from micro-batch to micro-batch.
+def reduces_each(model: nn.Module, itemsize: int, memory: float, shards: int) -> bool:
+    """Return whether `auto` reduces gradients, of `itemsize` bytes a value, after each micro-batch: a
+    whole one is too much for a device of so much memory to hold from one to the next, or there is
+    one of `shards`, so that reducing moves nothing.
     """
     values = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return values * itemsize > _WHOLE_GRADIENT * memory
+    return shards == 1 or values * itemsize > _WHOLE_GRADIENT * memory
+
+
+def _shards(model: nn.Module) -> int:
+    """Return how many ranks share a copy of the parameters."""
+    parameter = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    if parameter is None:
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def frozen_fits(
