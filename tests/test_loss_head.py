@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toolkit.config.settings import ShardingConfig
 from toolkit.data.samples.sequences import SUPERVISED
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
-from toolkit.training import head_loss
+from toolkit.training import head_loss, loss_kernel
 from toolkit.training.head_loss import HeadLoss, LogitMap
 from toolkit.training.loss import _known, loss_sum, supervised_tokens
 from toolkit.training.step import evaluate, train_step
@@ -77,6 +77,96 @@ def test_it_is_the_models_own_loss(kind, smoothing, small_chunks, capsys):
     if expected_map != LogitMap():  # the control: without its map the model's loss is another
         _known[model] = (160, LogitMap())
         assert off(gradients(model, loss_sum(model, batch)), expected) > 1e-2
+
+
+@pytest.fixture
+def in_one(monkeypatch) -> list[int]:
+    """Loss and gradient of a chunk as they are where they are one kernel, of plain operations;
+    returns the rows of each.
+    """
+    made: list[int] = []
+    rule = loss_kernel.loss_and_gradient
+
+    def count(logits, *rest, **options):
+        made.append(len(logits))
+        return rule(logits, *rest, **options)
+
+    monkeypatch.setattr(head_loss, "_COMPILED", ("cpu",))
+    monkeypatch.setattr(loss_kernel, "loss_and_gradient", count)
+    monkeypatch.setattr(torch, "compile", lambda fn: fn)
+    loss_kernel._kernel.cache_clear()
+    return made
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", MAPS)
+def test_in_one_kernel_it_is_the_models_own_loss(kind, smoothing, small_chunks, in_one):
+    model, batch = tiny_model(kind, **MAPS[kind][0]).train(), rows(3)
+    own = from_logits(model, batch, smoothing)
+    expected = gradients(model, own)
+    found = loss_sum(model, batch, label_smoothing=smoothing)
+    assert found.item() == pytest.approx(own.item(), rel=CLOSE)
+    assert off(gradients(model, found), expected) < CLOSE
+    assert in_one
+    with torch.no_grad():  # an evaluation needs no gradient
+        made = len(in_one)
+        assert float(loss_sum(model, batch)) == pytest.approx(float(from_logits(model, batch)))
+    assert len(in_one) == made
+
+
+def chunk(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    logits = (torch.randn(33, 1003, generator=drawn) * 4).to(dtype)
+    targets = torch.randint(0, 1003, (33,), generator=drawn)
+    targets[::3] = -100
+    return logits, targets
+
+
+def test_a_kernel_that_does_not_compile_or_is_wrong_is_said_and_not_taken(monkeypatch, capsys):
+    logits, targets = chunk()
+    expected = loss_kernel.loss_and_gradient(logits, targets, (1.0, None, 0.0))
+    monkeypatch.setattr(loss_kernel, "_refused", set())
+
+    def fails(*_):
+        raise RuntimeError("no compiler\nand more")
+
+    for kernel, why in ((fails, "no compiler"), (lambda z, t: (z.sum(), z), "other values")):
+        monkeypatch.setattr(torch, "compile", lambda fn, kernel=kernel: kernel)
+        loss_kernel._kernel.cache_clear()
+        loss_kernel._refused.clear()
+        for _ in range(2):
+            found = loss_kernel.cross_entropy(logits, targets, 1.0, None, 0.0)
+            assert all(map(torch.equal, found, expected))
+        said = capsys.readouterr().out
+        assert said.count("the loss takes plain operations") == 1
+        assert why in said
+    loss_kernel._kernel.cache_clear()
+
+
+def test_a_plan_knows_what_the_kernel_allocates():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    logits, targets = chunk(torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        loss, grad = loss_kernel.cross_entropy(mode.from_tensor(logits), targets, 1.0, None, 0.0)
+    assert (loss.shape, loss.dtype) == ((), torch.float32)
+    assert (grad.shape, grad.dtype) == (logits.shape, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_kernel_gives_what_plain_operations_give(dtype, capsys):
+    """By torch's compiler for this device; once for any number of rows."""
+    logits, targets = chunk(dtype)
+    loss_kernel._kernel.cache_clear()
+    for rows_ in (33, 7, 20):
+        given = logits[:rows_].clone(), targets[:rows_]
+        rule = head_loss._cross_entropy(given[0].clone(), given[1], LogitMap(), 0.0, True, None)
+        found = loss_kernel.cross_entropy(*given, 1.0, None, 0.0)
+        assert float(found[0]) == pytest.approx(float(rule[0]), rel=1e-6)
+        assert torch.allclose(found[1].float(), rule[1].float(), rtol=2e-2, atol=1e-7)
+    assert capsys.readouterr().out == ""
+    assert not loss_kernel._refused
 
 
 @pytest.mark.parametrize("kind", [*MAPS, "from logits"])

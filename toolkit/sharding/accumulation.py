@@ -9,7 +9,8 @@ shards. Of replicas (HSDP) only the last micro-batch crosses to the others in ei
 `auto` decides on the gradients before the first step, from the device's size alone: a resumed run
 must round as the first start did. Where a shard is the whole (one rank, or one a replica) it
 reduces each time: that moves nothing, rounds alike, and the gradient is held once, by the stream of
-the reduction, not a second time by that of the backward, whose freed memory the other cannot use. What is gathered changes no bit, and waits for two steps' peak.
+the reduction, not a second time by that of the backward, whose freed memory the other cannot use.
+What is gathered changes no bit, and waits for two steps' peak.
 """
 
 import math
@@ -90,8 +91,8 @@ class Accumulation:
 
 
 def reduces_each(model: nn.Module, itemsize: int, memory: float, shards: int) -> bool:
-    """Return whether `auto` reduces gradients, of `itemsize` bytes a value, after each micro-batch: a
-    whole one is too much for a device of so much memory to hold from one to the next, or there is
+    """Return whether `auto` reduces gradients, of `itemsize` bytes a value, after each micro-batch:
+    a whole one is too much for a device of so much memory to hold from one to the next, or there is
     one of `shards`, so that reducing moves nothing.
     """
     values = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100
+from toolkit.training.loss_kernel import IGNORE_INDEX, cross_entropy
+
 # Logits of one chunk, in elements; they are held in fp32. Blocks above 32 MB malloc takes from the
 # kernel each time, whose new pages cost as much as the arithmetic.
 _CHUNK_ELEMENTS = {"cpu": 2**23}
@@ -22,6 +23,8 @@ _CHUNK_ELEMENTS_OF_AN_ACCELERATOR = 2**28
 _COUNTED = ("cpu",)
 # Devices with products of bf16 that answer in fp32.
 _WIDE_PRODUCTS = ("cuda",)
+# Devices where loss and gradient of a chunk are one kernel.
+_COMPILED = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,21 @@ class HeadLoss:
         None where it is not wanted.
         """
         wanted = any(grad is not None for grad in grads)
-        rule = (targets, self.logit_map, self.label_smoothing, wanted, self.correct)
+        in_one = (
+            wanted
+            and self.correct is None
+            and hidden.dtype != torch.float64
+            and self.device_type(hidden) in _COMPILED
+        )
+
+        def rule(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            scale, cap, smoothing = self.logit_map.scale, self.logit_map.cap, self.label_smoothing
+            if in_one:
+                return cross_entropy(logits, targets, scale, cap, smoothing)
+            return _cross_entropy(logits, targets, self.logit_map, smoothing, wanted, self.correct)
+
         if self.linear:
-            loss, grad = _cross_entropy(F.linear(hidden, *parameters), *rule)
+            loss, grad = rule(F.linear(hidden, *parameters))
             if grad is None:
                 return loss
             of_hidden, of_weight, *of_bias = grads
@@ -123,7 +138,7 @@ class HeadLoss:
         with torch.set_grad_enabled(wanted):
             leaf = hidden.detach().requires_grad_(wanted)
             output = self.forward(leaf[None])[0]
-        loss, grad = _cross_entropy(output.detach(), *rule)
+        loss, grad = rule(output.detach())
         if grad is not None:
             found = torch.autograd.grad(output, [leaf, *parameters], grad, allow_unused=True)
             for total, part in zip(grads, found, strict=True):

@@ -8,10 +8,10 @@ going on: what the run has is on the disk, and the process leaves at once.
 Torch's agent starts ranks that ended again (`--max_restarts`), and asks nobody whether they were
 asked to end: the first rank to leave by a signal tells it to end, too.
 
-Agreement costs one all-reduce of one number a step, on the device where that has collectives of its
-own (a ring of a thousand hosts over TCP takes a tenth of a second), behind the next step: its
-result is read a step later, so that nobody waits for it. A signal ends the run after the step that follows
-the one it came in.
+Agreement costs one all-reduce of one number a step, on the device where that has collectives of
+its own (a ring of a thousand hosts over TCP takes a tenth of a second), behind the next step: its
+result is read a step later, so that nobody waits for it. A signal ends the run after the step that
+follows the one it came in.
 """
 
 import ctypes
