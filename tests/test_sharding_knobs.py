@@ -1090,7 +1090,10 @@ def forget_to_free(rank: int, world: int, folder: str) -> dict:
         if key == "wrong":
             for unit in (m for m in model.modules() if hasattr(m, "unshard")):
                 unit.set_reshard_after_backward = lambda *_, **__: None
-                unit._get_fsdp_state()._fsdp_param_groups[0].reshard_after_backward = False
+                state = unit._get_fsdp_state()
+                groups = getattr(state, "_fsdp_param_groups", None)  # one a unit before torch 2.13
+                group = groups[0] if groups else state._fsdp_param_group
+                group.reshard_after_backward = False
         micro = [batch(4), batch(4)]
         found[key] = [float(train_step(model, optimizer, micro).loss) for _ in range(3)]
     found[False], found[True] = found["wrong"][0], found["wrong"][-1]
