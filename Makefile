@@ -13,7 +13,7 @@ PROGRAMS := $(filter-out tests/test_%,$(wildcard tests/*.py))
 LOOSE := $(foreach code,arg-type assignment dict-item func-returns-value misc operator str-unpack union-attr var-annotated,--disable-error-code $(code))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures rehearsals soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures rehearsals versions soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -87,6 +87,9 @@ architectures: install  ## Check every architecture sharded against plain; write
 
 rehearsals: install  ## Rehearse every ready config; writes docs/rehearsals.md
 	$(BIN)/python tests/rehearsals.py --write docs/rehearsals.md
+
+versions: install  ## Run the tests on the oldest and newest releases allowed; writes docs/versions.md (15 GB of disk)
+	$(BIN)/python tests/versions.py --write docs/versions.md
 
 soak: install  ## Kills, signals, hangs, lost hosts, dead disks, damage; writes docs/soak.md and others
 	$(BIN)/python -W ignore tests/soak.py --write docs/soak.md

@@ -14,7 +14,7 @@ def torch_private(module: str, name: str) -> Any:
 
 def transformers_private(module: str, name: str) -> Any:
     """Return `name` of transformers' `module`; ModelError where it is gone."""
-    return _private("transformers", module, name, ModelError, "5.17 to 5.24")
+    return _private("transformers", module, name, ModelError, "5.23 to 5.24")
 
 
 def _private(library: str, module: str, name: str, error: type[ToolkitError], releases: str) -> Any:
