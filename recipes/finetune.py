@@ -85,7 +85,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
             state.extra["early_stopping"] = stopping.state_dict()
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
-                run.say(path and f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+                run.say(checkpoint.saved_line(path))
                 run.say(*data.reading_lines(), export.prove_adapter(model, path))
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)

@@ -75,7 +75,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
-            run.say(path and f"{'saving' if cfg.checkpoint.async_save else 'saved'} {path}")
+            run.say(checkpoint.saved_line(path))
             run.say(*data.reading_lines())
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit import checkpoint
-from toolkit.checkpoint import commit, disk, resuming, rng_state, shards
+from toolkit.checkpoint import commit, disk, resuming, rng_state, saving, shards
 from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
@@ -61,6 +61,45 @@ def small_state(seed: int = 0, step: int = 3) -> checkpoint.TrainState:
     optimizer.step()
     scheduler.step()
     return checkpoint.TrainState(model, optimizer, scheduler, Counter(), step, 40)
+
+
+# ---- Behind the loop, where that fits --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "here", "expected", "said"),
+    [
+        ("cuda", 81_000, 1, True, "async_save true (copies of up to 40.0 kB a process, 40.5 kB"),
+        ("cuda", 79_000, 1, False, "async_save false"),
+        ("cuda", 81_000, 2, False, "async_save false"),
+        ("cpu", 81_000, 1, False, ""),
+    ],
+)
+def test_auto_saves_behind_the_loop_where_copies_fit_host_memory(
+    monkeypatch, capsys, kind, free, here, expected, said
+):
+    from types import SimpleNamespace
+
+    model = nn.Linear(1, 1)
+    part = SimpleNamespace(device=torch.device(kind), nbytes=10_000)
+    monkeypatch.setattr(saving, "local_tensor", lambda tensor: part)
+    monkeypatch.setattr(saving.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(saving.ranks, "ranks_here", lambda: here)
+    auto, tensors = CheckpointConfig(), {"a": torch.zeros(1), "b": torch.zeros(1)}
+    assert auto.async_save == "auto"
+    assert [saving._goes_behind(model, tensors, auto) for _ in range(2)] == [expected] * 2
+    out = capsys.readouterr().out
+    assert out.count("async_save") == bool(said)  # once, at the first save
+    assert said in out
+    for asked in (True, False):
+        cfg = CheckpointConfig(async_save=asked)
+        assert saving._goes_behind(model, tensors, cfg) is asked
+
+
+def test_adapters_are_saved_at_once(monkeypatch):
+    monkeypatch.setattr(saving, "has_adapters", lambda model: True)
+    monkeypatch.setattr(saving, "local_tensor", lambda tensor: torch.empty(1, device="meta"))
+    assert not saving._goes_behind(nn.Linear(1, 1), {"a": torch.zeros(1)}, CheckpointConfig())
 
 
 # ---- Files and digests ---------------------------------------------------------------------------

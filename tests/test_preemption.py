@@ -360,3 +360,20 @@ def test_toolkit_train_ends_with_the_code_of_the_rank(
     log = (tmp_path / "log").read_text()
     assert "error: " in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [("cpu:gloo,cuda:nccl", "cuda:2"), ("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo", "cpu")],
+)
+def test_ranks_tell_each_other_on_the_device_where_it_has_collectives(
+    monkeypatch, backends, expected
+):
+    monkeypatch.setattr(preemption.dist, "get_backend_config", lambda: backends)
+    accelerator = preemption.torch.accelerator
+    kind = preemption.torch.device("cuda")
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: kind)
+    monkeypatch.setattr(accelerator, "current_device_index", lambda: 2)
+    assert str(preemption._device()) == expected
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: None)
+    assert str(preemption._device()) == "cpu"

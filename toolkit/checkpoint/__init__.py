@@ -11,6 +11,6 @@ lock       one process at a time            summary    `toolkit inspect`
 
 from toolkit.checkpoint.resuming import find, newest, restore, resume
 from toolkit.checkpoint.run_folder import RunFolder, local_copy
-from toolkit.checkpoint.saving import save
+from toolkit.checkpoint.saving import save, saved_line
 from toolkit.checkpoint.state import TrainState
 from toolkit.training.background import wait

@@ -1,6 +1,7 @@
 """Saving: the state of a run into a committed checkpoint, at once or behind the loop.
 
-[Note: saving behind the loop] With `async_save` the loop waits only until the tensors are copied to
+[Note: saving behind the loop] With `async_save` (by default on accelerators where the copies fit
+host memory) the loop waits only until the tensors are copied to
 host memory and everything small is snapshot. Writing, hashing, commit and pruning follow in a
 thread, with a process group of their own: threads that share one with the loop hang. One save at a
 time: the next one waits for it, and raises what it failed with, as `wait` and the end of the run
@@ -24,11 +25,14 @@ import json
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
@@ -44,7 +48,7 @@ from toolkit.formats import Tensors, local_tensor
 from toolkit.formats.bit_sums import part_sums
 from toolkit.formats.device_threads import device_pool
 from toolkit.formats.layout import cut_by_rows
-from toolkit.models.peft_model import model_tensors
+from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background
 
@@ -52,6 +56,10 @@ MANIFEST_VERSION = 2
 DCP, HF, RNG = "dcp", "hf", "rng"
 SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
 CHANNEL, _GATHERED = "checkpoint", "gathered"
+# Of a machine's free memory: what copies of a state may take by `async_save: auto`.
+_SHARE = 0.5
+_PINNED = 2  # times their bytes, at most: torch takes page-locked memory in powers of two
+_behind: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
 _failed: list[str] = []  # by the disk, since the last good one: what `save` would have returned
 
 
@@ -82,8 +90,9 @@ def save(
     model, optimizer = model_tensors(state.model), optimizer_tensors(state)
     needed = sum(t.numel() * t.itemsize for t in (*model.values(), *optimizer.values()))
     with _disk_may_fail(needed, run, cfg, may_fail):
-        snapshot = _Snapshot(state, model, optimizer, run, cfg)
-        if not cfg.async_save:
+        behind = _goes_behind(state.model, model | optimizer, cfg)
+        snapshot = _Snapshot(state, model, optimizer, run, cfg, behind)
+        if not behind:
             return snapshot.write()
         blocked = time.perf_counter() - begun
         path = str(snapshot.store or snapshot.folder.parent / commit.step_name(state.step))
@@ -102,6 +111,32 @@ def save(
         background.start(f"the checkpoint of step {state.step}", write_behind)
         return path
     return ""
+
+
+def saved_line(path: str) -> str:
+    """Return the line that says where `save`, which returned `path`, has saved or is saving."""
+    return path and f"{'saving' if background.pending() else 'saved'} {path}"
+
+
+def _goes_behind(model: nn.Module, tensors: Tensors, cfg: CheckpointConfig) -> bool:
+    """Return whether the loop goes on while this is written. `auto` is decided at a model's first
+    save, where rank 0 says so; collective then.
+    """
+    if cfg.async_save != "auto":
+        return cfg.async_save
+    if model not in _behind:
+        parts = [local_tensor(t) for t in tensors.values()]
+        own = sum(part.nbytes for part in parts) * _PINNED
+        room = _SHARE * psutil.virtual_memory().available / ranks.ranks_here()
+        on_device = any(part.device.type != "cpu" for part in parts)
+        _behind[model] = on_device and not has_adapters(model) and ranks.least(room - own) >= 0
+        if on_device and not has_adapters(model):
+            what = "true" if _behind[model] else "false"
+            ranks.say(
+                f"auto       async_save {what} (copies of up to {size_text(own)} a process, "
+                f"{size_text(int(room))} of host memory are for them)"
+            )
+    return _behind[model]
 
 
 def failed(path: str) -> bool:
@@ -156,6 +191,7 @@ class _Snapshot:
         optimizer: Tensors,
         run: Folder,
         cfg: CheckpointConfig,
+        behind: bool,
     ) -> None:
         """Make the folder, and take what the loop may change: of the tensors copies, where it does
         not wait. Collective.
@@ -181,7 +217,7 @@ class _Snapshot:
         try:
             self.gathered, self.tensors = formats.whole_rows(model), model | optimizer
             self.sums = ranks.on_all(lambda: _sums(self.tensors))
-            if cfg.async_save:
+            if behind:
                 # A gathered tensor may be the live one: where one rank holds all of it.
                 live: dict[Any, torch.Tensor] = dict(self.tensors)
                 live |= {(_GATHERED, n): t for n, t in self.gathered.items()}

@@ -32,10 +32,11 @@ class CheckpointConfig:
     """Metric of an evaluation that `keep_best` compares; `eval_` may be left out."""
     greater_is_better: bool | None = None
     """Whether more is better; empty: it is, unless the name ends in `loss` or `perplexity`."""
-    async_save: bool = False
+    async_save: bool | Literal["auto"] = "auto"
     """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
-    which costs each process its parameters and optimizer state once more there. Off: when the loop
-    goes on, the checkpoint is on the disk."""
+    which costs each process its parameters and optimizer state once more there. False: when the
+    loop goes on, the checkpoint is on the disk. `auto`: on an accelerator, where the copies take at
+    most half of the host's free memory; never with adapters."""
     max_failed_saves: NotNegative = 2
     """Saves in a row that a full, read-only or broken disk, or the store, may refuse. Each is a
     warning, and training goes on; one more ends the run, as does a failure of the last save or of

@@ -576,7 +576,7 @@ class FinetuneConfig(RunConfig):
         if self.model.trust_remote_code:
             what = "adapters are proven on a base built without code from outside"
             raise ConfigError(f"lora.r with model.trust_remote_code: {what}; leave one of them out")
-        if self.checkpoint.async_save:
+        if self.checkpoint.async_save is True:
             what = "gains nothing: a save of an adapter is proven at once; leave it out"
             raise ConfigError(f"checkpoint.async_save with lora.r {what}")
 

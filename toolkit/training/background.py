@@ -23,6 +23,11 @@ def start(name: str, work: Callable[[], object]) -> None:
     pool.shutdown(wait=False)  # its thread ends with this piece
 
 
+def pending() -> bool:
+    """Whether something was started that nobody has waited for yet."""
+    return _current is not None
+
+
 def busy() -> bool:
     """Whether something is in flight."""
     return _current is not None and not _current[1].done()
