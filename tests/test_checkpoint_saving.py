@@ -63,7 +63,7 @@ def small_state(seed: int = 0, step: int = 3) -> checkpoint.TrainState:
     return checkpoint.TrainState(model, optimizer, scheduler, Counter(), step, 40)
 
 
-# ---- Behind the loop, where that fits --------------------------------------------------------------
+# ---- Behind the loop, where that fits ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -232,3 +232,37 @@ def frozen(rank: int, world: int, folder: str) -> dict[str, dict[str, torch.Tens
             train_step(model, optimizer, [{k: v[rank::world] for k, v in rows(8, seed).items()}])
         found[way] = {n: whole(p) for n, p in model.named_parameters()}
     return found
+
+
+# ---- Parameters of several meshes ----------------------------------------------------------------
+
+
+def clip_over_meshes(rank: int, world: int) -> dict[str, Any]:
+    """Clip gradients that are sharded over two meshes, one that two axes cut, and a whole one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from toolkit.training.step import clip_gradients
+
+    drawn = torch.Generator().manual_seed(0)
+    values = [torch.randn(8, 3, generator=drawn) for _ in range(4)]
+    flat = init_device_mesh("cpu", (world,))
+    square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("efsdp", "ep"))
+    layouts = [(flat, [Shard(0)]), (square, [Shard(0), Replicate()]), (square, [Shard(0)] * 2)]
+    model = torch.nn.ParameterList()
+    for value, (mesh, placements) in zip(values, layouts, strict=False):
+        model.append(torch.nn.Parameter(distribute_tensor(value, mesh, placements)))
+        model[-1].grad = distribute_tensor(value, mesh, placements)
+    model.append(torch.nn.Parameter(values[3]))
+    model[-1].grad = values[3].clone()
+    norm = clip_gradients(model, 1.0, torch.device("cpu"))
+    grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model]
+    return {"norm": norm, "grads": grads, "values": values}
+
+
+def test_gradients_of_several_meshes_have_one_norm():
+    for found in run_ranks(clip_over_meshes, 4):
+        expected = torch.cat([v.flatten() for v in found["values"]]).norm()
+        torch.testing.assert_close(found["norm"], expected, rtol=1e-6, atol=0)
+        for grad, value in zip(found["grads"], found["values"], strict=True):
+            torch.testing.assert_close(grad, value / (expected + 1e-6), rtol=1e-5, atol=1e-7)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -122,23 +123,24 @@ def clip_gradients(model: nn.Module, max_norm: float, device: torch.device) -> t
     """Scale the gradients to a global norm of at most `max_norm` (0: not at all); return the norm
     before, 0-d on `device`. Collective. Each rank's shards count once, replicated gradients once.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    sharded = [p for p in parameters if isinstance(p.grad, DTensor)]
-    replicated = [p for p in parameters if not isinstance(p.grad, DTensor)]
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch mixes neither two of them,
+    for p in model.parameters():  # nor what is sharded and what is not
+        if p.grad is not None:
+            mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(p)
     norms = []
-    for part in (sharded, replicated):  # torch does not mix the two kinds
-        if part:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            norms.append(norm.to(device))  # under offload sharded gradients are in host memory
+    for part in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms.append(norm.to(device))  # under offload sharded gradients are in host memory
     if not norms:
         return torch.zeros((), device=device)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    if any(isinstance(p.grad, DTensor) and p.grad.device_mesh.ndim > 1 for p in sharded[:1]):
+    if any(mesh is not None and mesh.ndim > 1 for mesh in by_mesh):
         # Each replica adds its shards up by itself; their sums may differ in the last bit.
         dist.broadcast(total, 0)
     if max_norm > 0:
-        for part in (sharded, replicated):
+        for part in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     return total
 
