@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
 import one_rank
 
 LENGTH = 16
-# Model, ranks, settings of sharding, LoRA's rank, what is planted on one rank.
+# Model, ranks, settings of sharding (and the optimizer), LoRA's rank, what is planted on one rank.
 CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "in full": ("llama", 8, {}, 0, ""),
     "tied": ("tied", 8, {}, 0, ""),
@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "adapters, replicas": ("llama", 8, {"dp_replicate": 2, "dp_shard": 4}, 4, ""),
     "idle experts": ("qwen3_moe", 8, {}, 0, ""),
     "8 experts on 16": ("mixtral", 16, {}, 0, ""),
+    "8 experts on 16, Adafactor": ("mixtral", 16, {"optim": "adafactor"}, 0, ""),
+    "8 experts on 16, 8 bits": ("mixtral", 16, {"optim": "adamw_8bit"}, 0, ""),
     "adapters of rank 4 on 16": ("llama", 16, {}, 4, ""),
     "wrong order": ("llama", 8, {}, 0, "order"),
     "an empty shard that cannot be summed": ("mixtral", 16, {}, 0, "empty"),
@@ -63,7 +65,8 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     from toolkit.sharding.fsdp import apply_fsdp, init_mesh
     from toolkit.training.optim import build_optimizer
 
-    cfg = ShardingConfig(param_dtype="float32", pin_memory=False, **sharding)
+    own = {k: v for k, v in sharding.items() if k != "optim"}
+    cfg = ShardingConfig(param_dtype="float32", pin_memory=False, **own)
     model_cfg = ModelConfig(folder)
     model = prepare(model_cfg)
     if r:
@@ -72,7 +75,8 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     if world > 1:
         one_rank.local_collectives(model)
     loading.fill(model, model_cfg, torch.device("cpu"), 0, empty=False, say=lambda *_: None)
-    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
+    kind = sharding.get("optim", "adamw_torch_fused")
+    optimizer = build_optimizer(model, OptimConfig(optim=kind, learning_rate=1e-3))
     return checkpoint.TrainState(model.train(), optimizer)
 
 
@@ -83,13 +87,13 @@ def batches(rank: int, count: int = 2) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": one, "labels": one.clone()} for one in ids]
 
 
-def begin(rank: int, world: int, folder: str, root: str, r: int) -> None:
+def begin(rank: int, world: int, folder: str, root: str, r: int, optim: dict[str, str]) -> None:
     """Save what the ranks of many resume from, as one process."""
     from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig
     from toolkit.training.step import train_step
 
-    state = build(folder, world, {}, r)
+    state = build(folder, world, optim, r)
     train_step(state.model, state.optimizer, batches(0))
     state.step = 1
     checkpoint.save(state, root, CheckpointConfig())
@@ -149,8 +153,9 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
 
 
 def all_ranks(folders: dict[str, str], root: Path, name: str) -> list[dict[str, Any]]:
-    kind, world, _, r, _ = CASES[name]
-    run_ranks(begin, 1, folders[kind], str(root), r)
+    kind, world, sharding, r, _ = CASES[name]
+    optim = {k: v for k, v in sharding.items() if k == "optim"}
+    run_ranks(begin, 1, folders[kind], str(root), r, optim)
     return run_ranks(live, world, folders[kind], str(root), name, group=False)
 
 
