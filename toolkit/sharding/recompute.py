@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -236,7 +237,9 @@ class _Keep(TorchDispatchMode):
             try:
                 return forward(*args, **kwargs)
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
-                if not (self._ended and self._first) or isinstance(error, torch.OutOfMemoryError):
+                # Of the device or the network: no fault of the forward.
+                outside = torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError
+                if not (self._ended and self._first) or isinstance(error, outside):
                     raise
                 raise self.layer.unrepeatable(f"the second time it ends with {error}") from error
 
