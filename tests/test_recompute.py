@@ -367,7 +367,7 @@ def test_adapters_keep_little_beside_what_they_adapt(tmp_path, monkeypatch):
         sim = simulate(_config(tmp_path, *flags, length=256), 1)
         return sim.peaks["forward"].kinds[ACTIVATIONS]
 
-    wide = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "num_hidden_layers": 4}
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
     tiny_model("llama", **wide).save_pretrained(tmp_path)
     plain, adapted = kept(), kept("--lora.r=8")
     assert adapted < 1.1 * plain
@@ -405,7 +405,7 @@ def sharded_gradients(rank: int, world: int, folder: str) -> dict[Any, Any]:
     """Return what differs from no recomputation, of types with units inside of their layers."""
     recompute._THIN = 0
     found = {}
-    for kind in ("gemma3", "olmo2", "zamba", "zamba2"):
+    for kind in ("gemma3", "zamba2"):
         path = Path(folder) / kind
         ranks.on_main(lambda kind=kind, path=path: str(save(tiny_model(kind), path, kind)))
         plain: dict[bool, Any] = {}
@@ -429,5 +429,5 @@ def sharded_gradients(rank: int, world: int, folder: str) -> dict[Any, Any]:
 def test_units_inside_of_layers_may_gather_otherwise_the_second_time(tmp_path):
     """The profiler's marks of a gather are among what runs, and nothing is to be kept of them."""
     for found in run_ranks(sharded_gradients, 2, str(tmp_path)):
-        assert len(found) == 16
+        assert len(found) == 8
         assert not any(found.values()), found
