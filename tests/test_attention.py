@@ -273,7 +273,7 @@ def test_recomputed_layers_attend_as_they_did(selective):
 
 
 def test_selective_checkpointing_keeps_what_attention_gave():
-    kept = recompute._kept_operations(frozenset())
+    kept = recompute._kept_operations()
     assert torch.ops.torch_attn._varlen_attn.default in kept
     model = within_documents("llama").train()
     for layer in model.model.layers:

@@ -267,7 +267,7 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
         # What the backward begins with would be back at once.
         own = host if name != names[-1] or len(names) == 1 else None
         module = model.get_submodule(name)
-        recompute_in_backward(module, selective=asked == "selective", host=own)
+        recompute_in_backward(module, name=name, selective=asked == "selective", host=own)
     return names
 
 

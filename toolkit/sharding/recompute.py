@@ -3,76 +3,114 @@
 The module's forward is replaced, not the module wrapped: names stay, and the recomputation runs
 inside the module's hooks, on gathered parameters and cast inputs (from outside, torch 2.11 and 2.12
 lose that cast).
+
+[Note: kept and written to] A kept result that the layer writes to later would be handed to the
+recomputation with what was written, which then writes it again. So what is written to is not kept,
+but computed again, and so is what leaves the layer: others may write to that. Writes are found by
+storage, as version counters do not follow `_unsafe_view` (in each linear layer without a bias) nor
+`.data`; a kernel that writes past PyTorch is found in a layer's first forward, by sums of the bits.
+Compiled layers need none of this: the compiler takes writes out of the graph first.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers import Cache
 
+from toolkit import ranks
 from toolkit.errors import ShardingError
 from toolkit.models.modes import random_state
 from toolkit.sharding.host_memory import HostMemory, OnHost
 
-# Worth more to keep than to compute again: they take nearly all of a layer's time.
-_KEPT = (
-    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"),
-    *("convolution", "_flash_attention_forward", "_efficient_attention_forward"),
+# Worth more to keep than to compute again: they take nearly all of a layer's time. Which argument
+# of a product has the side that it sums over, and from which dimension on.
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"), (0, -1)),
+    **dict.fromkeys(("addmm", "baddbmm"), (1, -1)),
+    "convolution": (1, 1),
+}
+_ATTENTION = (
+    *("_flash_attention_forward", "_efficient_attention_forward"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
-# Not where experts have biases: transformers adds them in place, so that what was kept would be
-# added to twice.
-_OF_EXPERTS = frozenset(("bmm", "baddbmm", "_grouped_mm", "_scaled_grouped_mm"))
 # Custom operations, there once their library is imported: torch's varlen attention, flash-attn's.
 _KEPT_OF = {
     "torch_attn": ("_varlen_attn",),
     "flash_attn": ("_flash_attn_forward", "_flash_attn_varlen_forward"),
 }
+# A product over k values costs 2k operations for each value kept. Below about 300 a GPU spends the
+# time of that on the bytes of the result, as for an addition: nothing is gained by keeping LoRA's
+# B (k is the rank), attention scores (a head's width) or a depthwise convolution. LoRA's A stays:
+# its result is small, and computing it again reads the layer's whole input.
+_THIN = 256
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INSTEAD = (
+    "set sharding.activation_checkpointing: none, or name other modules in "
+    "sharding.activation_checkpointing_modules"
+)
+_say_once = functools.cache(ranks.say)
 
 
 def recompute_in_backward(
-    module: nn.Module, *, selective: bool = False, host: HostMemory | None = None
+    module: nn.Module,
+    *,
+    name: str = "the layer",
+    selective: bool = False,
+    host: HostMemory | None = None,
 ) -> None:
     """Recompute `module`'s forward in the backward pass, in place. Training only.
 
-    `selective` keeps the results of matrix products and attention; with `host` what is kept is
-    there until the backward.
+    `selective` keeps the results of attention and of all but thin matrix products; with `host` what
+    is kept is there until the backward. Messages call the module `name`.
     """
     forward: Callable = module.forward
-    biased = any(getattr(inner, "has_bias", False) is True for inner in module.modules())
-    operations = _kept_operations(without=_OF_EXPERTS if biased else frozenset())
     draws: bool | None = None  # whether it draws random numbers; not known before the first
+    layer = _Layer(name, type(module).__name__)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         nonlocal draws
-        tries = draws is None and not torch.compiler.is_compiling()
-        before = random_state() if tries else None
+        # It would grow a second time; the checkpointing of transformers passes none either.
+        args = tuple(None if isinstance(a, Cache) else a for a in args)
+        kwargs = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
         # Dropout must drop the same again; where there is none, the states need not be put back.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws is not False}
+        if torch.compiler.is_compiling():
+            if selective:
+                options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+            return checkpoint(forward, *args, **options, **kwargs)
         group = None if host is None else host.group()
-        if selective and group is not None:
-            options["context_fn"] = partial(_offloading_contexts, group, operations)
-        elif selective:
-            keep = list(operations)
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
-        hooks: Any = nullcontext()
-        if group is not None:
-            hooks = torch.autograd.graph.saved_tensors_hooks(group.keep, lambda kept: kept.get())
-        with hooks:
-            out = checkpoint(forward, *args, **options, **kwargs)
+        if draws is not None and not selective:
+            with _hooks(group):
+                return checkpoint(forward, *args, **options, **kwargs)
+        before = random_state() if draws is None else None
+        store = torch.Tensor.detach if group is None else group.keep
+        keep = _Keep(layer, store if selective else None, (args, kwargs), first=draws is None)
+        options["context_fn"] = lambda: (keep, _Reuse(keep))
+        with _hooks(group):
+            out = checkpoint(keep.guarded(forward), *args, **options, **kwargs)
+        keep.end(out)
         if before is not None:
             draws = not all(map(torch.equal, before, random_state()))
         return out
@@ -80,80 +118,201 @@ def recompute_in_backward(
     module.forward = recomputed  # type: ignore[method-assign]
 
 
+def _hooks(group: Any) -> Any:
+    if group is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(group.keep, lambda kept: kept.get())
+
+
 @functools.cache
-def _kept_operations(without: frozenset[str]) -> frozenset[Any]:
+def _kept_operations() -> frozenset[Any]:
     spaces = [(getattr(torch.ops, space), names) for space, names in _KEPT_OF.items()]
-    found = ((torch.ops.aten, _KEPT), *spaces)
-    named = [(ops, name) for ops, names in found for name in names if name not in without]
-    packets = [getattr(ops, name) for ops, name in named if hasattr(ops, name)]
-    return frozenset(getattr(p, overload) for p in packets for overload in p.overloads())
+    found = ((torch.ops.aten, (*_PRODUCTS, *_ATTENTION)), *spaces)
+    packets = [getattr(ops, n) for ops, names in found for n in names if hasattr(ops, n)]
+    overloads = (getattr(p, overload) for p in packets for overload in p.overloads())
+    # Those with `out` are nothing but a write.
+    return frozenset(op for op in overloads if not op._schema.is_mutable)
 
 
-def _offloading_contexts(group: Any, operations: frozenset[Any]) -> tuple["_Keep", "_Reuse"]:
-    # PyTorch's selective checkpointing keeps what it keeps on the device: its offload policy is
-    # heeded by the compiler only.
-    kept: dict[Any, list[Any]] = {}
-    return _Keep(kept, group, operations), _Reuse(kept, operations)
+def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether a kept operation costs more than its result's bytes; see `_THIN`."""
+    side = _PRODUCTS.get(func._schema.name.removeprefix("aten::"))
+    if side is None:
+        return True
+    summed = math.prod(args[side[0]].shape[side[1] :])
+    return not isinstance(summed, int) or summed > _THIN  # a symbol: of no weight, so not thin
+
+
+def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Say to the compiler what is kept."""
+    keeps = func in _kept_operations() and _worth_keeping(func, args)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Layer:
+    """What is known of one layer, for all its forwards."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+        self.unseen = set[Any]()
+        """Operations whose results it writes to past PyTorch."""
+
+    def unrepeatable(self, what: str) -> ShardingError:
+        """Return the error of a forward that the backward cannot run again."""
+        return ShardingError(
+            f"activation_checkpointing: {self.name} ({self.kind}) cannot be recomputed: {what}; "
+            f"{_INSTEAD}"
+        )
 
 
 class _Keep(TorchDispatchMode):
-    """In the forward: copies the results of the kept operations to host memory."""
+    """In the forward: keeps results that nothing writes to; see [Note: kept and written to]."""
 
-    def __init__(self, kept: dict[Any, list[Any]], group: Any, operations: frozenset[Any]):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that are compiled run as such, though this is on."""
+        return True
+
+    def __init__(
+        self, layer: _Layer, store: Callable[[Any], Any] | None, given: Any, *, first: bool
+    ) -> None:
+        """Begin a forward; `store` makes of a result what is kept, None: nothing is kept. `first`:
+        of this layer; its arguments, `given`, must stay as they are.
+        """
         super().__init__()
-        self._kept, self._group, self._operations = kept, group, operations
-        self._copied = set[StorageWeakRef]()
+        self.layer, self._store, self._first = layer, store, first
+        self.operations = _kept_operations()
+        # Of each call of an operation: the shapes it was given, and what is kept, None for nothing.
+        self.calls: dict[Any, list[list[Any]]] = {}
+        self._places: dict[StorageWeakRef, tuple[Any, int]] = {}
+        self._written = set[Any]()
+        self._given = _storages(given) if first else set[StorageWeakRef]()
+        self._sums: list[tuple[Any, int, torch.Tensor, torch.Tensor]] = []
+        self._ended = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            self._refuse_writing(func, args, kwargs)
         out = func(*args, **kwargs)
-        if func in self._operations:
-            stored = tree_map_only(torch.Tensor, self._group.keep, out)
-            self._kept.setdefault(func, []).append(stored)
-            for tensor in tree_leaves(out):
-                self._copied |= _storage(tensor)
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            self._note_writes(func, args, kwargs)
+        elif func in self.operations:
+            self._keep(func, args, out)
         return out
 
-    def _refuse_writing(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse to write to what is being copied: the copy, on a stream of its own, may be late,
-        and hold what was written; the recomputation would write it again.
-        """
+    def _keep(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        calls = self.calls.setdefault(func, [])
+        call = [_shapes(args), None]
+        calls.append(call)
+        if self._store is None or func in self.layer.unseen or not _worth_keeping(func, args):
+            return
+        call[1] = tree_map_only(torch.Tensor, self._store, out)
+        place = func, len(calls) - 1
+        self._places |= dict.fromkeys(_storages(out), place)
+        if self._first:
+            found = [t for t in _plain(out) if not (isinstance(t, FakeTensor) or t.is_meta)]
+            self._sums += [(*place, t.detach(), _sum_of_bits(t)) for t in found]
+
+    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            if any(_storage(tensor) & self._copied for tensor in tree_leaves(given)):
-                raise ShardingError(
-                    f"a layer writes to the result of a product in place ({func}), which "
-                    "activation_checkpointing: selective with activation_offload keeps elsewhere; "
-                    "set activation_checkpointing: full, or activation_offload: false"
-                )
+            storages = _storages(args[i] if i < len(args) else kwargs.get(argument.name))
+            if storages & self._given:
+                raise self.layer.unrepeatable(f"it writes to its own input in place ({func})")
+            self._written |= {kept for kept, _ in self._drop(storages)}
 
+    def _drop(self, storages: set[StorageWeakRef]) -> list[tuple[Any, int]]:
+        """Let what lies in `storages` go; return whose results that was."""
+        found = [self._places.pop(storage) for storage in storages & self._places.keys()]
+        for func, index in found:
+            self.calls[func][index][1] = None
+        return found
 
-def _storage(value: Any) -> set[StorageWeakRef]:
-    plain = isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
-    return {StorageWeakRef(value.untyped_storage())} if plain else set()
+    def guarded(self, forward: Callable) -> Callable:
+        """Return `forward`, in whose first recomputation a failure names the layer."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except (RuntimeError, ValueError, TypeError, LookupError) as error:
+                # Of the device or the network: no fault of the forward.
+                outside = torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError
+                if not (self._ended and self._first) or isinstance(error, outside):
+                    raise
+                raise self.layer.unrepeatable(f"the second time it ends with {error}") from error
+
+        return run
+
+    def end(self, out: Any) -> None:
+        """End the forward, which gave `out`."""
+        self._ended = True
+        self._drop(_storages(out))
+        changed = [not torch.equal(_sum_of_bits(t), bits) for _, _, t, bits in self._sums]
+        for (func, index, *_), is_other in zip(self._sums, changed, strict=True):
+            if is_other and self.calls[func][index][1] is not None:
+                self.layer.unseen.add(func)
+        self._sums.clear()
+        for func in self.layer.unseen if self._first else ():
+            for call in self.calls[func]:
+                call[1] = None
+        if again := self._written | self.layer.unseen if self._first else set():
+            names = ", ".join(sorted({func._schema.name.split("::")[1] for func in again}))
+            what = f"{self.layer.kind} writes in place to results of {names}"
+            _say_once(f"recompute  {what}: those run again in the backward instead of being kept")
 
 
 class _Reuse(TorchDispatchMode):
     """In the recomputation: hands the kept results back instead of computing them."""
 
-    def __init__(self, kept: dict[Any, list[Any]], operations: frozenset[Any]):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that are compiled run as such, though this is on."""
+        return True
+
+    def __init__(self, keep: _Keep) -> None:
         super().__init__()
-        self._kept, self._operations = kept, operations
-        self._next: dict[Any, int] = {}
+        self._layer, self._calls, self._operations = keep.layer, keep.calls, keep.operations
+        self._next: dict[Any, Iterator[list[Any]]] = {}
+
+    def __enter__(self) -> Any:
+        self._next = {func: iter(calls) for func, calls in self._calls.items()}
+        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in self._operations:
             return func(*args, **(kwargs or {}))
-        index = self._next.get(func, 0)
-        self._next[func] = index + 1
-        results = self._kept.get(func, [])
-        if index >= len(results):
-            raise ShardingError(
-                f"the recomputation runs {func} more often than the forward did; this layer's "
-                "forward is not repeatable: leave it out of activation_checkpointing"
-            )
-        return tree_map_only(OnHost, lambda kept: kept.get(), results[index])
+        call = next(self._next.get(func, iter(())), None)
+        if call is None or call[0] != (now := _shapes(args)):
+            which = "more often" if call is None else f"on {now}, not on {call[0]}"
+            raise self._layer.unrepeatable(f"the second time it runs {func} {which}")
+        # It is handed over: its memory is free once the backward has used it.
+        kept, call[1] = call[1], None
+        if kept is None:
+            return func(*args, **(kwargs or {}))
+        return tree_map_only(OnHost, lambda stored: stored.get(), kept)
+
+
+def _plain(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of `value`, and those inside of wrappers, as DTensors are."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
+            yield from _plain([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _storages(value: Any) -> set[StorageWeakRef]:
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _plain(value)}
+
+
+def _shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    bits = tensor.detach().view(_BITS[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
