@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from toolkit.config import PretrainConfig
 from toolkit.config.settings import ModelConfig, ShardingConfig, TrainConfig
 from toolkit.errors import ConfigError, LaunchError
-from toolkit.training import device, launch
+from toolkit.training import device, launch, network
 
 CUDA = torch.device("cuda", 0)
 UNSET = (*device._ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
@@ -78,20 +78,22 @@ def test_each_process_takes_its_device(monkeypatch, count, local, here, chosen):
     assert device.choose(local, here) == chosen
 
 
-def shared(rank: int, world: int, same: bool) -> str:
+def shared(rank: int, world: int, path: str, same: bool) -> str:
     properties = types.SimpleNamespace(uuid="one" if same else f"number {rank}")
     module = types.SimpleNamespace(get_device_properties=lambda _: properties)
+    store = torch.distributed.FileStore(path, world)
     with mock.patch.object(torch, "get_device_module", return_value=module):
-        try:
-            device.refuse_shared(CUDA)
-        except LaunchError as error:
-            return str(error)
+        mine = device.identity(CUDA, rank)
+    try:
+        network.exchange(store, "device", mine, device.refuse_shared, rank, world)
+    except LaunchError as error:
+        return str(error)
     return ""
 
 
-def test_two_processes_on_one_device_are_refused():
-    assert run_ranks(shared, 2, False) == ["", ""]
-    for said in run_ranks(shared, 2, True):
+def test_two_processes_on_one_device_are_refused(tmp_path):
+    assert run_ranks(shared, 2, str(tmp_path / "two"), False, group=False) == ["", ""]
+    for said in run_ranks(shared, 2, str(tmp_path / "one"), True, group=False):
         assert "processes 0 and 1 were given the same device" in said
 
 
