@@ -50,8 +50,8 @@ _AXES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
     """Return the dotted settings that a launched process's environment asks for, and notes on what
-    it cannot get. LaunchError: FSDP1, training in float16, an axis of the
-    mesh that is not here, or a value that Accelerate has not.
+    it cannot get. LaunchError: FSDP1, training in float16, tensor, context or sequence parallelism,
+    or a value that Accelerate has not.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []

@@ -15,7 +15,7 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
     with torch 2.11). Evaluations and generation, which are not compiled, keep it.
     """
     module.compile(**options)
-    compiled = module._compiled_call_impl  # where `compile` puts it, in torch 2.11 to 2.15
+    compiled: Any = module._compiled_call_impl  # where `compile` puts it, in torch 2.11 to 2.15
     dynamo = torch_private("_dynamo", "eval_frame")
 
     @functools.wraps(compiled)

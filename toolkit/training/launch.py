@@ -62,6 +62,7 @@ class Run:
     job: str = ""
     """The scheduler's name of it, where there is one."""
     place: network.Place = network.ALONE
+    """Where this process is among the others."""
 
     say = staticmethod(ranks.say)
 
