@@ -221,25 +221,36 @@ def test_precisions_that_are_not_to_be_had(environment, translated) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mesh", "said"),
+    ("sizes", "mesh"),
     [
-        ({"dp_replicate_size": 2, "dp_shard_size": 4}, (2, 4), []),
-        ({"dp_shard_size": 8}, (1, 8), []),
-        ({"dp_replicate_size": 8}, (8, 1), []),
-        ({"dp_replicate_size": 1}, None, []),
-        ({"dp_shard_size": 2, "tp_size": 4}, (1, 8), ["tp_size 4: there is no tensor", "4 times"]),
-        ({"dp_shard_size": 2, "cp_size": 4}, (1, 8), ["cp_size 4: there is no context"]),
-        ({"dp_shard_size": 4, "sp_size": 2}, (1, 8), ["sp_size 2: there is no sequence"]),
+        ({"dp_replicate_size": 2, "dp_shard_size": 4}, (2, 4)),
+        ({"dp_shard_size": 8}, (1, 8)),
+        ({"dp_replicate_size": 8}, (8, 1)),
+        ({"dp_replicate_size": 1}, None),
+        ({"dp_shard_size": 2, "tp_size": 1, "cp_size": 1, "sp_size": 1}, (1, 2)),
     ],
 )
-def test_parallelism_config(translated, sizes, mesh, said) -> None:
+def test_parallelism_config(translated, sizes, mesh) -> None:
     keys = {f"parallelism_config_{name}": value for name, value in sizes.items()}
     settings, notes = translated({"fsdp_version": 2}, parallelism_config=keys)
     del settings["sharding.param_dtype"]
     assert tuple(settings.values()) == (mesh or ())
     assert list(settings) == (["sharding.dp_replicate", "sharding.dp_shard"] if mesh else [])
-    assert len(notes) == bool(said)
-    assert all(part in notes[0] for part in said)
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("axis", "kind"), [("tp", "tensor"), ("cp", "context"), ("sp", "sequence")]
+)
+def test_an_axis_of_the_mesh_that_is_not_here_is_refused(translated, axis, kind) -> None:
+    keys = {"parallelism_config_dp_shard_size": 2, f"parallelism_config_{axis}_size": 4}
+    with pytest.raises(LaunchError) as refused:
+        translated({"fsdp_version": 2}, parallelism_config=keys)
+    said = str(refused.value)
+    assert f"parallelism_config_{axis}_size 4 of the launch configuration" in said
+    assert f"there is no {kind} parallelism here; set it to 1" in said
+    assert "dp_shard_size 8 for a global batch 4 times as large" in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("fsdp", [None, {"fsdp_version": 2}])

@@ -839,6 +839,7 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(launch, "_leave", sys.exit)  # the real one would end this process
     monkeypatch.setattr(launch, "_LET_SPEAK", datetime.timedelta())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for rank in ("0", "1", "2"):
@@ -851,8 +852,13 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
     assert said.count("error: 3 processes were started on this machine, which has 2 device(s)") == 1
 
 
-def test_what_every_process_sees_is_said_once(monkeypatch, capsys) -> None:
-    """Settings are read before the processes know each other, by each of them."""
+@pytest.mark.parametrize("elastic", [True, False])
+def test_what_every_process_sees_is_said_once(monkeypatch, capsys, elastic) -> None:
+    """Settings are read before the processes know each other, by each of them. Where no launcher
+    tells what else one of them had to say, each does in the end.
+    """
+    if elastic:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(launch, "_leave", sys.exit)
     monkeypatch.setattr(launch, "_LET_SPEAK", datetime.timedelta())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -866,7 +872,8 @@ def test_what_every_process_sees_is_said_once(monkeypatch, capsys) -> None:
         with pytest.raises(SystemExit) as end:
             launch.guarded(main)
         assert end.value.code == 2
-    assert capsys.readouterr().err == "error: seed must be an integer\n"
+    late = "[rank 1] error: seed must be an integer\n"
+    assert capsys.readouterr().err == "error: seed must be an integer\n" + late * (not elastic)
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """What a process says to its accelerator, on a machine that has none: the calls are recorded."""
 
+import contextlib
 import gc
 import json
 import os
+import subprocess
+import sys
 import types
 from typing import Any
 from unittest import mock
@@ -15,10 +18,12 @@ from torch.nn.attention import SDPBackend
 from toolkit.config import PretrainConfig
 from toolkit.config.settings import ModelConfig, ShardingConfig, TrainConfig
 from toolkit.errors import ConfigError, LaunchError
-from toolkit.training import device, launch
+from toolkit.training import device, launch, network
 
 CUDA = torch.device("cuda", 0)
+OF_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 UNSET = (*device._ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+UNSET += tuple(OF_NCCL)
 
 
 # ---- Before the device starts --------------------------------------------------------------------
@@ -51,10 +56,12 @@ def test_what_must_be_set_before_the_device_starts():
     assert plain["early"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert not plain["deterministic"]
     own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    own |= {"NCCL_ALGO": "Tree", "NCCL_PROTO": "LL128"}
     (exact,) = run_ranks(started, 1, True, own, group=False)
     assert exact["early"] == own  # what the user has set stays
     (exact,) = run_ranks(started, 1, True, {}, group=False)
     assert exact["early"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert OF_NCCL.items() <= exact["early"].items()
     assert (exact["deterministic"], exact["only a warning"]) == (True, False)
 
 
@@ -78,20 +85,22 @@ def test_each_process_takes_its_device(monkeypatch, count, local, here, chosen):
     assert device.choose(local, here) == chosen
 
 
-def shared(rank: int, world: int, same: bool) -> str:
+def shared(rank: int, world: int, path: str, same: bool) -> str:
     properties = types.SimpleNamespace(uuid="one" if same else f"number {rank}")
     module = types.SimpleNamespace(get_device_properties=lambda _: properties)
+    store = torch.distributed.FileStore(path, world)
     with mock.patch.object(torch, "get_device_module", return_value=module):
-        try:
-            device.refuse_shared(CUDA)
-        except LaunchError as error:
-            return str(error)
+        mine = device.identity(CUDA, rank)
+    try:
+        network.exchange(store, "device", mine, device.refuse_shared, rank, world)
+    except LaunchError as error:
+        return str(error)
     return ""
 
 
-def test_two_processes_on_one_device_are_refused():
-    assert run_ranks(shared, 2, False) == ["", ""]
-    for said in run_ranks(shared, 2, True):
+def test_two_processes_on_one_device_are_refused(tmp_path):
+    assert run_ranks(shared, 2, str(tmp_path / "two"), False, group=False) == ["", ""]
+    for said in run_ranks(shared, 2, str(tmp_path / "one"), True, group=False):
         assert "processes 0 and 1 were given the same device" in said
 
 
@@ -133,7 +142,6 @@ def test_the_order_of_attention_kernels(monkeypatch, capability, deterministic, 
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "")
     monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    torch.backends.cuda.enable_cudnn_sdp(True)  # a compiled model of an earlier test goes without
     before = torch._C._get_sdp_priority_order()
     with device.attention_order(CUDA, deterministic=deterministic):
         order = torch._C._get_sdp_priority_order()
@@ -157,6 +165,42 @@ def test_garbage_is_collected_at_the_same_steps(monkeypatch):
     finally:
         gc.enable()
     assert collected == [2, "freeze", 1, 1, 1]  # at the first step of a start, at 50, 100 and 150
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_after_a_run_as_before_it(fails):
+    (found,) = run_ranks(run_of_steps, 1, fails, group=False)
+    assert found["before"] == found["after"] == (True, 0, gc.get_threshold())
+    assert found["within"][0] is False
+    assert found["within"][1] > 0
+
+
+def run_of_steps(rank: int, world: int, fails: bool) -> dict[str, Any]:
+    def state() -> tuple[Any, ...]:
+        return gc.isenabled(), gc.get_freeze_count(), gc.get_threshold()
+
+    gc.unfreeze()  # of the process that this one was forked from
+    found = {"before": state()}
+    with contextlib.suppress(ZeroDivisionError), launch.start():
+        device.collect_garbage(1)
+        found["within"] = state()
+        assert 1 // (not fails)
+    return found | {"after": state()}
+
+
+def test_garbage_that_others_froze_stays_frozen(monkeypatch):
+    thawed = mock.Mock()
+    monkeypatch.setattr(gc, "unfreeze", thawed)
+    for frozen, calls in ((5, 0), (0, 1)):
+        monkeypatch.setattr(gc, "get_freeze_count", lambda frozen=frozen: frozen)
+        with device.garbage_as_before():
+            pass
+        assert thawed.call_count == calls
+
+
+def test_an_import_leaves_the_collection_of_garbage_alone():
+    look = "import gc; was = gc.get_threshold(); import toolkit.training; assert was == gc.get_th"
+    subprocess.run([sys.executable, "-c", look + "reshold()"], check=True)
 
 
 # ---- Batches and gradients -----------------------------------------------------------------------

@@ -23,24 +23,43 @@ from toolkit.training.faults import watchdog
 CARDS = {"lo": "127.0.0.1", "mgmt0": "10.0.0.7", "ib0": "10.1.0.7", "eth6": "fd00::7"}
 
 
+@pytest.fixture
+def cards(monkeypatch) -> None:
+    """Give this host the interfaces of CARDS."""
+    made = {
+        name: [
+            SimpleNamespace(family=psutil.AF_LINK, address="aa:bb:cc:dd:ee:ff"),
+            SimpleNamespace(
+                family=socket.AF_INET6 if ":" in at else socket.AF_INET, address=at + "%1"
+            ),
+        ]
+        for name, at in CARDS.items()
+    }
+    made["down0"] = [SimpleNamespace(family=psutil.AF_LINK, address="aa:bb:cc:dd:ee:00")]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: made)
+
+
 @pytest.mark.parametrize(
-    ("routes", "expected"),
+    ("routes", "known_as", "expected"),
     [
-        ({"node0": "10.1.0.7"}, "ib0"),
-        ({"node0": "fd00::7"}, "eth6"),
-        ({"node0": "127.0.1.1", "192.0.2.1": "10.0.0.7"}, "mgmt0"),  # Debian's own name
-        ({"node0": "127.0.1.1"}, None),  # and nothing leads outside
-        ({"node0": "10.9.9.9"}, None),
-        ({}, None),
+        ({"node0": "10.1.0.7"}, "10.0.0.7", "ib0"),  # not on the master's host
+        ({"node0": "fd00::7"}, None, "eth6"),
+        ({"node0": "127.0.1.1", "192.0.2.1": "10.0.0.7"}, None, "mgmt0"),  # Debian's own name
+        ({"node0": "127.0.1.1", "192.0.2.1": "10.0.0.7"}, "10.1.0.7", "ib0"),  # others know better
+        ({"node0": "127.0.1.1", "192.0.2.1": "10.0.0.7"}, "10.9.9.9", "mgmt0"),  # of a gateway
+        ({"node0": "127.0.1.1"}, None, None),  # and nothing leads outside
+        ({"node0": "10.9.9.9"}, None, None),
+        ({}, None, None),
     ],
 )
-def test_gloo_takes_the_interface_that_leads_to_the_master(monkeypatch, routes, expected) -> None:
+@pytest.mark.usefixtures("cards")
+def test_gloo_takes_the_interface_that_leads_to_the_master(
+    monkeypatch, routes, known_as, expected
+) -> None:
     monkeypatch.setattr(network, "_address_towards", routes.get)
-    cards = {name: [SimpleNamespace(address=at + "%1")] for name, at in CARDS.items()}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
     monkeypatch.setattr(os, "environ", {})
-    assert network.interface_towards("node0") == expected
-    network.prepare(16, 8, "node0")
+    assert network.interface_towards("node0", known_as) == expected
+    network.prepare(16, 8, "node0", known_as)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
     asked = {"GLOO_SOCKET_IFNAME": "bond0", "TORCH_GLOO_LAZY_INIT": "0"}
@@ -71,7 +90,7 @@ def on_two_machines(rank: int, world: int, port: int) -> list[Any]:
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
     socket.gethostname = lambda: f"node{rank // 2}"
-    launch._connect("gloo", rank, world)
+    launch._connect(rank, world, cpu=True)
     store = dist.distributed_c10d._get_default_store()
     ranks.object_group("checkpoint")
     ranks.gather(0)
@@ -114,15 +133,18 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
 
     monkeypatch.setattr(dist, "rendezvous", lambda *a, **k: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    monkeypatch.setattr(launch.network, "apart", lambda store, *_: store)
+    monkeypatch.setattr(network, "apart", lambda store, *_: store)
+    two_hosts = network.Place(hosts=2)
+    monkeypatch.setattr(network, "exchange", lambda *_: vars(two_hosts))
     environment = {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "mgmt0"}
-    monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "1"})
+    monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):
-        launch._connect("gloo", 0, 2)
-    monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "2"})
+        launch._connect(0, 2, cpu=True)
+    two_hosts = network.Place(here=2)
     with pytest.raises(LaunchError) as one_machine:
-        launch._connect("gloo", 0, 2)
+        launch._connect(0, 2, cpu=True)
     assert "GLOO" not in str(one_machine.value)
+    assert "this host has lo 127.0.0.1" in str(one_machine.value)
 
 
 def waits(rank: int, world: int) -> tuple[bool, float]:

@@ -1,7 +1,9 @@
 """Exchanges between ranks: what they give back, where they fail, and what they cost rank 0."""
 
+import datetime
 import pickle
 import socket
+import time
 from collections import Counter
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from toolkit import ranks
 from toolkit.errors import DataError, ToolkitError
@@ -149,6 +152,48 @@ def second_node_fails(rank: int, world: int) -> tuple[str, str, bool]:
 def test_what_fails_on_one_machine_fails_on_all() -> None:
     texts = [text for _, text, _ in run_ranks(second_node_fails, WORLD)]
     assert texts == ["no room" + " (on rank 2)" * (r != 2) for r in range(WORLD)]
+
+
+def late(rank: int, world: int, before_the_group: bool) -> int:
+    """Exchange with a rank that is late by more than groups may take to connect."""
+    ranks._TO_CONNECT = datetime.timedelta(seconds=1)
+    if not before_the_group:
+        ranks.object_group()
+    if rank == 1:
+        time.sleep(3)
+    return ranks.least(rank)
+
+
+def test_a_group_is_made_within_minutes_and_then_waits_for_a_day() -> None:
+    assert run_ranks(late, 2, False) == [0, 0]
+    with pytest.raises(ProcessRaisedException, match=r"[Tt]ime(d )?out"):
+        run_ranks(late, 2, True)
+
+
+def second_channel(rank: int, world: int) -> list[int]:
+    ranks._TO_CONNECT = datetime.timedelta(seconds=1)
+    ranks.object_group()
+    if rank == 1:
+        time.sleep(3)  # work of its own before all make the next one
+    ranks.object_group("checkpoint")
+    with ranks.exchanges_over("checkpoint"):
+        return ranks.gather(rank)
+
+
+def test_further_groups_wait_for_the_last_before_they_are_made() -> None:
+    assert run_ranks(second_channel, 2) == [[0, 1]] * 2
+
+
+def test_hosts_of_one_name_are_told_apart(monkeypatch, tmp_path) -> None:
+    found = set()
+    for boot in ("1", "2"):
+        (tmp_path / boot).write_text(boot)
+        monkeypatch.setattr(ranks, "Path", lambda _, boot=boot: tmp_path / boot)
+        found.add(ranks.host())
+    monkeypatch.setattr(ranks, "Path", lambda _: tmp_path / "none")
+    found.add(ranks.host())  # not Linux
+    assert len(found) == 3
+    assert all(socket.gethostname() in host for host in found)
 
 
 def test_a_world_that_does_not_exist_agrees() -> None:

@@ -183,6 +183,9 @@ def test_copies_that_come_late_are_waited_for_and_a_thread_of_another_device_is_
 def test_threads_of_a_pool_compute_on_the_device_of_who_made_it(late: LateDevices) -> None:
     with device_threads.device_pool(2, "own") as pool:
         assert pool.submit(late.current_device_index).result() == 3
+    found: list[int] = []
+    device_threads.device_thread(lambda: found.append(late.current_device_index()), "own").join()
+    assert found == [3]
     with device_threads.ThreadPoolExecutor(2) as plain:
         assert plain.submit(late.current_device_index).result() == 0
 

@@ -32,6 +32,7 @@ from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding import accumulation, fsdp, host_memory, recompute
 from toolkit.sharding.accumulation import Accumulation, accumulation_of
+from toolkit.sharding.compiled import compile_forward
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of, unshard_early
 from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
@@ -305,14 +306,52 @@ def test_what_auto_is_on_a_gpu(kind, device, changes, split, compiled, folders):
         assert not fsdp._compiles_layers(plan, cfg, device, True, own_kernels=True)[0]
 
 
-@pytest.mark.parametrize(("how", "left"), [("none", True), ("layer", False), ("model", False)])
-def test_compiled_code_does_without_cudnn(how, left, folders):
+@pytest.mark.parametrize("how", ["none", "layer", "model"])
+def test_compiled_code_and_nothing_else_does_without_cudnn(how, folders):
     cfg = knobs(torch_compile=how, torch_compile_backend="aot_eager")
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         with fake_world(2):
-            apply_fsdp(build_on_meta(ModelConfig(folders["llama"])), init_mesh("cpu", 2, cfg), cfg)
-        assert torch.backends.cuda.cudnn_sdp_enabled() is left
+            model = build_on_meta(ModelConfig(folders["llama"]))
+            apply_fsdp(model, init_mesh("cpu", 2, cfg), cfg)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        layer = model.get_submodule("model.layers.0")
+        compiled = {"none": [], "layer": [layer], "model": [model]}[how]
+        for module in (layer, model):
+            assert (module._compiled_call_impl is not None) is (module in compiled)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_the_kernels_of_a_compiled_forward():
+    """cuDNN's is off while it is traced and run, and on again after it, well or not."""
+    seen: list[bool] = []
+
+    class Attention(torch.nn.Module):
+        def forward(self, x):
+            see()
+            return x + 1 // (x.shape[0] - 1)
+
+    @torch.compiler.disable
+    def see():
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+
+    module = Attention()
+    compile_forward(module, backend="eager")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    module(torch.zeros(2))
+    assert seen == [False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with torch.compiler.set_stance("force_eager"):  # as an answer of generation is
+        module(torch.zeros(2))
+    assert seen == [False, True]
+    with pytest.raises(ZeroDivisionError):
+        module(torch.zeros(1))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # by the user
+        module(torch.zeros(2))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
 

@@ -24,6 +24,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, ParamSpec, TextIO, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ N = TypeVar("N", int, float)
 
 _Told = tuple[type[Exception], str] | None  # what other ranks learn of one's failure
 _PATIENCE = datetime.timedelta(days=1)
+_TO_CONNECT = datetime.timedelta(minutes=10)  # ranks that are all there
 # What gloo says where the other side of a connection ended; its errors have no class of their own.
 _LOST = re.compile(r"gloo.*([Cc]onnection|closed by peer|Broken pipe|reset by peer)", re.DOTALL)
 _LOST_NCCL = re.compile(r"ncclRemoteError|remote process|aborted|closed|reset|[Tt]im(ed |e)?out")
@@ -56,6 +58,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def host() -> str:
+    """Return what tells this machine from others: its name, and the start of its kernel, since
+    copies of one machine may have one name.
+    """
+    with suppress(OSError):  # not Linux
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
+    return socket.gethostname()
+
+
 def nodes() -> list[int]:
     """Return the number of each rank's machine, from 0, in rank order. Collective at its first use,
     which therefore no thread beside the main one may be: `launch.start` makes it.
@@ -64,7 +75,7 @@ def nodes() -> list[int]:
         return [0] * world_size()
     world = dist.group.WORLD
     if world not in _nodes:
-        names = gather_to_main(socket.gethostname())
+        names = gather_to_main(host())
         numbers: dict[str, int] = {}
         found = broadcast([numbers.setdefault(name, len(numbers)) for name in names])
         _nodes.clear()  # of a process group that is gone
@@ -291,9 +302,14 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
         _groups.clear()  # of a process group that is gone
         _groups[world] = {}
     if channel not in _groups[world]:
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        if channel != "main":
+            _least([0], object_group())  # where they wait a day for each other
+        set_timeout, _ = _timeouts()
+        group = dist.new_group(backend="gloo", timeout=_TO_CONNECT if set_timeout else _PATIENCE)
         _groups[world][channel] = group
         _least([0], group)  # connects those who exchange, as long as the launcher lives
+        if set_timeout:
+            set_timeout(_PATIENCE, group)
     return _groups[world][channel]
 
 
@@ -302,16 +318,20 @@ def set_timeouts(timeout: datetime.timedelta) -> None:
     a mesh too; say where that is not possible.
     """
     own = {id(group) for channels in _groups.values() for group in channels.values()}
-    try:
-        # Private in torch 2.11 to 2.15, and the only way to change it.
-        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
-
-        groups = [group for group in _world.pg_map if id(group) not in own]
-    except (ImportError, AttributeError) as error:
-        say(f"NOTE: collectives keep their timeout: torch {torch.__version__}: {error}")
-        return
+    set_timeout, groups = _timeouts()
+    if set_timeout is None:
+        say(f"NOTE: collectives keep their timeout: torch {torch.__version__} lets none be set")
     for group in groups:
-        _set_pg_timeout(timeout, group)
+        if id(group) not in own:
+            set_timeout(timeout, group)
+
+
+def _timeouts() -> tuple[Any, list[dist.ProcessGroup]]:
+    """Return what sets the timeout of a group, None where this torch has it not, and all groups."""
+    # Private in torch 2.11 to 2.15, and the only way to change it.
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", None)
+    return (None, []) if set_timeout is None or groups is None else (set_timeout, [*groups])
 
 
 @contextmanager

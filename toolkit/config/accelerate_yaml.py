@@ -5,7 +5,6 @@ The names of the variables are those of `accelerate/utils/launch.py`, the meanin
 keys that the YAML lacks: a value that is its default says nothing and leaves the toolkit's own.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +50,8 @@ _AXES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
     """Return the dotted settings that a launched process's environment asks for, and notes on what
-    it cannot get. LaunchError: FSDP1, training in float16, or a value that Accelerate has not.
+    it cannot get. LaunchError: FSDP1, training in float16, tensor, context or sequence parallelism,
+    or a value that Accelerate has not.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -114,15 +114,16 @@ def _mesh(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
         name: _number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE")
         for name in ("dp_replicate", "dp_shard", *_AXES)
     }
-    notes += [
-        f"parallelism_config_{name}_size {size[name]}: there is no {what} parallelism here; its "
-        f"ranks join sharding.dp_shard, which makes the global batch {size[name]} times as large"
-        for name, what in _AXES.items()
-        if size[name] > 1
-    ]
-    if math.prod(size.values()) > 1:  # more than the launcher's own defaults
+    for name, what in _AXES.items():
+        if size[name] > 1:  # with those ranks as data parallel ones the batch would be another
+            raise LaunchError(
+                f"parallelism_config_{name}_size {size[name]} of the launch configuration: there "
+                f"is no {what} parallelism here; set it to 1, and parallelism_config_dp_shard_size "
+                f"{size[name] * size['dp_shard']} for a global batch {size[name]} times as large"
+            )
+    if max(size.values()) > 1:  # more than the launcher's own defaults
         settings["sharding.dp_replicate"] = size["dp_replicate"]
-        settings["sharding.dp_shard"] = math.prod(size[name] for name in ("dp_shard", *_AXES))
+        settings["sharding.dp_shard"] = size["dp_shard"]
 
 
 def _units(env: Env, settings: dict[str, Any], notes: list[str]) -> None:

@@ -37,6 +37,7 @@ from toolkit.models.patterns import matching_modules
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import Accumulation, frozen_fits
 from toolkit.sharding.collective_times import time_collectives
+from toolkit.sharding.compiled import compile_forward
 from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.prefetch import Prefetch
 from toolkit.sharding.recompute import recompute_in_backward
@@ -106,13 +107,9 @@ def apply_fsdp(
     recomputed = _recompute(model, plan, cfg)
     own_kernels = "kernels" in vars(base_of(model))
     compiled, compile_why = _compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
-    if compiled or cfg.torch_compile == "model":
-        # Its softmax statistics lie in another order than its fake kernel says, and compiled code
-        # stops there: seen on an H100 with torch 2.11.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     if compiled:
         for name in plan.layers:
-            model.get_submodule(name).compile(**_compile_options(cfg))
+            compile_forward(model.get_submodule(name), **_compile_options(cfg))
     for unit in plan.units:
         modules = _shard_unit(model, unit, mesh, cfg, _reshard(unit, shards))
         if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
@@ -124,7 +121,7 @@ def apply_fsdp(
         if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):  # from torch 2.13 on
             cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
     if cfg.torch_compile == "model":
-        model.compile(**_compile_options(cfg))
+        compile_forward(model, **_compile_options(cfg))
     plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if forgotten := sorted(set(plain) - set(plan.replicated)):
         listed = ", ".join(forgotten[:5])

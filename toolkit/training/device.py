@@ -1,4 +1,5 @@
-"""The accelerator of a process: its choice, environment, attention kernels, garbage collection.
+"""The accelerator of a process: its choice, environment, attention kernels; threads, shared memory
+and garbage collection of its host.
 
 torch reads these variables when the device is first used, so they are set before.
 """
@@ -13,14 +14,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+import torch._inductor.config
 
-from toolkit import ranks
 from toolkit.errors import LaunchError
+from toolkit.training import launchers, network
 from toolkit.training.faults import watchdog
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50
 _SLOW = 5.0  # times the seconds of float32, from where a run is told
+# Bytes there: one of NCCL's segments for a neighbour, of which a process has two (9637888 in what
+# it reports); what a loader's worker lays there at a time is a batch or two.
+_OF_NCCL, _OF_WORKER, _LEAST = 2 * 9_637_888, 16 << 20, 1 << 20
 
 
 def prepare(*, deterministic: bool) -> None:
@@ -35,6 +40,9 @@ def prepare(*, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Not as a warning: the efficient attention kernel takes its deterministic way only so.
         torch.use_deterministic_algorithms(True)
+        # Else both follow what connects the devices, and with them the order of sums.
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NCCL_PROTO", "Simple")
         # Filling fresh memory finds faults, and costs a pass over it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -50,20 +58,75 @@ def choose(local: int, here: int) -> int:
     return local
 
 
-def refuse_shared(device: torch.device) -> None:
-    """Refuse two processes on one device; LaunchError. Collective."""
+def identity(device: torch.device, rank: int) -> list[str]:
+    """Return what tells this process's device from those of the others, after its host's name."""
     properties = torch.get_device_module(device).get_device_properties(device)
-    mine = socket.gethostname(), str(getattr(properties, "uuid", ranks.rank()))
-    every = ranks.gather_to_main(mine)
+    return [socket.gethostname(), str(getattr(properties, "uuid", rank))]
 
-    def check() -> None:
-        for one, count in Counter(every).items():
-            if count > 1:
-                others = " and ".join(str(rank) for rank, two in enumerate(every) if two == one)
-                what = f"processes {others} were given the same device of {one[0]}"
-                raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
 
-    ranks.on_main(check)
+def refuse_shared(every: list[list[str]]) -> list[None]:
+    """Refuse two processes on one device, by the `identity` of each rank's; LaunchError. NCCL would
+    name a bus address, if it says anything.
+    """
+    for one, count in Counter(map(tuple, every)).items():
+        if count > 1:
+            others = " and ".join(str(rank) for rank, two in enumerate(every) if tuple(two) == one)
+            what = f"processes {others} were given the same device of {one[0]}"
+            raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
+    return [None] * len(every)
+
+
+def limit_compilers(sharers: int) -> None:
+    """Let each process compile with its share of the processors: inductor starts up to 32 workers,
+    in each of the `sharers` that use the same ones. What the user has set stays.
+    """
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    if name not in os.environ:
+        count = max(2, launchers.share_of_cores(sharers) // 2)
+        os.environ[name] = str(count)
+        torch._inductor.config.compile_threads = count  # it has read the variable already
+
+
+def use_threads(sharers: int) -> str:
+    """Let this process compute on its share of the processors, for optimizer steps on the host,
+    unless the user set OMP_NUM_THREADS; return a line that says so. Launchers set 1.
+    """
+    if launchers.chose_threads():
+        return f"threads    {torch.get_num_threads()} of the host a rank, by OMP_NUM_THREADS"
+    count = launchers.share_of_cores(sharers)
+    torch.set_num_threads(count)
+    why = "for sharding.cpu_offload, whose optimizer steps there (OMP_NUM_THREADS sets another)"
+    return f"threads    {count} of the host a rank, {why}"
+
+
+def shared_memory_of_nccl(here: int) -> str:
+    """Return a warning where `here` accelerators of this host have less shared memory than NCCL may
+    take for them, which it does where they do not reach each other directly; else an empty string.
+    """
+    unused = here < 2 or os.environ.get("NCCL_SHM_DISABLE") == "1"
+    return "" if unused else _shared_memory(f"NCCL between {here} devices", here * _OF_NCCL)
+
+
+def shared_memory_of_workers(here: int, workers: int) -> str:
+    """Return a warning where this host has little shared memory for the loaders' `workers` of each
+    of `here` processes, empty where it is enough; LaunchError: too little for any batch.
+    """
+    if workers == 0:
+        return ""
+    line = _shared_memory(f"{workers} data.num_workers of each of {here} processes",
+                          here * workers * _OF_WORKER)  # fmt: skip
+    if line and network.free_shared_memory() < _LEAST:
+        raise LaunchError(f"{line.removeprefix('WARNING: ')}; or set data.num_workers: 0")
+    return line
+
+
+def _shared_memory(user: str, needed: int) -> str:
+    free, place = network.free_shared_memory(), network.SHARED_MEMORY
+    if free >= needed:
+        return ""
+    what = f"{place} of {socket.gethostname()} has {free / 1e6:.1f} MB free"
+    advice = "start the container with a larger --shm-size (Kubernetes: an emptyDir of medium"
+    return f"WARNING: {what}, {user} may use {needed / 1e6:.0f} MB; {advice} Memory at {place})"
 
 
 def slow_dtype(device: torch.device, dtype: str) -> str:
@@ -105,6 +168,19 @@ def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[No
     warnings.filterwarnings("ignore", message="TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 is")
     with sdpa_kernel([getattr(SDPBackend, name) for name in order], set_priority=True):
         yield
+
+
+@contextlib.contextmanager
+def garbage_as_before() -> Iterator[None]:
+    """Have Python collect garbage after the block as before it, whatever `collect_garbage` did."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    try:
+        yield
+    finally:
+        if not frozen:  # what others froze is not to be told from what was frozen here
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def collect_garbage(step: int) -> None:

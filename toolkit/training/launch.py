@@ -1,7 +1,7 @@
 """Accelerate: which processes a run has, their device, their random state, their batches.
 
-The only file that imports `accelerate`, and the only one that reads what the launcher says in the
-environment. Accelerate never sees the model: sharding is `toolkit.sharding`'s alone.
+The only file that imports `accelerate`, which never sees the model: sharding is
+`toolkit.sharding`'s alone.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
-from toolkit.training import background, device, network
+from toolkit.training import background, device, launchers, network
 from toolkit.training.faults import preemption, watchdog
 
 # Nodes of one job may start minutes apart.
@@ -46,14 +46,6 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
 _LET_SPEAK = datetime.timedelta(seconds=10)
 # A run that failed waits so long for the checkpoint that was being written behind it.
 _LET_FINISH = datetime.timedelta(minutes=5)
-# What says how many processes another launcher started, without telling torch.
-_OTHER_LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # where schedulers name a job
 
 
@@ -69,6 +61,8 @@ class Run:
     """What is closed when the run ends, well or not."""
     job: str = ""
     """The scheduler's name of it, where there is one."""
+    place: network.Place = network.ALONE
+    """Where this process is among the others."""
 
     say = staticmethod(ranks.say)
 
@@ -110,6 +104,7 @@ def settings() -> dict[str, Any]:
     for in vain is a note on stderr. Call it before `start`, and once: it takes the YAML out of the
     environment. LaunchError: another engine, float16, or a value that is none.
     """
+    launchers.adopt()
     found, notes = accelerate_yaml.translate(os.environ)
     _take_yaml(notes)
     return found
@@ -123,20 +118,16 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
     `deterministic`: only operations that give the same bits each time. LaunchError: processes that
     are too few, too many for the devices, or do not meet; a YAML for another engine.
     """
+    launchers.adopt()
     unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.settings())"
     _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
-    rank, world, local = _asked()
+    rank, world = launchers.place()
     device.prepare(deterministic=deterministic)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, for a report
     cpu = _uses_cpu(rank, world)
-    backend = "gloo"
-    if not cpu:
-        here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.accelerator.set_device_index(device.choose(local, here))
-        # Gloo carries objects, offloaded gradients and all that must not wait inside NCCL.
-        device_type = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
-        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-    _connect(backend, rank, world)
+    if not cpu and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        device.choose(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    place = _connect(rank, world, cpu)
     if rank or not sys.stderr.isatty():
         datasets.disable_progress_bars()  # one set of bars, and none in a log
     try:
@@ -145,11 +136,11 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
             seen = f"Accelerate sees {accelerator.process_index} of {accelerator.num_processes}"
             what = f"the launcher started process {rank} of {world}, {seen}"
             raise LaunchError(f"{what}; use a file of accelerate_configs/")
-        if not cpu:
-            device.refuse_shared(accelerator.device)
         job = next((os.environ[name] for name in _JOBS if name in os.environ), "")
-        run = Run(accelerator, accelerator.device, rank, world, job=job)
-        with device.attention_order(run.device, deterministic=deterministic), run.at_end:
+        run = Run(accelerator, accelerator.device, rank, world, job=job, place=place)
+        device.limit_compilers(place.sharers)
+        attention = device.attention_order(run.device, deterministic=deterministic)
+        with attention, device.garbage_as_before(), run.at_end:
             yield run
         background.wait()
     except BaseException:
@@ -168,7 +159,7 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
 
 
 def _print_error(error: object) -> None:
-    rank = os.environ.get("RANK", "0")
+    rank = launchers.rank_text()
     where = f"[rank {rank}] " if rank != "0" else ""
     print(f"{where}error: {error}", file=sys.stderr, flush=True)
 
@@ -179,6 +170,7 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
     """
 
     def run_recipe() -> None:
+        launchers.adopt()
         own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
         # What --help and --print_config ask every process for is shown once.
         with redirect_stdout(sys.stdout if os.environ.get("RANK", "0") == "0" else io.StringIO()):
@@ -190,7 +182,12 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             start(deterministic=cfg.train.deterministic) as run,
         ):
             slow = device.slow_dtype(run.device, cfg.sharding.param_dtype) if run.rank == 0 else ""
-            run.say(network.restart_line(), slow)
+            run.say(network.restart_line(), network.hosts_line(run.place, run.world_size), slow)
+            shared = device.shared_memory_of_workers(run.place.here, cfg.data.num_workers)
+            if shared and run.place.local == 0:
+                ranks.show(shared)
+            if cfg.sharding.cpu_offload:
+                run.say(device.use_threads(run.place.sharers))
             watchdog.begin(cfg.train.hang_seconds, Path(cfg.output_dir), background.busy)
             if not own:
                 run.say(f"no --config and no model given: running the demo's config, {demo}")
@@ -247,18 +244,19 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 1, one_line(error)
     _tell_launcher(error)
     before_ranks_met = isinstance(error, ConfigError | LaunchError)
-    rank = os.environ.get("RANK", "0")
     # Before the ranks know each other each machine speaks for itself.
-    alone = "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", rank) == "0"
-    mine = not getattr(error, "already_reported", False) and (alone or not before_ranks_met)
+    quiet = before_ranks_met and not launchers.speaks()
+    if quiet:
+        # The launcher ends all processes at the first exit, also one that has not spoken yet. At
+        # the speaker's own exit it ends this one, asleep or not. Where it does not, and does not
+        # tell itself what this one has to say either, this one speaks.
+        time.sleep(_LET_SPEAK.total_seconds())
+        quiet = "TORCHELASTIC_RUN_ID" in os.environ
+    mine = not quiet and not getattr(error, "already_reported", False)
     if mine and ranks.first_to_report(str(error)):  # all ranks may raise the same
         _print_error(error)
         if os.environ.get("TOOLKIT_TRACEBACK"):
             traceback.print_exc()
-    elif before_ranks_met and not alone:
-        # The launcher ends all processes at the first exit, also one that has not spoken yet. At
-        # the speaker's own exit it ends this one, asleep or not.
-        time.sleep(_LET_SPEAK.total_seconds())
     return 2 if isinstance(error, ConfigError) else 1, ""
 
 
@@ -294,33 +292,6 @@ def seed_everything(seed: int, rank: int, *more: int) -> None:
     torch.manual_seed(int.from_bytes(key[16:24], "little") >> 1)
 
 
-def _asked() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) as the launcher set them."""
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        said = {n: os.environ.get(n, "(not set)") for n in ("RANK", "WORLD_SIZE")}
-        said["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", said["RANK"])
-        if all(v.isdecimal() for v in said.values()):
-            rank, world, local = map(int, said.values())
-            if rank < world:
-                return rank, world, local
-        raise LaunchError(
-            f"{', '.join(f'{n} {v}' for n, v in said.items())} in the environment name no process "
-            "of a run; start with accelerate launch or torchrun, or unset them for one process"
-        )
-    for name, launcher in _OTHER_LAUNCHERS.items():
-        if os.environ.get(name, "1") not in ("0", "1"):
-            what = f"{os.environ[name]} processes ({name}), each of which would train on its own"
-            advice = "let it start one accelerate launch or torchrun a machine"
-            raise LaunchError(f"{launcher} started {what}; {advice}")
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if by_accelerate and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        raise LaunchError(
-            "accelerate launch was asked for several processes and started one, as it does with "
-            "MULTI_CPU and --cpu. Use --config_file accelerate_configs/cpu.yaml, or torchrun"
-        )
-    return 0, 1, 0
-
-
 def _uses_cpu(rank: int, world: int) -> bool:
     """Return whether the run computes on the CPU: it was asked for, or there is nothing else."""
     if _flag("ACCELERATE_USE_CPU"):
@@ -332,7 +303,7 @@ def _uses_cpu(rank: int, world: int) -> bool:
             print(f"WARNING: torch has no collectives for {kind}: training on the CPU", flush=True)
         return alone
     built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    by_accelerate = launchers.by_accelerate()
     if by_accelerate and _accelerate_was_told_cpu():
         return True
     if by_accelerate and world > 1:
@@ -358,34 +329,52 @@ def _accelerate_was_told_cpu() -> bool:
     return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
-def _connect(backend: str, rank: int, world: int) -> None:
-    """Create the default process group, where there is none."""
-    if dist.is_initialized():
-        return
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    network.prepare(world, here, os.environ.get("MASTER_ADDR"))
+def _connect(rank: int, world: int, cpu: bool) -> network.Place:
+    """Create the default process group, where there is none, and let everything connect that step 1
+    needs; return this process's place. LaunchError: they do not meet, or what they meet over does
+    not connect them in time.
+    """
+    if dist.is_initialized():  # by the program itself
+        machines, local = ranks.nodes(), launchers.local_rank()[0]
+        before = machines[:rank].count(machines[rank])
+        place = network.Place(before if local is None else local, ranks.ranks_here())
+        if not cpu:
+            _bind(place)
+        return place
+    master = os.environ.get("MASTER_ADDR")
     try:
-        if world == 1 and "MASTER_ADDR" not in os.environ:
+        if world == 1 and master is None:
             store: dist.Store = dist.HashStore()
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
             store = network.apart(store, rank, world, _RENDEZVOUS_TIMEOUT)
-        place: Any = {"store": store, "rank": rank, "world_size": world}
-        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **place)
-        if here < world:  # gloo connects at its first use, and the groups of `ranks` wait a day
-            dist.all_reduce(torch.zeros(1))
-        ranks.nodes()
+        place = network.meet(store, rank, world, nccl=not cpu)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"process {rank} of {world} did not meet the others at {where}: "
-            f"{str(error).strip().splitlines()[0]}; every node must reach main_process_ip and "
-            "main_process_port, and start with its own machine_rank"
-            + f"; between machines gloo uses the interface {network.INTERFACE} "
-            f"({os.environ.get(network.INTERFACE, 'not set: that of the hostname')})"
-            * (here < world)
+            f"process {rank} of {world} did not meet the others at {master}:"
+            f"{os.environ.get('MASTER_PORT')}: {str(error).strip().splitlines()[0]}; every node "
+            "must reach main_process_ip and main_process_port, and start with its own machine_rank"
         ) from error
+    if "RANK" in os.environ:  # as torchrun says it, for others that look there
+        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place.local), str(place.here)
+    network.prepare(world, place.here, master, place.master)
+    bound = None
+    if not cpu:
+        bound = _bind(place)
+        mine = device.identity(bound, rank)
+        network.exchange(store, "device", mine, device.refuse_shared, rank, world)
+    network.connect(store, rank, world, place, bound, _COLLECTIVE_TIMEOUT)
+    return place
+
+
+def _bind(place: network.Place) -> torch.device:
+    """Make this process's accelerator the current one; return it."""
+    index = device.choose(place.local, place.here)
+    torch.accelerator.set_device_index(index)
+    if place.local == 0 and (warning := device.shared_memory_of_nccl(place.here)):
+        print(warning, flush=True)
+    return torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
 
 
 def _take_yaml(notes: list[str]) -> None:

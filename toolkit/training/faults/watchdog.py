@@ -73,8 +73,7 @@ class _Watch:
 
     def _start(self, folder: Path, beat: int, theirs: socket.socket) -> None:
         """Start the watcher: rank 0's first, whose port the others learn. Collective."""
-        rank, world = ranks.rank(), self.world
-        one_host = os.environ.get("LOCAL_WORLD_SIZE", str(world)) == str(world)
+        rank, world, one_host = ranks.rank(), self.world, len({*ranks.nodes()}) == 1
         settings = {
             "rank": rank,
             "world": world,
