@@ -110,6 +110,8 @@ def test_one_that_ends_before_it_told_its_place_is_not_waited_for(tmp_path) -> N
 def two_gpus(monkeypatch) -> Any:
     """Let there seem to be GPUs; record what the process group is asked for."""
     made = mock.Mock()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", made.set_device)
     monkeypatch.setattr(dist, "init_process_group", made.group)
     monkeypatch.setattr(ranks, "nodes", lambda: [0, 0])
@@ -125,7 +127,7 @@ GPU = torch.device("cuda", 1)
 
 def test_a_number_is_summed_over_the_devices_before_anything_else(two_gpus) -> None:
     network.connect(NONE, 1, 2, TWO, GPU, TIMEOUT)
-    two_gpus.set_device.assert_called_once_with(1)  # a new thread's is 0
+    assert two_gpus.set_device.call_args_list == [mock.call(1)]  # a new thread's is 0
     ((backend,), asked) = two_gpus.group.call_args
     assert backend == "cpu:gloo,cuda:nccl"
     assert asked["device_id"] == GPU
