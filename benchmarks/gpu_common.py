@@ -442,7 +442,12 @@ def profiled(place: Place, step: Callable[[], Any]) -> dict[str, Any]:
         end = max(end, last)
         total[name] = total.get(name, 0.0) + (last - begin) / 1e3
     longest = sorted(total.items(), key=lambda item: -item[1])
-    attend = [(name, ms) for name, ms in longest if _ATTENTION.search(name)]
+    # Triton's kernels are named after all that is fused into them.
+    attend = [
+        (name, ms)
+        for name, ms in longest
+        if _ATTENTION.search(name) and not name.startswith("triton")
+    ]
     return {
         "attention_ms": sum(ms for _, ms in attend),
         "attention": [name[:80] for name, _ in attend[:3]],

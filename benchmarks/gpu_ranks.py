@@ -29,7 +29,6 @@ from gpu_common import (
     Clock,
     Place,
     ToolkitLoop,
-    changed,
     peaks,
     redirect,
     reset_peak,
@@ -176,8 +175,8 @@ def two_on_one_card(place: Place) -> None:
     base = place.work / place.name
     base.mkdir()
     calm, killed = base / "calm", base / "killed"
-    end_well(begin(place, calm, STEPS))
-    first = begin(place, killed, STEPS, stops=STEPS // 2 + 1)
+    end_well(begin(place, calm))
+    first = begin(place, killed, stops=STEPS // 2 + 1)
     marks = [killed / f"stopped-{rank}" for rank in range(2)]
     while not all(mark.exists() for mark in marks):
         if any(one.exitcode is not None for one in first):
@@ -187,7 +186,7 @@ def two_on_one_card(place: Place) -> None:
         os.kill(one.pid, signal.SIGKILL)
         one.join()
     left = len(committed(killed))
-    end_well(begin(place, killed, STEPS))
+    end_well(begin(place, killed))
     ours, theirs = manifest(killed), manifest(calm)
     for what in ("tensors", "row_sums"):
         unlike = [n for n in theirs[what] if ours[what].get(n) != theirs[what][n]]
@@ -197,15 +196,15 @@ def two_on_one_card(place: Place) -> None:
     place.record("killed after one save", left == 1, checkpoints=left)
 
 
-def begin(place: Place, run: Path, steps: int, stops: int | None = None) -> list[Any]:
-    """Start both ranks; they stop in step `stops`, to be killed there."""
+def begin(place: Place, run: Path, stops: int = 0) -> list[Any]:
+    """Start both ranks; they stop after step `stops`, to be killed there."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     context = multiprocessing.get_context("fork")
     started = []
     for rank in range(2):
-        arguments = (place, rank, port, run, steps, stops)
+        arguments = (place, rank, port, run, stops)
         started.append(context.Process(target=as_one_of_2, args=arguments))
         started[-1].start()
     return started
@@ -218,14 +217,13 @@ def end_well(started: list[Any]) -> None:
         raise RuntimeError(f"ranks ended with {codes}; see the logs")
 
 
-def as_one_of_2(
-    place: Place, rank: int, port: int, run_dir: Path, steps: int, stops: int | None
-) -> None:
+def as_one_of_2(place: Place, rank: int, port: int, run_dir: Path, stops: int) -> None:
     redirect(place.logs / f"{place.name}-rank-{rank}.log")
     with two_ranks(place, rank, port) as run:
-        cfg = small(place, train={"max_steps": steps})
+        cfg = small(place, train={"max_steps": STEPS})
         loop = ToolkitLoop(place, cfg, run)
-        checkpoint.resume(loop.state, str(run_dir), CheckpointConfig())
+        resumed = checkpoint.resume(loop.state, str(run_dir), CheckpointConfig())
+        kind = "resumed" if resumed else "to be killed" if stops else "undisturbed"
         for done, _ in enumerate(loop.steps(after=loop.state.step), loop.state.step + 1):
             if done == stops:
                 synchronize(place)
@@ -235,10 +233,9 @@ def as_one_of_2(
                 loop.state.step = done
                 path = checkpoint.save(loop.state, str(run_dir), CheckpointConfig())
                 unlike = unlike_on_disk(loop.state, Path(path))
-                kind = "undisturbed" if stops is None else "to be killed"
                 check = f"rank {rank}, {kind}: what step {done} saved is in memory"
                 place.record(check, not unlike, unlike=unlike[:20])
-            if done == steps:
+            if done == STEPS:
                 break
 
 
@@ -268,7 +265,7 @@ def late_copies(place: Place) -> None:
     """A save right after a step, while the device still works on it: the bytes on the disk are
     those in the device's memory, tensor by tensor, also where it copies behind the loop.
     """
-    cfg = changed(bench(place, "300m"), "train", per_device_train_batch_size=4)
+    cfg = bench(place, "300m")
     with launch.start() as run:
         loop = ToolkitLoop(place, cfg, run)
         steps = loop.steps()
