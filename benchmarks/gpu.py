@@ -8,9 +8,10 @@
 One call takes at most 15 minutes, and goes on where the last one ended, on whichever day and
 machine that was: what every call finds is appended to FILE (OUT/results.jsonl), and the cases come
 in the order in which they are owed: never run, then failed or timed out, then those whose figures
-are of the oldest commit. Every case is a process of its own with a deadline of its own, and is left
-out where less time is left than it needs. What needs the processor alone runs beside cases that are
-not timed. The tables (OUT/gpu.md) come last, with what is still owed.
+are of the oldest commit. What has run well at this very commit is not run again, unless it is named
+(--only). Every case is a process of its own with a deadline of its own, and is left out where less
+time is left than it needs. What needs the processor alone, such as weights that are written and
+plans, runs beside cases that are not timed. The tables (OUT/gpu.md) come last, with what is owed.
 Exit code 1 where a case of this call failed; a bar that is not met is a result.
 """
 
@@ -115,8 +116,9 @@ def main() -> int:
     try:
         prepare(call)
         known = read_results(results)
-        wanted = [c for c in all_cases() if not args.only or c.name in args.only]
-        cases = by_debt(wanted, known, call.stamp["commit"])
+        cases = by_debt(all_cases(), known, call.stamp["commit"])
+        if args.only:
+            cases = [case for case in all_cases() if case.name in args.only]
         run_cases([*preparations(cases), *cases], call)
     finally:
         if args.work is None:
@@ -273,7 +275,7 @@ def run_cases(cases: Sequence[Case], call: Call) -> None:
         for case in [c for c in pending if left < (0 if call.tiny else needed[c.name])]:
             pending.remove(case)
             leave_out(case, f"{left:.0f} s left, {needed[case.name]:.0f} s needed")
-        case = next_case(pending, running, ready, needed)
+        case = next_case(pending, running, ready, needed, apart=not call.tiny)
         if case is not None:
             pending.remove(case)
             running.append(start(case, needed[case.name], call))
@@ -301,14 +303,20 @@ def next_case(
     running: Sequence[Running],
     ready: set[str],
     needed: dict[str, float],
+    *,
+    apart: bool,
 ) -> Case | None:
     """Return the first of `pending` that may start beside what runs: nothing beside a timed one,
-    one on the device and one on the host elsewhere.
+    one on the device and one on the host elsewhere. Not `apart`, in a dry run: any two.
     """
     able = [case for case in pending if ready.issuperset(case.needs)]
     if not able or not running:
         return able[0] if able else None
-    if len(running) > 1 or any(one.case.timed for one in running):
+    if len(running) > 1:
+        return None
+    if not apart:
+        return able[0]
+    if running[0].case.timed:
         return None
     (other,) = running
     beside = [case for case in able if not case.timed and case.host != other.case.host]

@@ -114,9 +114,14 @@ def reason(line: Line) -> str:
     return f"{line['status']}{': ' if why else ''}{why}"
 
 
-def by_debt(cases: Iterable[Case], results: Sequence[Line], commit: str) -> list[Case]:
-    """Return cases in the order in which they are owed: never run, failed, of the oldest commit."""
-    return sorted(cases, key=lambda case: why_owed(results, case.name, commit)[:2])
+def by_debt(cases: Sequence[Case], results: Sequence[Line], commit: str) -> list[Case]:
+    """Return the cases that are owed, in their order: never run, failed, of the oldest commit. What
+    has run well at this very commit is not among them.
+    """
+    why = {case.name: why_owed(results, case.name, commit)[:2] for case in cases}
+    same_tree = not commit.endswith("+")  # which marks changes that are not committed
+    owed = [case for case in cases if why[case.name][0] != CURRENT or not same_tree]
+    return sorted(owed, key=lambda case: why[case.name])
 
 
 def expected_seconds(case: Case, results: Sequence[Line], card: str) -> float:
