@@ -78,8 +78,8 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/consolidate.py
 	$(BIN)/python benchmarks/sharding.py
 
-gpu: install  ## Prove it on one GPU, beside peers; writes docs/benchmarks/gpu.md (24 minutes)
-	$(BIN)/python benchmarks/gpu.py --out runs/gpu --write docs/benchmarks/gpu.md
+gpu: install  ## Prove it on one GPU, beside peers; goes on where the last call ended (15 minutes)
+	$(BIN)/python benchmarks/gpu.py --out runs/gpu --results docs/benchmarks/gpu_results.jsonl --write docs/benchmarks/gpu.md
 
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
 	$(BIN)/python tests/architectures.py --packing docs/packing_types.md

@@ -1,17 +1,22 @@
 """Proof on one GPU: what must work; how fast it is beside a bare loop and transformers' Trainer.
 
-    python benchmarks/gpu.py --out OUT [--part 1|2|3] [--deadline 480] [--write FILE]
+    python benchmarks/gpu.py --out OUT [--deadline 810] [--results FILE] [--write FILE]
+    python benchmarks/gpu.py --page --results FILE --write FILE    # the tables alone
     python benchmarks/gpu.py --bundle DIR                    # for a GPU machine without a network
     python benchmarks/gpu.py --tiny --device cpu --out OUT   # every line but the CUDA calls
 
-Part 1 checks numbers, part 2 measures, part 3 makes whole runs by the command line; each is made
-for a call of at most 8 minutes. Every case is a process of its own with a deadline of its own, and
-is left out where the time that is left is less than it needs. Results are appended to
-OUT/results.jsonl at once; the tables (OUT/gpu.md) come last.
-Exit code 1 where a case failed; a bar that is not met is a result.
+One call takes at most 15 minutes, and goes on where the last one ended, on whichever day and
+machine that was: what every call finds is appended to FILE (OUT/results.jsonl), and the cases come
+in the order in which they are owed: never run, then failed or timed out, then those whose figures
+are of the oldest commit. What has run well at this very commit is not run again, unless it is named
+(--only). Every case is a process of its own with a deadline of its own, and is left out where less
+time is left than it needs. What needs the processor alone, such as weights that are written and
+plans, runs beside cases that are not timed. The tables (OUT/gpu.md) come last, with what is owed.
+Exit code 1 where a case of this call failed; a bar that is not met is a result.
 """
 
 import argparse
+import datetime
 import importlib.metadata
 import importlib.util
 import json
@@ -25,15 +30,27 @@ import sys
 import tempfile
 import time
 import traceback
-import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+STARTED = time.monotonic()
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
-from gpu_report import DRY, failures, forget, read_results, report  # noqa: E402
+from gpu_bundle import bundle, revision  # noqa: E402
+from gpu_ledger import (  # noqa: E402
+    Case,
+    Line,
+    append,
+    by_debt,
+    expected_seconds,
+    read_results,
+    settle,
+)
+from gpu_report import DRY, report  # noqa: E402
 
 # Set before torch starts, and by the cases' processes too.
 _ENVIRONMENT = {
@@ -46,22 +63,27 @@ _NO_GPU = (
     "torch sees no GPU here. `python benchmarks/gpu.py --bundle DIR` packs what a GPU machine "
     "needs; `python benchmarks/gpu.py --tiny --device cpu --out OUT` is the dry run on this one"
 )
+_IMPORTED = ("torch", "transformers", "accelerate", "peft", "pyarrow", "psutil", "xxhash")
+_IMPORTED += ("datasets", "jsonargparse", "safetensors", "yaml", "tqdm", "numpy")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), help="one part only")
-    parser.add_argument("--deadline", type=float, default=480.0, help="seconds of a part")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="results and logs")
+    seconds = "from the start of the program to the end of the last case"
+    parser.add_argument("--deadline", type=float, default=810.0, help=f"seconds {seconds}")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="tables and logs")
+    parser.add_argument("--results", type=Path, help="what all calls have found; appended to")
     parser.add_argument("--work", type=Path, help="models and runs; deleted at the end")
     parser.add_argument("--write", type=Path, help="write the tables to this file too")
     parser.add_argument("--only", nargs="+", default=[], help="cases, by name")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="the dry run: tiny models, forks")
+    parser.add_argument("--page", action="store_true", help="write the tables, run nothing")
     parser.add_argument("--bundle", type=Path, help="pack the project and wheels into a folder")
-    parser.add_argument("--inner", help=argparse.SUPPRESS)
+    for name in ("inner", "case", "stamp"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.bundle is not None:
         return bundle(args.bundle)
@@ -76,33 +98,46 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    if args.device == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not args.page and not torch.cuda.is_available():
         print(f"error: {_NO_GPU}", file=sys.stderr)
         return 1
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    results = (args.results or out / "results.jsonl").resolve()
     if args.inner:
-        return inner(args, out)
+        return inner(args, out, results)
+    if args.page:
+        text = report(read_results(results), all_cases(), revision()["commit"].rstrip("+"))
+        (args.write or out / "gpu.md").write_text(text, "utf-8")
+        return 0
     work = args.work or Path(tempfile.mkdtemp(prefix="toolkit-gpu-", dir=_roomy()))
     os.environ["HF_DATASETS_CACHE"] = str(work / "datasets")
+    call = Call(out, results, work, args.device, args.tiny, STARTED + args.deadline)
     try:
-        for part in (args.part,) if args.part else (1, 2, 3):
-            cases = [
-                c
-                for c in cases_of(part)
-                if not args.only or c[0] in (f"machine_{part}", *args.only)
-            ]
-            run_part(cases, out, work, args.device, args.tiny, args.deadline)
+        prepare(call)
+        known = read_results(results)
+        cases = by_debt(all_cases(), known, call.stamp["commit"])
+        if args.only:
+            cases = [case for case in all_cases() if case.name in args.only]
+        run_cases([*preparations(cases), *cases], call)
     finally:
         if args.work is None:
             shutil.rmtree(work, ignore_errors=True)
-    results = read_results(out)
-    text = report(results)
-    for file in (out / "gpu.md", args.write):
-        if file is not None:
-            file.write_text(text)
-    print(text)
-    return 1 if failures(results) else 0
+    settle(results)
+    return write_pages(call, args.write)
+
+
+@dataclass
+class Call:
+    """One call of this program: where it works, until when, and what its records bear."""
+
+    out: Path
+    results: Path
+    work: Path
+    device: str
+    tiny: bool
+    ends: float  # by `time.monotonic`
+    stamp: dict[str, Any] = field(default_factory=dict)
 
 
 def _roomy() -> str | None:
@@ -111,78 +146,237 @@ def _roomy() -> str | None:
     return str(shm) if shm.is_dir() and shutil.disk_usage(shm).free > 60e9 else None
 
 
-def cases_of(part: int) -> list[tuple[str, Callable[[Any], None], float]]:
-    """Return the name, function and seconds of the cases of a part."""
-    if part == 2:
-        import gpu_bench
+def prepare(call: Call) -> None:
+    """Import all that cases use, which takes up to 20 s: the cases are forks of this process, and
+    they alone use CUDA. Then record what the machine is.
+    """
+    import gpu_common
 
-        return [("machine_2", machine, 10), *gpu_bench.CASES]
+    all_cases()
+    # PEFT imports bitsandbytes, which uses CUDA at once.
+    if importlib.util.find_spec("bitsandbytes") is None:
+        import peft  # noqa: F401
+    about = gpu_common.apart(machine, call.device == "cuda")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    versions = {name: about["versions"].get(name) for name in ("torch", "transformers")}
+    call.stamp |= {**revision(), "date": now, "card": about["card"], **versions}
+    case = {"case": f"machine {about['card']}, {call.stamp['commit']}"}
+    append(call.results, case | {"check": "machine", "ok": None} | about | call.stamp)
+    append(call.results, case | {"status": "ended"} | call.stamp)
+
+
+def machine(cuda: bool) -> dict[str, Any]:
+    """Return what is known of the card and the versions."""
+    import torch
+
+    packages = ("torch", "transformers", "accelerate", "datasets", "peft")
+    packages += ("bitsandbytes", "liger-kernel", "flash-attn")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    about: dict[str, Any] = {"card": f"{DRY} ({platform.machine()}), a dry run"}
+    if cuda:
+        card = torch.cuda.get_device_properties(0)
+        about = {"card": card.name, "memory_gb": round(card.total_memory / 1e9, 1)}
+        about["cuda"] = torch.version.cuda
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        if shutil.which("nvidia-smi"):
+            asked = subprocess.run(query, capture_output=True, text=True, check=False)
+            about["driver"] = asked.stdout.strip()
+        from toolkit.training.metrics import peak_flops
+
+        about["peak_tflops"] = (peak_flops(card.name) or 0) / 1e12
+    return about | {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def all_cases() -> list[Case]:
+    """Return every case; of those that are owed alike the first is run first."""
+    import gpu_bench
     import gpu_cases
+    import gpu_kernels
+    import gpu_ranks
     import gpu_runs
 
-    cases = gpu_cases.CASES if part == 1 else gpu_runs.CASES
-    return [(f"machine_{part}", machine, 10), *((f.__name__, f, seconds) for f, seconds in cases)]
+    modules = (gpu_bench, gpu_kernels, gpu_ranks, gpu_runs)
+    first = [case for module in modules for case in module.CASES]
+    return [*first, *gpu_bench.LATER, *gpu_cases.CASES]
 
 
-def inner(args: argparse.Namespace, out: Path) -> int:
+def preparations(cases: Sequence[Case]) -> list[Case]:
+    """Return what writes the weights that `cases` load, in the order in which they do."""
+    import gpu_bench
+
+    shapes = dict.fromkeys(shape for case in cases for shape in case.needs)
+    # The small ones first: cases that need no others can begin.
+    return [gpu_bench.weights_of(s) for s in sorted(shapes, key=gpu_bench.weight_seconds)]
+
+
+def inner(args: argparse.Namespace, out: Path, results: Path) -> int:
     """Run what a case starts as a program of its own."""
     import gpu_cases
     import gpu_common
 
-    place = gpu_common.Place(args.inner, args.device, args.tiny, out, args.work)
+    stamp = json.loads(args.stamp)
+    place = gpu_common.Place(
+        args.case, args.device, args.tiny, out, args.work, results=results, stamp=stamp
+    )
     gpu_cases.INNER[args.inner](place)
     return 0
+
+
+def write_pages(call: Call, *more: Path | None) -> int:
+    """Write and print the tables; return the exit code."""
+    results = read_results(call.results)
+    text = report(results, all_cases(), call.stamp["commit"])
+    for file in (call.out / "gpu.md", *more):
+        if file is not None:
+            file.write_text(text, "utf-8")
+    print(text)
+    print(f"{time.monotonic() - STARTED:.0f} s from the start to this page")
+    mine = [line for line in results if line.get("date") == call.stamp["date"]]
+    failed = {line["case"] for line in mine if line.get("status") in ("failed", "timeout")}
+    failed |= {line["case"] for line in mine if line.get("ok") is False}
+    return 1 if failed else 0
 
 
 # ---- Running cases -------------------------------------------------------------------------------
 
 
-def run_part(
-    cases: Iterable[tuple[str, Callable[[Any], None], float]],
-    out: Path,
-    work: Path,
-    device: str,
-    tiny: bool,
-    deadline: float,
-) -> None:
-    """Run `cases` one after the other, each in its own process; record how each ended."""
-    from gpu_common import Place, append
+@dataclass
+class Running:
+    """A case that runs."""
 
-    cases = list(cases)
-    forget(out, {name for name, _, _ in cases})
-    # Imports take up to 20 s: this process imports all, and its forks alone use CUDA. PEFT imports
-    # bitsandbytes, which uses it at once.
-    if importlib.util.find_spec("bitsandbytes") is None:
-        import peft  # noqa: F401
+    case: Case
+    process: Any
+    begun: float
+    needed: float  # seconds, as expected
+    until: float  # when it is ended
+    log: Path
+
+
+def run_cases(cases: Sequence[Case], call: Call) -> None:
+    """Run `cases` in their order, each in its own process; record how each ended."""
+    pending, running = list(cases), list[Running]()
+    known = read_results(call.results)
+    card = call.stamp.get("card", "")
+    needed = {case.name: expected_seconds(case, known, card) for case in cases}
+    ready = {part for case in cases for part in case.needs} - {
+        case.name.removeprefix("weights_") for case in cases
+    }
+    while pending or running:
+        left = call.ends - time.monotonic()
+        for case in [c for c in pending if left < (0 if call.tiny else needed[c.name])]:
+            pending.remove(case)
+            leave_out(case, f"{left:.0f} s left, {needed[case.name]:.0f} s needed")
+        case = next_case(pending, running, ready, needed, apart=not call.tiny)
+        if case is not None:
+            pending.remove(case)
+            running.append(start(case, needed[case.name], call))
+            continue
+        if not running:
+            for case in pending:
+                leave_out(case, "its weights could not be written")
+            break
+        first = min(one.until for one in running) - time.monotonic()
+        ended = wait([one.process.sentinel for one in running], max(first, 0))
+        for one in list(running):
+            if (done := one.process.sentinel in ended) or time.monotonic() >= one.until:
+                running.remove(one)
+                if finish(one, call, done) == "ended":
+                    ready.add(one.case.name.removeprefix("weights_"))
+
+
+def leave_out(case: Case, why: str) -> None:
+    """Say that a case is not run; it stays owed."""
+    print(json.dumps({"case": case.name, "status": "left out", "why": why}), flush=True)
+
+
+def next_case(
+    pending: Sequence[Case],
+    running: Sequence[Running],
+    ready: set[str],
+    needed: dict[str, float],
+    *,
+    apart: bool,
+) -> Case | None:
+    """Return the first of `pending` that may start beside what runs: nothing beside a timed one,
+    one on the device and one on the host elsewhere. Not `apart`, in a dry run: any two.
+    """
+    able = [case for case in pending if ready.issuperset(case.needs)]
+    if not able or not running:
+        return able[0] if able else None
+    if len(running) > 1:
+        return None
+    if not apart:
+        return able[0]
+    if running[0].case.timed:
+        return None
+    (other,) = running
+    beside = [case for case in able if not case.timed and case.host != other.case.host]
+    if able[0].timed:  # it waits for what runs, and not for longer
+        rest = other.begun + other.needed - time.monotonic()
+        beside = [case for case in beside if needed[case.name] <= rest]
+    return beside[0] if beside else None
+
+
+def start(case: Case, needed: float, call: Call) -> Running:
+    from gpu_common import Place
+
+    place = Place(
+        case.name,
+        call.device,
+        call.tiny,
+        call.out,
+        call.work,
+        results=call.results,
+        stamp=call.stamp,
+    )
+    log = place.logs / f"{case.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    log.unlink(missing_ok=True)
     context = multiprocessing.get_context("fork")
-    ends = time.monotonic() + deadline
-    for name, fn, seconds in cases:
-        left = ends - time.monotonic()
-        begun = time.monotonic()
-        if left < (0 if tiny else seconds):
-            line = {"status": "skipped", "why": f"{left:.0f} s left, {seconds:.0f} s needed"}
-        else:
-            place = Place(name, device, tiny, out, work)
-            log = place.logs / f"{name}.log"
-            log.parent.mkdir(exist_ok=True)
-            log.unlink(missing_ok=True)
-            process = context.Process(target=run_case, args=(place, fn, log))  # type: ignore[attr-defined]
-            process.start()
-            patience = (3 if tiny else 1) * (2 * seconds + 30)  # `seconds` are a GPU machine's
-            process.join(min(left, patience))
-            if process.exitcode is None:
-                line = {"status": "timeout"}
-            else:
-                line = {"status": "ended" if process.exitcode == 0 else "failed"}
-            if process.exitcode != 0:
-                end_group(process)
-                line["log"] = last_lines(log)
-        line |= {"case": name, "seconds": round(time.monotonic() - begun, 1)}
-        append(out, line)
-        print(json.dumps(line), flush=True)
+    process = context.Process(target=run_case, args=(place, case.fn, log))
+    process.start()
+    begun = time.monotonic()
+    # `seconds` are a GPU machine's; two cases share a small one in a dry run.
+    patience = (6 if call.tiny else 1) * (2 * needed + 30)
+    return Running(case, process, begun, needed, min(begun + patience, call.ends), log)
 
 
-def run_case(place: Any, fn: Callable[[Any], None], log: Path) -> None:
+def finish(one: Running, call: Call, done: bool) -> str:
+    """Record how a case ended, by force where it is not `done`; return its status."""
+    process, name = one.process, one.case.name
+    line: Line = {"case": name}
+    process.join(10 if done else 0)
+    if process.exitcode is None:
+        line["status"] = "timeout"
+    else:
+        line["status"] = "ended" if process.exitcode == 0 else "failed"
+    if process.exitcode == _NOT_HERE:
+        line["status"] = "not here"
+    elif process.exitcode != 0:
+        line["log"] = last_lines(one.log)
+    if process.exitcode != 0:
+        end_group(process)
+    if line["status"] == "not here":
+        line["why"] = last_lines(one.log, 1)
+    line["seconds"] = round(time.monotonic() - one.begun, 1)
+    append(call.results, line | call.stamp)
+    print(json.dumps(line), flush=True)
+    return line["status"]
+
+
+_NOT_HERE = 3  # exit code of a case that this machine cannot run
+
+
+def run_case(place: Any, fn: Any, log: Path) -> None:
     """Run one case in this process, which is its own; what it prints goes to `log`."""
     os.setsid()  # so that a case that hangs is ended with the programs that it started
     import gpu_common
@@ -194,7 +388,8 @@ def run_case(place: Any, fn: Callable[[Any], None], log: Path) -> None:
     try:
         fn(place)
     except gpu_common.NotHere as error:
-        gpu_common.append(place.out, {"case": place.name, "status": "skipped", "why": str(error)})
+        print(error, file=sys.__stdout__, flush=True)
+        os._exit(_NOT_HERE)
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
         os._exit(1)  # threads of a process group that failed may never end
@@ -213,111 +408,6 @@ def end_group(process: Any) -> None:
 def last_lines(log: Path, count: int = 12) -> str:
     text = log.read_text("utf-8", "replace") if log.exists() else ""
     return "\n".join(text.rstrip().splitlines()[-count:])[-1500:]
-
-
-def machine(place: Any) -> None:
-    """Record the card and the versions."""
-    import torch
-
-    packages = ("torch", "transformers", "accelerate", "datasets", "peft")
-    packages += ("bitsandbytes", "liger-kernel", "flash-attn")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    about: dict[str, Any] = {"card": f"{DRY} ({platform.machine()}), a dry run"}
-    if place.cuda:
-        card = torch.cuda.get_device_properties(0)
-        about = {"card": card.name, "memory_gb": round(card.total_memory / 1e9, 1)}
-        about["cuda"] = torch.version.cuda
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        if shutil.which("nvidia-smi"):
-            asked = subprocess.run(query, capture_output=True, text=True, check=False)
-            about["driver"] = asked.stdout.strip()
-        from toolkit.training.metrics import peak_flops
-
-        about["peak_tflops"] = (peak_flops(card.name) or 0) / 1e12
-    python = platform.python_version()
-    place.record("machine", **about, cores=os.cpu_count(), python=python, versions=versions)
-
-
-# ---- The bundle ----------------------------------------------------------------------------------
-
-# What the toolkit imports and an image with CUDA, PyTorch and transformers may lack: by package.
-_CARRIED = (
-    "datasets",
-    "dill",
-    "multiprocess",
-    "jsonargparse",
-    "docstring_parser",
-    "typeshed_client",
-)
-_OPTIONAL = ("liger-kernel", "bitsandbytes")
-_IMPORTED = ("torch", "transformers", "accelerate", "peft", "pyarrow", "psutil", "xxhash")
-_IMPORTED += (*_CARRIED, "safetensors", "yaml", "tqdm", "numpy")
-_MOST = 30 * 2**20
-_PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17")
-_LIBRARIES = tuple(f"libbitsandbytes_{n}.so" for n in ("cpu", "cuda128", "cuda130", "cuda132"))
-
-
-def bundle(folder: Path) -> int:
-    """Pack the committed tree and the wheels; print the command to run beside a GPU."""
-    wheels, project = folder / "wheels", folder / "project"
-    for part in (wheels, project):
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    archive = subprocess.run(
-        ["git", "archive", "--format=tar", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
-    )
-    subprocess.run(["tar", "-x", "-C", str(project)], input=archive.stdout, check=True)
-    for name in (*_CARRIED, *_OPTIONAL):
-        download(name, wheels)
-    for wheel in wheels.glob("bitsandbytes-*.whl"):
-        trim(wheel)
-    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    if size > _MOST:
-        print(f"error: {folder} has {size / 2**20:.1f} MiB, at most 30 are meant", file=sys.stderr)
-        return 1
-    print(f"{folder}: {size / 2**20:.1f} MiB. Beside the GPU, in this folder:\n")
-    print(
-        "python3 -m pip install -q --no-index --no-deps --target site wheels/*.whl\n"
-        "export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/site:$PWD/project\n"
-        "python3 project/benchmarks/gpu.py --out out --part 1 --deadline 460\n"
-        "python3 project/benchmarks/gpu.py --out out --part 2 --deadline 460\n"
-        "python3 project/benchmarks/gpu.py --out out --part 3 --deadline 460"
-    )
-    return 0
-
-
-def download(name: str, wheels: Path) -> None:
-    """Fetch the wheel of `name` for CPython 3.12 on x86-64 Linux, in the version installed here."""
-    try:
-        wanted = f"{name}=={importlib.metadata.version(name)}"
-    except importlib.metadata.PackageNotFoundError:
-        wanted = name  # the newest; a peer that is only measured against
-    platforms = [part for p in _PLATFORMS for part in ("--platform", f"{p}_x86_64")]
-    only = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", *only, *platforms, "--dest", str(wheels), wanted]
-    subprocess.run(command, check=True)
-
-
-def trim(wheel: Path) -> None:
-    """Leave out of the wheel of bitsandbytes the libraries of other CUDA versions: most of it."""
-    whole = wheel.with_suffix(".whole")
-    wheel.rename(whole)
-    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as to:
-        dropped = {n for n in source.namelist() if ".so" in n and not n.endswith(_LIBRARIES)}
-        for name in source.namelist():
-            content = source.read(name)
-            if name.endswith(".dist-info/RECORD"):
-                rows = content.decode().splitlines(keepends=True)
-                content = "".join(r for r in rows if r.split(",")[0] not in dropped).encode()
-            if name not in dropped:
-                to.writestr(name, content)
-    whole.unlink()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""How fast it is on one GPU: the cases of `gpu.py --part 2`.
+"""How fast it is on one GPU: cases of `gpu.py`.
 
 The recipe's loop beside a bare FSDP2 loop and transformers' Trainer with the same model, samples,
 precision and recomputation, each in a process of its own, one after the other on one card.
 """
 
-import importlib.util
 import math
 import resource
 import shutil
@@ -18,7 +17,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.nn.functional as F
 from gpu_common import (
     LORA,
     TIMED,
@@ -36,12 +34,10 @@ from gpu_common import (
     rates,
     reset_peak,
     settings,
-    timed,
     windows,
 )
-from gpu_report import read_results
+from gpu_ledger import Case, read_results
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +49,6 @@ from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of, named_as
 from toolkit.sharding import init_mesh
 from toolkit.training import launch
-from toolkit.training.head_loss import HeadLoss
 
 STEPS = WARMUP + TIMED
 # Bytes a device needs to train 8 G parameters with adapters without recomputing activations.
@@ -241,175 +236,36 @@ def packed_rows(place: Place, cfg: FinetuneConfig) -> tuple[list[dict[str, torch
         return rows, data.tokens_per_step
 
 
-# ---- Ceilings, the loss head ---------------------------------------------------------------------
+# ---- Weights, saving, plans ----------------------------------------------------------------------
+
+# Shape -> the seconds that its weights take to be written, about.
+_WEIGHTS = {"small": 2, "layer": 3, "300m": 3, "1b": 5, "3b": 8, "8b": 18}
 
 
-def ceilings(place: Place) -> None:
-    """What the card does at best: matrix products, copies, attention."""
-    tiny, device = place.tiny, place.device
-    side = 64 if tiny else 8192
-
-    def random(*shape: int, grad: bool = False) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=grad)
-
-    for m, k, n in ((side, side, side), (side, side // 2, side * 7 // 4), (side, side // 4, side)):
-        a, b = random(m, k), random(k, n)
-        seconds = timed(place, lambda a=a, b=b: a @ b, 10)  # type: ignore[misc]
-        place.record(f"matmul {m} x {k} x {n}", tflops=2 * m * k * n / seconds / 1e12)
-    count = 2**16 if tiny else 2**30
-    device_bytes = torch.empty(count, dtype=torch.uint8, device=device)
-    other = torch.empty_like(device_bytes)
-    seconds = timed(place, lambda: other.copy_(device_bytes))
-    place.record("copy on the device, read and written", gb_per_second=2 * count / seconds / 1e9)
-    for pinned in (True, False):
-        host = torch.empty(count // 4, dtype=torch.uint8, pin_memory=pinned and place.cuda)
-        part = device_bytes[: count // 4]
-        kind = "pinned" if pinned else "pageable"
-        for name, to, source in (("to device", part, host), ("to host", host, part)):
-            copy = partial(to.copy_, source, non_blocking=True)
-            place.record(f"{name}, {kind}", gb_per_second=count / 4 / timed(place, copy) / 1e9)
-    for width in (128, 64):
-        attention_kernels(place, width, random)
+def weight_seconds(shape: str) -> float:
+    return _WEIGHTS[shape]
 
 
-def attention_kernels(place: Place, width: int, random: Callable[..., torch.Tensor]) -> None:
-    """Forward and backward of 2 x 4096 tokens: causal, with a dense mask, and by documents."""
-    heads, length = (2, 64) if place.tiny else (4096 // width, 4096)
-    shape = (2, heads, length, width)
-    q, k, v = (random(*shape, grad=True) for _ in range(3))
-    grad = random(*shape)
-    documents = torch.arange(length, device=place.device) // max(length // 8, 1)
-    mask = (documents[:, None] == documents) & torch.ones_like(
-        documents[:, None] == documents
-    ).tril()
-    causal = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-    masked = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask[None, None])
-    kinds: list[tuple[str, Any, list[SDPBackend]]] = [("masked", masked, [])]
-    if place.cuda:
-        backends = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-        kinds += [(f"causal {b.name.lower()}", causal, [b]) for b in backends]
-    else:
-        kinds.append(("causal", causal, []))
-    for name, call, only in kinds:
-
-        def both(call: Any = call, only: list[SDPBackend] = only) -> None:
-            if only:
-                with sdpa_kernel(only):
-                    call().backward(grad)
-            else:
-                call().backward(grad)
-
-        milliseconds(place, f"attention {name}, width {width}", both)
-    if not place.cuda:
-        return
-    from torch.nn.attention.varlen import varlen_attn
-
-    rows = 2 * length
-    flat = [random(rows, heads, width, grad=True) for _ in range(3)]
-    ends = torch.arange(0, rows + 1, length // 8, device=place.device, dtype=torch.int32)
-    out_grad = random(rows, heads, width)
-
-    causally: Any = {"window_size": (-1, 0)}
-
-    def by_documents() -> None:
-        varlen_attn(*flat, ends, ends, length // 8, length // 8, **causally).backward(out_grad)
-
-    milliseconds(place, f"attention varlen, 8 documents a row, width {width}", by_documents)
+def weights_of(shape: str) -> Case:
+    """Return what writes the folder of random weights of `shape`, beside other cases."""
+    return Case(f"weights_{shape}", partial(weights, shape=shape), _WEIGHTS[shape], host=True)
 
 
-def milliseconds(place: Place, name: str, call: Callable[[], Any]) -> None:
-    """Record the milliseconds of `call`; a kernel that refuses does not end the others."""
-    try:
-        place.record(name, ms=1e3 * timed(place, call))
-    except (RuntimeError, TypeError) as error:
-        place.record(name, error=str(error).splitlines()[0])
-
-
-def loss_head(place: Place) -> None:
-    """Forward and backward of head and loss on 8192 tokens, beside its products alone."""
-    for hidden, vocabulary, trained in (
-        (4096, 128256, False),
-        (4096, 128256, True),
-        (2048, 128256, True),
-        (2048, 32000, True),
-    ):
-        head_of(place, hidden, vocabulary, trained)
-
-
-def head_of(place: Place, hidden: int, vocabulary: int, trained: bool) -> None:
-    rows, length = (2, 64) if place.tiny else (2, 4096)
-    if place.tiny:
-        hidden, vocabulary = hidden // 64, vocabulary // 64
-    head = torch.nn.Linear(
-        hidden, vocabulary, bias=False, device=place.device, dtype=torch.bfloat16
-    )
-    states = torch.randn(
-        rows, length, hidden, device=place.device, dtype=torch.bfloat16, requires_grad=True
-    )
-    head.weight.requires_grad_(trained)
-    labels = torch.randint(vocabulary, (rows, length), device=place.device)
-
-    def toolkit_loss() -> None:
-        loss, answer = HeadLoss(head, head.forward, vocabulary)(states, labels)
-        (loss / labels.numel() + answer.sum(dtype=torch.float32)).backward()
-
-    def plain_loss() -> None:
-        logits = head(states)[:, :-1].flatten(0, 1).float()
-        F.cross_entropy(logits, labels[:, 1:].flatten()).backward()
-
-    flat = states.detach().flatten(0, 1)
-    logits = torch.randn(len(flat), vocabulary, device=place.device, dtype=torch.bfloat16)
-
-    def products() -> None:
-        flat @ head.weight.detach().T
-        logits @ head.weight.detach()
-        if trained:
-            logits.T @ flat
-
-    calls: dict[str, Callable[[], None]] = {
-        "products": products,
-        "toolkit": toolkit_loss,
-        "plain": plain_loss,
-    }
-    if place.cuda and importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        fused = LigerFusedLinearCrossEntropyLoss()
-
-        def liger_loss() -> None:
-            inputs = states[:, :-1].flatten(0, 1)
-            fused(head.weight, inputs, labels[:, 1:].flatten()).backward()
-
-        calls["liger"] = liger_loss
-    kind = "trained" if trained else "frozen"
-    for name, call in calls.items():
-        head.zero_grad()
-        reset_peak(place)
-        before = torch.cuda.memory_allocated() if place.cuda else 0
-        seconds = timed(place, call)
-        peak = peaks(place)["peak_allocated"] - before
-        shape = f"{hidden} x {vocabulary} {kind}"
-        place.record(f"{shape}: {name}", ms=1e3 * seconds, peak=peak)
-
-
-# ---- Loading, saving, offload --------------------------------------------------------------------
-
-
-def weights(place: Place) -> None:
-    """Write the folders of random weights that the other cases load."""
-    for shape in ("8b", "1b", "3b"):
-        begun = time.perf_counter()
-        size = sum(f.stat().st_size for f in folder(place, shape).iterdir())
-        place.record(f"{shape} written", gb=size / 1e9, seconds=time.perf_counter() - begun)
+def weights(place: Place, shape: str) -> None:
+    begun = time.perf_counter()
+    size = sum(f.stat().st_size for f in folder(place, shape).iterdir())
+    place.record("written", gb=size / 1e9, seconds=time.perf_counter() - begun)
 
 
 def saving(place: Place) -> None:
-    """1 G parameters in full: how long the loop waits for a save, at once and behind it."""
+    """1 G parameters in full: how long the loop waits for a save, at once and behind it; the first
+    of each kind makes what the second one finds.
+    """
     cfg = bench(place, "1b")
     with launch.start() as run:
         loop = ToolkitLoop(place, cfg, run)
         loop.losses(2)
-        for step, behind in ((1, False), (2, True), (3, True)):
+        for step, behind in ((1, False), (2, False), (3, True), (4, True)):
             loop.state.step = step
             output = Path(tempfile.mkdtemp(prefix="toolkit-gpu-save-"))  # a disk, not memory
             begun = time.perf_counter()
@@ -427,20 +283,17 @@ def saving(place: Place) -> None:
 
 
 def plans(place: Place) -> None:
-    """What `toolkit plan` says of the runs that were measured; on the CPU."""
-    results = read_results(place.out)
-    machine = next((r for r in results if r.get("check") == "machine" and "memory_gb" in r), None)
-    device = machine and named_as(machine["card"])
-    if machine is None or device is None:
-        raise NotHere("no run on a GPU whose figures are known")
-    memory = machine["memory_gb"] * 1e9
-    asked = ((name, getattr(fn, "keywords", {}).get("sharding", {})) for name, fn, _ in CASES)
-    compiled = {name for name, sharding in asked if "torch_compile" in sharding}
-    for name, fn, _ in CASES:
-        speed = next((r for r in results if r["case"] == name and r.get("check") == "speed"), None)
-        if getattr(fn, "func", None) is not toolkit or speed is None or name in compiled:
-            continue
-        changes = dict(fn.keywords)
+    """What `toolkit plan` says of the runs that are measured; on the CPU. The page compares."""
+    results = read_results(place.results)
+    card = place.stamp["card"]
+    known = [r for r in results if r.get("card") == card and r.get("check") == "machine"]
+    memory = known[-1].get("memory_gb", 80) * 1e9 if known else 80e9
+    device = named_as(card) if place.cuda else "h100"
+    if device is None:
+        raise NotHere(f"the figures of {card} are not known")
+    asked = [case for case in (*CASES, *LATER) if getattr(case.fn, "func", None) is toolkit]
+    for case in asked[:2] if place.tiny else asked:
+        changes = dict(case.fn.keywords)  # type: ignore[attr-defined]
         shape = changes.pop("shape")
         path = place.work / f"plan-{shape}"
         config = model_config(place, shape)
@@ -448,51 +301,54 @@ def plans(place: Place) -> None:
         config.save_pretrained(path)
         changes["model"] = changes.get("model", {}) | {"name_or_path": str(path)}
         cfg = bench(place, shape, memory=memory, **changes)
+        begun = time.perf_counter()
         plan = make_plan(cfg, 1, device_of(device), int(memory))
         place.record(
-            f"plan of {name}",
+            f"plan of {case.name}",
             peak_gb=plan.sim.peak.nbytes / 1e9,
-            measured_gb=speed["peak_allocated"] / 1e9,
-            memory=plan.sim.peak.nbytes / speed["peak_allocated"],
             step_seconds=plan.estimate.step,
-            time=plan.estimate.step / speed["step_seconds"],
+            planned_in=time.perf_counter() - begun,
         )
 
 
-# Case, its function, and the seconds that it is expected to take on a GPU.
 _PACKED = {"data": {"packing": "bfd"}}
 _COMPILED = {"sharding": {"torch_compile": "layer"}}
-# Planned at 69 GB of an H100's 80.
-_SELECTIVE = {"sharding": {"torch_compile": "layer", "activation_checkpointing": "selective"}}
+# Whole: an H100's memory holds the activations of 2 x 4096 tokens.
+_WHOLE = {"sharding": {"torch_compile": "layer", "activation_checkpointing": "none"}}
 _LIGER = {"model": {"kernels": "liger"}}
+_OFFLOADED = {"sharding": {"cpu_offload": True}}
 _LORA_8B: dict[str, Any] = {"shape": "8b", "lora": LORA}
+
+
+def _speed(name: str, seconds: float, fn: Callable[..., None], **changes: Any) -> Case:
+    shape = changes["shape"]
+    return Case(name, partial(fn, **changes), seconds, needs=(shape,), timed=True)
+
+
 CASES = (
-    ("weights", weights, 45),
-    ("ceilings", ceilings, 25),
-    ("lora8b_toolkit", partial(toolkit, **_LORA_8B), 35),
-    ("lora8b_bare", partial(bare, **_LORA_8B), 35),
-    ("lora8b_toolkit_packed", partial(toolkit, **_LORA_8B, **_PACKED), 35),
-    ("lora8b_trainer", partial(trainer, **_LORA_8B), 40),
-    ("lora8b_trainer_packed", partial(trainer, **_LORA_8B, **_PACKED), 45),
-    ("full1b_toolkit", partial(toolkit, shape="1b"), 22),
-    ("full1b_bare", partial(bare, shape="1b"), 22),
-    ("full1b_trainer", partial(trainer, shape="1b"), 22),
-    ("loss_head", loss_head, 25),
-    ("full3b_toolkit", partial(toolkit, shape="3b"), 28),
-    ("full3b_bare", partial(bare, shape="3b"), 28),
-    ("full3b_trainer", partial(trainer, shape="3b"), 28),
-    ("lora8b_toolkit_packed_compiled", partial(toolkit, **_LORA_8B, **_PACKED, **_COMPILED), 65),
-    ("lora8b_toolkit_packed_selective", partial(toolkit, **_LORA_8B, **_PACKED, **_SELECTIVE), 65),
-    ("full1b_toolkit_compiled", partial(toolkit, shape="1b", **_COMPILED), 45),
-    ("saving", saving, 40),
-    (
-        "full1b_toolkit_offloaded",
-        partial(toolkit, shape="1b", sharding={"cpu_offload": True}),
-        30,
-    ),
-    ("lora8b_toolkit_liger", partial(toolkit, **_LORA_8B, **_LIGER), 40),
-    ("full1b_toolkit_liger", partial(toolkit, shape="1b", **_LIGER), 22),
-    ("lora8b_trainer_liger", partial(trainer, **_LORA_8B, liger=True), 40),
-    ("full1b_trainer_liger", partial(trainer, shape="1b", liger=True), 22),
-    ("plans", plans, 40),
+    _speed("lora8b_compiled_wrapped", 60, toolkit, **_LORA_8B, **_WHOLE),
+    _speed("lora8b_compiled_packed", 60, toolkit, **_LORA_8B, **_WHOLE, **_PACKED),
+    _speed("full3b_toolkit", 28, toolkit, shape="3b"),
+    _speed("full3b_bare", 28, bare, shape="3b"),
+    _speed("full3b_toolkit_compiled", 45, toolkit, shape="3b", **_COMPILED),
+    _speed("full3b_trainer", 28, trainer, shape="3b"),
+    Case("saving", saving, 75, needs=("1b",), timed=True),
+    Case("plans", plans, 60, host=True),
+)
+# Owed after all others: they were measured before, or are peers of what was.
+LATER = (
+    _speed("full1b_toolkit_offloaded", 30, toolkit, shape="1b", **_OFFLOADED),
+    _speed("lora8b_toolkit", 35, toolkit, **_LORA_8B),
+    _speed("lora8b_bare", 35, bare, **_LORA_8B),
+    _speed("lora8b_toolkit_packed", 35, toolkit, **_LORA_8B, **_PACKED),
+    _speed("full1b_toolkit", 22, toolkit, shape="1b"),
+    _speed("full1b_bare", 22, bare, shape="1b"),
+    _speed("full1b_toolkit_compiled", 45, toolkit, shape="1b", **_COMPILED),
+    _speed("full1b_trainer", 22, trainer, shape="1b"),
+    _speed("lora8b_trainer", 40, trainer, **_LORA_8B),
+    _speed("lora8b_trainer_packed", 45, trainer, **_LORA_8B, **_PACKED),
+    _speed("lora8b_toolkit_liger", 40, toolkit, **_LORA_8B, **_LIGER),
+    _speed("full1b_toolkit_liger", 22, toolkit, shape="1b", **_LIGER),
+    _speed("lora8b_trainer_liger", 40, trainer, **_LORA_8B, liger=True),
+    _speed("full1b_trainer_liger", 22, trainer, shape="1b", liger=True),
 )

@@ -1,10 +1,11 @@
-"""What must be right on one GPU: the cases of `gpu.py --part 1`, on small random models.
+"""What must be right on one GPU: cases of `gpu.py`, on small random models.
 
 Each raises, or records a check that is false, where it does not. What needs several GPUs is not
 here: NCCL between ranks, HSDP, timeouts, the network interface of gloo.
 """
 
 import importlib.util
+import json
 import warnings
 from collections import Counter
 from itertools import islice
@@ -29,6 +30,7 @@ from gpu_common import (
     synchronize,
     windows,
 )
+from gpu_ledger import Case
 from gpu_runs import committed, recipe
 from transformers import AutoModelForCausalLM
 
@@ -80,6 +82,8 @@ def start_torchrun(place: Place) -> None:
 
 def inner_flags(place: Place) -> list[str]:
     flags = ["--device", place.device, "--out", str(place.out), "--work", str(place.work)]
+    flags += ["--results", str(place.results), "--case", place.name]
+    flags += ["--stamp", json.dumps(place.stamp)]
     return [*flags, *(["--tiny"] if place.tiny else [])]
 
 
@@ -328,7 +332,7 @@ def qlora(place: Place) -> None:
         held = torch.cuda.memory_allocated() if place.cuda else 0
         reset_peak(place)
         _, batch = next(iter(loop.data.steps()))
-        loop.data.steps = lambda: ((i, batch) for i in range(1, 7))  # type: ignore[method-assign]
+        loop.data.steps = lambda after=0: ((i, batch) for i in range(1, 7))  # type: ignore[method-assign]
         found = loop.losses(5)
         place.record("loss falls on one batch", found[-1] < found[0], losses=found)
         # 1.24e9 parameters: 0.5 GB in 4 bits, and 0.5 GB of tied embedding in bf16.
@@ -409,21 +413,21 @@ def not_a_number(place: Place) -> None:
 
 
 INNER = {"start": start}
-# Case and the seconds that it is expected to take on a GPU.
+_SMALL = ("small",)
 CASES = (
-    (start, 8),
-    (start_torchrun, 40),
-    (numbers, 15),
-    (host_syncs, 40),
-    (packed_logits, 8),
-    (memory_settings, 20),
-    (unit_settings, 25),
-    (attention, 30),
-    (liger, 20),
-    (experts, 12),
-    (smoothing_and_noise, 12),
-    (not_a_number, 8),
-    (qlora, 40),
-    (qlora_numbers, 15),
-    (compiling, 70),
+    Case("start", start, 8),
+    Case("start_torchrun", start_torchrun, 40),
+    Case("numbers", numbers, 15, _SMALL),
+    Case("host_syncs", host_syncs, 40, _SMALL),
+    Case("packed_logits", packed_logits, 8, _SMALL),
+    Case("memory_settings", memory_settings, 20, _SMALL),
+    Case("unit_settings", unit_settings, 25, _SMALL),
+    Case("attention", attention, 30, _SMALL),
+    Case("liger", liger, 20, _SMALL),
+    Case("experts", experts, 12, _SMALL),
+    Case("smoothing_and_noise", smoothing_and_noise, 12, _SMALL),
+    Case("not_a_number", not_a_number, 8, _SMALL),
+    Case("qlora", qlora, 40, ("1b",)),
+    Case("qlora_numbers", qlora_numbers, 15, _SMALL),
+    Case("compiling", compiling, 70, _SMALL),
 )

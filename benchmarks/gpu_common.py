@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import statistics
@@ -27,6 +28,7 @@ import numpy
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from gpu_ledger import append
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,8 +62,14 @@ _SHAPES = {
     "1b": (2048, 16, 8192, 32, 8, 128256, True),
     "3b": (3072, 28, 8192, 24, 8, 128256, True),
     "8b": (4096, 32, 14336, 32, 8, 128256, False),
+    "layer": (4096, 1, 14336, 32, 8, 32000, False),  # one of 8b
+    "300m": (2048, 4, 8192, 32, 8, 32000, False),
 }
 _TINY = (64, 2, 128, 4, 2, 320)
+
+
+# What the kernels of attention have in their names: cuDNN's, flash attention's, torch's others.
+_ATTENTION = re.compile("sdpa|flash|fmha|attention|cudnn", re.IGNORECASE)
 
 
 class NotHere(Exception):
@@ -84,6 +92,8 @@ class Place:
     tiny: bool
     out: Path
     work: Path
+    results: Path  # the file that records are appended to
+    stamp: dict[str, Any]  # what each record bears: commit, day, card, versions
 
     @property
     def length(self) -> int:
@@ -100,19 +110,15 @@ class Place:
         return self.device == "cuda"
 
     def record(self, check: str, ok: bool | None = None, **values: Any) -> None:
-        """Append one line to results.jsonl at once; `ok` is None for what is only measured."""
-        append(self.out, {"case": self.name, "check": check, "ok": ok} | values)
+        """Append one line to the results at once; `ok` is None for what is only measured."""
+        line = {"case": self.name, "check": check, "ok": ok} | values | self.stamp
+        append(self.results, line)
 
     def equal(self, check: str, found: list[float], expected: list[float], within: float) -> None:
         """Record whether `found` is `expected`, to a relative difference."""
         worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
         ok = bool(worst <= within)  # a NaN is not
         self.record(check, ok, differs=worst, within=within, found=found, expected=expected)
-
-
-def append(out: Path, line: dict[str, Any]) -> None:
-    with open(out / "results.jsonl", "a", encoding="utf-8") as f:
-        f.write(json.dumps(line, default=str) + "\n")
 
 
 # ---- Models and data -----------------------------------------------------------------------------
@@ -147,8 +153,8 @@ def folder(place: Place, shape: str) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     names = {n: p.shape for n, p in model.named_parameters()}  # a tied head is not among them
-    part = path.with_name(path.name + ".part")
-    part.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.mkdir(parents=True)
     generator = torch.Generator(place.device).manual_seed(SEED)
     files, writers = {}, []
     for i, group in enumerate(_groups(names, 2**31)):
@@ -202,7 +208,9 @@ def tokens(place: Place, shape: str, count: int) -> Path:
     ids = numpy.exp(rng.random(lengths.sum()) * math.log(vocabulary - 1)).astype(numpy.int32)
     offsets = numpy.concatenate([[0], lengths.cumsum()]).astype(numpy.int32)
     table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids))})
-    pq.write_table(table, path)
+    part = path.with_suffix(f".{os.getpid()}")  # two cases may make the same
+    pq.write_table(table, part)
+    part.replace(path)
     return path
 
 
@@ -293,10 +301,10 @@ class ToolkitLoop:
         training.add_embedding_noise(self.model, cfg.train.neftune_noise_alpha)
         self.flops_per_token = training_flops(self.model, cfg.data.sequence_length)
 
-    def steps(self) -> Iterator[training.StepStats]:
+    def steps(self, after: int = 0) -> Iterator[training.StepStats]:
         self.model.train()
         smoothing = self.cfg.train.label_smoothing_factor
-        for step, micro_batches in self.data.steps():
+        for step, micro_batches in self.data.steps(after=after):
             unshard_early(self.model)
             stats = training.train_step(
                 self.model,
@@ -434,7 +442,15 @@ def profiled(place: Place, step: Callable[[], Any]) -> dict[str, Any]:
         end = max(end, last)
         total[name] = total.get(name, 0.0) + (last - begin) / 1e3
     longest = sorted(total.items(), key=lambda item: -item[1])
+    # Triton's kernels are named after all that is fused into them.
+    attend = [
+        (name, ms)
+        for name, ms in longest
+        if _ATTENTION.search(name) and not name.startswith("triton")
+    ]
     return {
+        "attention_ms": sum(ms for _, ms in attend),
+        "attention": [name[:80] for name, _ in attend[:3]],
         "busy": busy / (end - found[0][0]),
         "longest_gap_ms": gap / 1e3,
         "kernels_ms": [[name[:80], round(ms, 3)] for name, ms in longest[:15]],

@@ -1,5 +1,5 @@
-"""What must work on one GPU as a user runs it: the cases of `gpu.py --part 3`, whole runs by the
-command line on small random models. Each raises, or records a check that is false, where it does
+"""What must work on one GPU as a user runs it: cases of `gpu.py`, whole runs by the command line on
+small random models. Each raises, or records a check that is false, where it does
 not.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from gpu_common import ROOT, NotHere, Place, Program, apart, folder, model_config, tokens
+from gpu_common import ROOT, Place, Program, apart, folder, model_config, tokens
+from gpu_ledger import Case
 
 
 def recipe(kind: str, output: Path, **flags: Any) -> list[str]:
@@ -34,8 +35,14 @@ def committed(run: Path) -> list[Path]:
     return sorted(p.parent for p in run.glob("checkpoints/step-????????/COMMIT"))
 
 
-def tensor_digests(run: Path) -> dict[str, Any]:
-    return json.loads((committed(run)[-1] / "manifest.json").read_text())["tensors"]
+def manifest(run: Path) -> dict[str, Any]:
+    """Return what the newest checkpoint of a run says of its tensors."""
+    return json.loads((committed(run)[-1] / "manifest.json").read_text())
+
+
+def pretrain_and_finetune(place: Place) -> None:
+    pretrain_runs(place)
+    finetune_run(place)
 
 
 def pretrain_runs(place: Place) -> None:
@@ -76,7 +83,7 @@ def pretrain_runs(place: Place) -> None:
     said = Program(place, recipe("pretrain", killed, **flags), "resumed").end_well()
     resumed = left < 3 and "after step" in said
     place.record("killed and resumed", resumed, checkpoints_before=left)
-    ours, theirs = tensor_digests(killed), tensor_digests(calm)
+    ours, theirs = manifest(killed)["tensors"], manifest(calm)["tensors"]
     unlike = [name for name in theirs if ours.get(name) != theirs[name]]
     place.record(
         "deterministic: state after the kill is that of an undisturbed run",
@@ -94,9 +101,7 @@ def pretrain_runs(place: Place) -> None:
 
 def finetune_run(place: Place) -> None:
     """Adapters on packed conversations: proof after each save, answers, exports, proofs."""
-    base = place.work / "pretrain" / "hf"
-    if not base.is_dir():
-        raise NotHere("pretrain_runs left no export to fine-tune")
+    base = place.work / "pretrain" / "hf"  # what `pretrain_runs` exported
     work = place.work / "finetune"
     work.mkdir()
     chats = work / "chats.jsonl"
@@ -291,13 +296,11 @@ def rehearsed(place: Place) -> None:
     place.record("every stage", code == 0, code=code, seconds=seconds, said=program.output()[-800:])
 
 
-# Case and the seconds that it is expected to take on a GPU.
 CASES = (
-    (pretrain_runs, 60),
-    (finetune_run, 45),
-    (preempted, 75),
-    (planned, 30),
-    (automatic, 60),
-    (memory_shortage, 50),
-    (rehearsed, 90),
+    Case("automatic", automatic, 60, needs=("small",)),
+    Case("memory_shortage", memory_shortage, 50, needs=("small",)),
+    Case("rehearsed", rehearsed, 90, needs=("small",), host=True),
+    Case("planned", planned, 30, needs=("small",)),
+    Case("pretrain_runs", pretrain_and_finetune, 105),
+    Case("preempted", preempted, 75, needs=("small",)),
 )
