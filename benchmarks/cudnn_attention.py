@@ -36,8 +36,8 @@ def cudnn_attention(
 @cudnn_attention.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> _Four:
     rows = query.shape[0] * query.shape[1] * query.shape[2]
-    numbers = [query.new_empty((), dtype=torch.int64) for _ in range(2)]
-    return torch.empty_like(query), query.new_empty(rows, dtype=torch.float32), *numbers
+    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
+    return torch.empty_like(query), query.new_empty(rows, dtype=torch.float32), seed, offset
 
 
 @torch.library.custom_op("toolkit_candidates::cudnn_attention_backward", mutates_args=())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_common import (
+    NotHere,
     Place,
     ToolkitLoop,
     peaks,
@@ -221,11 +222,61 @@ def compiled_attention(place: Place) -> None:
         place.record(f"{what}, against flash", off <= 2e-2, differs=off)
 
 
+def _both_directions(call: Any, leaves: list[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
+    for leaf in leaves:
+        leaf.grad = None
+    out = call(*leaves)
+    out.backward(grad)
+    return out
+
+
 def _keep(kept: dict[str, torch.Tensor], module: Any, inputs: Any) -> None:
     kept["hidden states"] = inputs[0].detach().float().clone()
 
 
+def cudnn_candidate(place: Place) -> None:
+    """cuDNN's attention as an operation of compiled code (`cudnn_attention.py`) beside flash
+    attention, both compiled: outputs and gradients, and the time of both directions.
+    """
+    from cudnn_attention import cudnn_attention
+
+    if not place.cuda:
+        raise NotHere("no GPU, which cuDNN needs")
+    for heads, width in ((32, 128), (32, 64)):
+        scale, shape = width**-0.5, (2, 4096, heads, width)
+        leaves = [
+            torch.randn(shape, device=place.device, dtype=torch.bfloat16).requires_grad_()
+            for _ in range(3)
+        ]
+        grad = torch.randn(shape, device=place.device, dtype=torch.bfloat16)
+
+        # Heads are in the second dimension, as a layer's projections leave them.
+        def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: float = scale) -> Any:
+            return cudnn_attention(*(t.transpose(1, 2) for t in (q, k, v)), s)[0].transpose(1, 2)
+
+        def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: float = scale) -> Any:
+            heads_first = (t.transpose(1, 2) for t in (q, k, v))
+            out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=s)
+            return out.transpose(1, 2)
+
+        found, times = {}, {}
+        for name, attend in (("flash", flash), ("cudnn", own)):
+            compiled = torch.compile(attend)
+
+            both = partial(_both_directions, compiled, leaves, grad)
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+                out = both()
+                found[name] = [t.detach().float() for t in (out, *(x.grad for x in leaves))]
+                times[name] = 1e3 * timed(place, both)
+            place.record(f"{name}, width {width}", ms=times[name])
+        names = ("output", "gradient of query", "gradient of key", "gradient of value")
+        for what, a, b in zip(names, found["cudnn"], found["flash"], strict=True):
+            off = float((a - b).norm() / b.norm())
+            place.record(f"{what}, width {width}", off <= 2e-2, differs=off)
+
+
 CASES = (
+    Case("cudnn_candidate", cudnn_candidate, 40, timed=True),
     Case("compiled_attention", compiled_attention, 40, needs=("layer",), timed=True),
     Case("loss_head", loss_head, 25, timed=True),
     Case("ceilings", ceilings, 25, timed=True),
