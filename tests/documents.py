@@ -198,6 +198,16 @@ def _torchrun(words: list[str]) -> None:
     _recipe(args.training_script, args.training_script_args)
 
 
+def _srun(words: list[str]) -> None:
+    """Check Slurm's options by their names, from its manual, and the program that it starts."""
+    begin = words.index("python")
+    known = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--kill-on-bad-exit"}
+    for option in words[1:begin]:
+        if option.startswith("--") and option.partition("=")[0] not in known:
+            raise Wrong(f"{option} is no known option of srun")
+    _python(words[begin:])
+
+
 def _python(words: list[str]) -> None:
     if Path(words[1]).parent.name == "recipes" and Path(words[1]).stem in recipes.SETTINGS:
         _recipe(words[1], words[2:])
@@ -269,6 +279,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "toolkit": _toolkit,
     "accelerate": _accelerate,
     "torchrun": _torchrun,
+    "srun": _srun,
     "python": _python,
     "make": _make,
     "pip": _pip,
