@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from toolkit.formats import torch_private
 from toolkit.sharding.host_memory import TO_HOST
 
 _aten: Any = torch.ops.aten
@@ -32,6 +33,9 @@ _KEPT = {PARAMETERS, BUFFERS, GRADIENTS, STATE}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 # What the host would read of the device: any loss, every token supervised, nothing drawn.
 _ALL_TRUE = {_aten.equal.default, _aten.is_nonzero.default}
+# By which DTensor tries an operation that it meets first on whole tensors without bytes, to learn
+# the shape of its result. Those are none of the step's.
+_TRIAL = "_propagate_tensor_meta_non_cached"
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
@@ -96,7 +100,7 @@ class Meter(TorchDispatchMode):
         self._absent, self._granularity, self._gloo = {HOST, *absent}, granularity, gloo
         self._phase, self._part, self._labels = "", "", list[str]()
         self._held: dict[int, _LiveStorage] = {}
-        self._total = 0
+        self._total, self._aside = 0, 0
 
     def begin(self, phase: str, part: str = "") -> None:
         """Let a phase of a step begin, and, where one is named, a part of it."""
@@ -114,6 +118,15 @@ class Meter(TorchDispatchMode):
     def running(self) -> Iterator[None]:
         """Count what runs inside."""
         resize, meter = torch.UntypedStorage.resize_, self
+        propagator = torch_private("distributed.tensor._sharding_prop", "ShardingPropagator")
+        propagate = getattr(propagator, _TRIAL)
+
+        def tried(*args: Any) -> Any:
+            meter._aside += 1
+            try:
+                return propagate(*args)
+            finally:
+                meter._aside -= 1
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:  # seen by no dispatch mode
             out = resize(storage, size)
@@ -121,11 +134,15 @@ class Meter(TorchDispatchMode):
                 meter._change(held, storage.nbytes())
             return out
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resized),
+            mock.patch.object(propagator, _TRIAL, tried),
+            self,
+        ):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":
+        if func.namespace == "prim" or self._aside:
             return func(*args, **(kwargs or {}))
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes again, with the local tensors

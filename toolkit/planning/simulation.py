@@ -40,7 +40,7 @@ from toolkit.sharding.unit_table import fake_world
 from toolkit.training.loss import loss_sum, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import clip_gradients, train_step
+from toolkit.training.step import train_step
 
 Config = PretrainConfig | FinetuneConfig
 Device = str | torch.device
@@ -236,7 +236,7 @@ def _filled(
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.zeros_like(buffer, device=device))
     optimizer = build_optimizer(model, cfg.optim)
-    begin_state(model, optimizer, torch.device(device))
+    begin_state(optimizer)
     return optimizer, [t for s in optimizer.state.values() for t in s.values()]
 
 
@@ -295,14 +295,11 @@ def run_step(
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))
 
 
-def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state that the first step makes, by a step on gradients of zeros."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    # Of operations on DTensors torch tries the first on whole tensors without bytes, which would
-    # count in the backward.
-    clip_gradients(model, 1.0, device)
     optimizer.step()
     optimizer.zero_grad()
 
