@@ -33,6 +33,8 @@ _KEPT = {PARAMETERS, BUFFERS, GRADIENTS, STATE}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 # What the host would read of the device: any loss, every token supervised, nothing drawn.
 _ALL_TRUE = {_aten.equal.default, _aten.is_nonzero.default}
+_OfOperators = torch_private("_ops", "HigherOrderOperator")
+_WITH_RANDOM_STATE = {"run_and_save_rng_state", "run_with_rng_state"}
 # By which DTensor tries an operation that it meets first on whole tensors without bytes, to learn
 # the shape of its result. Those are none of the step's.
 _TRIAL = "_propagate_tensor_meta_non_cached"
@@ -80,11 +82,15 @@ class _LiveStorage:
 class Meter(TorchDispatchMode):
     """Counts bytes, operations and traffic of what runs inside, on fake tensors of a CPU.
 
+    Code that `torch.compile` makes is counted as it runs, not while it is made.
+
     Args:
         absent: kinds that are not in the device's memory, such as what is offloaded.
         granularity: bytes that an allocation is rounded up to.
         gloo: collectives are gloo's, which reduces a copy of what it scatters.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, absent: Iterable[str] = (), granularity: int = 1, gloo: bool = False
@@ -101,6 +107,12 @@ class Meter(TorchDispatchMode):
         self._phase, self._part, self._labels = "", "", list[str]()
         self._held: dict[int, _LiveStorage] = {}
         self._total, self._aside = 0, 0
+        self._compilation = torch_private("_guards", "CompileContext")
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let `torch.compile` work inside; torch asks."""
+        return True
 
     def begin(self, phase: str, part: str = "") -> None:
         """Let a phase of a step begin, and, where one is named, a part of it."""
@@ -142,7 +154,9 @@ class Meter(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim" or self._aside:
+        if isinstance(func, _OfOperators):
+            return self._of_operators(func, args, kwargs or {})
+        if func.namespace == "prim" or self._aside or self._compilation.try_get() is not None:
             return func(*args, **(kwargs or {}))
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes again, with the local tensors
@@ -174,6 +188,16 @@ class Meter(TorchDispatchMode):
             if self._part:
                 self._compute(func, args, kwargs or {}, out)
         return out
+
+    def _of_operators(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator whose arguments are operators."""
+        if self._compilation.try_get() is not None or func.name() not in _WITH_RANDOM_STATE:
+            return func(*args, **kwargs)
+        # Attention in a compiled layer that recomputes: a kernel that might draw random numbers.
+        with self:
+            if func.name() == "run_with_rng_state":
+                return args[1](*args[2:], **kwargs)
+            return torch.empty(16, dtype=torch.uint8), args[0](*args[1:], **kwargs)
 
     # ---- Memory ----------------------------------------------------------------------------------
 

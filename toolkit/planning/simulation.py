@@ -5,7 +5,11 @@ Model, FSDP2, loss and optimizer are the run's own; the process group does not e
 [Note: fake step] FSDP2 issues, waits for and frees everything in the same order on a CPU mesh as on
 GPUs, and fake tensors carry shapes, dtypes and storages. So what is gathered, kept, recomputed and
 reduced at a time is not modelled here, it happens. What is left out: memory inside of kernels,
-fragments of the allocator, and what a compiler saves.
+fragments of the allocator.
+
+[Note: compiled layers] Where the run compiles its layers, so does the plan: Dynamo, AOTAutograd and
+the partitioner are inductor's, what they make runs operation by operation. So what a layer keeps for
+its backward is what the run's keeps; what inductor would fuse away for a moment counts.
 """
 
 import contextlib
@@ -24,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toolkit.adapters import prepare_adapters
 from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
+from toolkit.data.prepare import choose_packing
 from toolkit.errors import ToolkitError, one_line
 from toolkit.formats import local_tensor
 from toolkit.loading.materialisation import place
@@ -35,8 +40,16 @@ from toolkit.models.peft_model import base_of
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.accumulation import gradient_is_large
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, replicates_frozen, splits_ends
+from toolkit.sharding.fsdp import (
+    apply_fsdp,
+    compiles_layers,
+    init_mesh,
+    mesh_shape,
+    replicates_frozen,
+    splits_ends,
+)
 from toolkit.sharding.unit_table import fake_world
+from toolkit.sharding.units import plan_units
 from toolkit.training.loss import loss_sum, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
@@ -45,10 +58,15 @@ from toolkit.training.step import train_step
 Config = PretrainConfig | FinetuneConfig
 Device = str | torch.device
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
+_TRACED = "aot_eager_decomp_partition"  # torch's name of inductor without its kernels
 
 
 class PlanningError(ToolkitError):
     """A run that cannot be planned."""
+
+
+class _CompilationError(PlanningError):
+    """A run that may be planned where its layers are not compiled."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +131,32 @@ def simulate(
 ) -> Simulation:
     """Return what `rank` of `world_size` takes for a step of `cfg`, without weights or a device.
 
-    About 0.1 s a decoder layer. `device_type` decides what settings on `auto` become, with
-    `device_memory` where that says it; on CPUs `gloo` moves what is sent, through copies.
-    PlanningError: the model's forward asks for values.
+    About 0.1 s a decoder layer, and 2 s a kind of layer where layers are compiled. `device_type`
+    decides what settings on `auto` become, with `device_memory` where that says it; on CPUs `gloo`
+    moves what is sent, through copies. PlanningError: the model's forward asks for values.
     """
-    with sharded(cfg, world_size, rank, device_type, device_memory) as (model, sharding):
+    where = cfg, world_size, rank, device_type, device_memory, gloo
+    try:
+        return _simulated(*where, compiled=True)
+    except _CompilationError as error:
+        sim = _simulated(*where, compiled=False)
+        what = "layers could not be compiled without values, so they are planned as eager ones"
+        return replace(sim, notes=(*sim.notes, f"{what}: {one_line(error, 150)}"))
+
+
+def _simulated(
+    cfg: Config,
+    world_size: int,
+    rank: int,
+    device_type: str,
+    device_memory: int | None,
+    gloo: bool,
+    compiled: bool,
+) -> Simulation:
+    """Return what `simulate` does; `compiled`: layers are, where the run's are."""
+    backend = _TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
+    where = cfg, world_size, rank, device_type, device_memory
+    with sharded(*where, compile_by=backend) as (model, sharding):
         base: Any = base_of(model)
         notes = _find_loss(base, model)
         facts = {
@@ -129,6 +168,9 @@ def simulate(
             "checkpoint": checkpoint_bytes(model, world_size, cfg.optim),
             "export": export_bytes(model),
         }
+        compiles = sharding.torch_compile == "layer"
+        if cfg.sharding.torch_compile not in (False, "none", "auto") and not compiles:
+            notes.append("what torch_compile saves is not planned: activations are eager ones")
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
         absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
         host = device_type == "cpu"
@@ -141,7 +183,8 @@ def simulate(
                 raise
             except Exception as error:  # an architecture may do anything on its way
                 what = f"a step of {plain_name(base)} cannot be run without values"
-                raise PlanningError(f"{what}: {one_line(error, 300)}") from error
+                failed = _CompilationError if compiles else PlanningError
+                raise failed(f"{what}: {one_line(error, 300)}") from error
         offloaded = state.total if apart else 0
         offloaded += max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
         return Simulation(
@@ -163,16 +206,28 @@ def sharded(
     rank: int,
     device_type: str,
     memory: int | None = None,
+    *,
     mesh_type: str = "cpu",
+    compile_by: str | None = None,
 ) -> Iterator[tuple[Any, ShardingConfig]]:
     """Give the model of a run on meta, sharded as by `rank` of processes that do not exist, and the
-    settings of that, `auto` decided.
+    settings of that, `auto` decided. Layers that the run compiles are by the backend `compile_by`,
+    where one is given.
     """
     with fake_world(world_size, rank):
         model: Any = build_on_meta(model_settings(cfg))
         if isinstance(cfg, FinetuneConfig):
             model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
         sharding = _decided(model, cfg, world_size, device_type, memory)
+        if compile_by is not None and _compiles(model, cfg, sharding, device_type):
+            torch.compiler.reset()  # an earlier plan's shapes would make these symbols
+            mode = None if compile_by == _TRACED else sharding.torch_compile_mode
+            sharding = replace(
+                sharding,
+                torch_compile="layer",
+                torch_compile_backend=compile_by,
+                torch_compile_mode=mode,
+            )
         apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding)
         yield model, sharding
 
@@ -191,6 +246,17 @@ def _decided(
         each = gradient_is_large(model, getattr(torch, own.reduce_dtype).itemsize, free)
         sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
     return sharding
+
+
+def _compiles(model: Any, cfg: Config, sharding: ShardingConfig, device_type: str) -> bool:
+    """Return whether a run on such devices compiles layers; `sharding` is decided but for that."""
+    asked, packing = cfg.sharding.torch_compile, cfg.data.packing
+    if asked == "auto" and device_type == "cuda" and packing == "auto":
+        packing = choose_packing(cfg.data, base_of(model), cfg.train.micro_batch).packing
+    sharding = replace(sharding, torch_compile=asked)
+    own_kernels = cfg.model.kernels != "none"
+    plan = plan_units(model, sharding)
+    return compiles_layers(plan, sharding, device_type, packing != "none", own_kernels)[0]
 
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
@@ -312,15 +378,19 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep back what torch logs of an operation without values: the error itself is told."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    """Keep back what torch logs of an operation without values, whose error itself is told, and of
+    compiling, which the run says again.
+    """
+    logs = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_dynamo")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -330,9 +400,12 @@ def _layers_told(model: nn.Module, meter: Meter) -> Iterator[None]:
     with contextlib.ExitStack() as hooks:
         for name, layer in decoder_layers(base_of(model)).items():
 
+            # Not compiled, or each layer's name would make a graph of its own.
+            @torch.compiler.disable
             def tell(*_: Any, name: str = name) -> None:
                 meter.layer = name
 
+            @torch.compiler.disable
             def after(_: nn.Module, __: Any, out: Any, tell: Callable = tell) -> None:
                 first = out[0] if isinstance(out, tuple) else out
                 if isinstance(first, torch.Tensor) and first.requires_grad:
