@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from toolkit.formats import torch_private
+from toolkit.planning.fused import Operations, fused_operations
 from toolkit.sharding.host_memory import TO_HOST
 
 _aten: Any = torch.ops.aten
@@ -64,7 +65,7 @@ class Peak:
 class Work:
     """Operations and traffic, to be turned into time by the figures of a device."""
 
-    operations: Counter[tuple[float, int, bool]] = field(default_factory=Counter)
+    operations: Operations = field(default_factory=Counter)
     """(floating-point operations, bytes read and written, in 16 bits) -> how often."""
     traffic: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     """(collective, bytes of the whole tensor, ranks) -> how often."""
@@ -106,7 +107,7 @@ class Meter(TorchDispatchMode):
         self._absent, self._granularity, self._gloo = {HOST, *absent}, granularity, gloo
         self._phase, self._part, self._labels = "", "", list[str]()
         self._held: dict[int, _LiveStorage] = {}
-        self._total, self._aside = 0, 0
+        self._total, self._aside, self._compiled = 0, 0, 0
         self._compilation = torch_private("_guards", "CompileContext")
 
     @classmethod
@@ -140,6 +141,24 @@ class Meter(TorchDispatchMode):
             finally:
                 meter._aside -= 1
 
+        compiler = torch_private("_dynamo.backends", "debugging")
+        compile_graph = compiler.boxed_nop
+
+        def compiled(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            run, operations = compile_graph(graph, inputs), fused_operations(graph.graph, _flops)
+
+            def counted(args: Any) -> Any:
+                if meter._part:
+                    meter.work[meter._part].operations += operations
+                meter._compiled += 1
+                try:
+                    return run(args)
+                finally:
+                    meter._compiled -= 1
+
+            counted._boxed_call = True  # type: ignore[attr-defined]
+            return counted
+
         def resized(storage: torch.UntypedStorage, size: int) -> Any:  # seen by no dispatch mode
             out = resize(storage, size)
             if (held := meter._held.get(id(storage))) is not None:
@@ -149,6 +168,7 @@ class Meter(TorchDispatchMode):
         with (
             mock.patch.object(torch.UntypedStorage, "resize_", resized),
             mock.patch.object(propagator, _TRIAL, tried),
+            mock.patch.object(compiler, "boxed_nop", compiled),
             self,
         ):
             yield
@@ -185,7 +205,7 @@ class Meter(TorchDispatchMode):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
                     self._count(tensor, kind)
-            if self._part:
+            if self._part and not self._compiled:
                 self._compute(func, args, kwargs or {}, out)
         return out
 

@@ -20,17 +20,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
 
 from toolkit.adapters import prepare_adapters
 from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
 from toolkit.data.prepare import choose_packing
 from toolkit.errors import ToolkitError, one_line
-from toolkit.formats import local_tensor
+from toolkit.formats import local_tensor, transformers_private
 from toolkit.loading.materialisation import place
 from toolkit.loading.materialisation import replace as put
 from toolkit.models.causal_lm import build_on_meta, plain_class, plain_name
@@ -177,7 +179,7 @@ def _simulated(
         meter = Meter(absent, 1 if host else _SECTOR, gloo=gloo and host and world_size > 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
-                with meter.running(), _silent():
+                with meter.running(), _silent(), _values_told():
                     state = run_step(model, cfg, meter, "cpu", as_on=device_type)
             except ToolkitError:
                 raise
@@ -374,6 +376,16 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of this rank's parts of `tensors`."""
     parts = [local_tensor(t.detach()) for t in tensors]
     return sum(p.numel() * p.element_size() for p in parts)
+
+
+@contextlib.contextmanager
+def _values_told() -> Iterator[None]:
+    """Let transformers look whether rows are packed, as it does where tensors have values (`Meter`
+    says that they are not): of others it makes a mask, which no run of whole rows has.
+    """
+    transformers_private("masking_utils", "is_tracing")
+    with mock.patch.object(masking_utils, "is_tracing", lambda *_: False):
+        yield
 
 
 @contextlib.contextmanager
