@@ -390,19 +390,16 @@ def _values_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep back what torch logs of an operation without values, whose error itself is told, and of
+    """Keep back what torch logs of operations without values, whose error itself is told, and of
     compiling, which the run says again.
     """
-    logs = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_dynamo")]
-    before = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        for log, level in zip(logs, before, strict=True):
-            log.setLevel(level)
+        logging.disable(before)
 
 
 @contextlib.contextmanager
