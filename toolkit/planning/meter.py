@@ -34,6 +34,7 @@ _KEPT = {PARAMETERS, BUFFERS, GRADIENTS, STATE}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 # What the host would read of the device: any loss, every token supervised, nothing drawn.
 _ALL_TRUE = {_aten.equal.default, _aten.is_nonzero.default}
+_COMPILER = "_dynamo.backends.debugging"  # which runs graphs as they are
 _OfOperators = torch_private("_ops", "HigherOrderOperator")
 _WITH_RANDOM_STATE = {"run_and_save_rng_state", "run_with_rng_state"}
 # By which DTensor tries an operation that it meets first on whole tensors without bytes, to learn
@@ -128,11 +129,17 @@ class Meter(TorchDispatchMode):
             self._count(tensor, kind, anew=True)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Count what runs inside."""
+    def running(self, *, compiled: bool = False) -> Iterator[None]:
+        """Count what runs inside; `compiled`: some of it is by `torch.compile`."""
         resize, meter = torch.UntypedStorage.resize_, self
         propagator = torch_private("distributed.tensor._sharding_prop", "ShardingPropagator")
         propagate = getattr(propagator, _TRIAL)
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # seen by no dispatch mode
+            out = resize(storage, size)
+            if (held := meter._held.get(id(storage))) is not None:
+                meter._change(held, storage.nbytes())
+            return out
 
         def tried(*args: Any) -> Any:
             meter._aside += 1
@@ -141,10 +148,22 @@ class Meter(TorchDispatchMode):
             finally:
                 meter._aside -= 1
 
-        compiler = torch_private("_dynamo.backends", "debugging")
-        compile_graph = compiler.boxed_nop
+        with contextlib.ExitStack() as patches:
+            for owner, name, own in (
+                (torch.UntypedStorage, "resize_", resized),
+                (propagator, _TRIAL, tried),
+            ):
+                patches.enter_context(mock.patch.object(owner, name, own))
+            if compiled:  # seconds to import
+                patches.enter_context(self._graphs_told())
+            with self:
+                yield
 
-        def compiled(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def _graphs_told(self) -> Any:
+        """Count the operations of each compiled graph that runs, as if they were fused."""
+        compile_graph, meter = torch_private(_COMPILER, "boxed_nop"), self
+
+        def told(graph: torch.fx.GraphModule, inputs: Any) -> Any:
             run, operations = compile_graph(graph, inputs), fused_operations(graph.graph, _flops)
 
             def counted(args: Any) -> Any:
@@ -159,19 +178,7 @@ class Meter(TorchDispatchMode):
             counted._boxed_call = True  # type: ignore[attr-defined]
             return counted
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # seen by no dispatch mode
-            out = resize(storage, size)
-            if (held := meter._held.get(id(storage))) is not None:
-                meter._change(held, storage.nbytes())
-            return out
-
-        with (
-            mock.patch.object(torch.UntypedStorage, "resize_", resized),
-            mock.patch.object(propagator, _TRIAL, tried),
-            mock.patch.object(compiler, "boxed_nop", compiled),
-            self,
-        ):
-            yield
+        return mock.patch(f"torch.{_COMPILER}.boxed_nop", told)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, _OfOperators):

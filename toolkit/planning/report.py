@@ -91,8 +91,9 @@ class PlanReport:
             "",
             "At the peak of each phase of a step, simulated (a rank, in GB)",
             *_indent(self._peak_rows()),
-            f"*: assumed. The {sim.phase} peaks{f' at {sim.peak.layer}' if sim.peak.layer else ''}: "
-            f"a device needs {size_text(found.memory)}.",
+            f"The {sim.phase} peaks{f' at {sim.peak.layer}' if sim.peak.layer else ''} "
+            "(*: assumed).",
+            f"A device needs {size_text(found.memory)}.",
             *[_COMPILED] * (sim.sharding.torch_compile == "layer"),
             *self._calibration_lines(),
             *(f"note: {note}" for note in sim.notes),

@@ -8,8 +8,8 @@ reduced at a time is not modelled here, it happens. What is left out: memory ins
 fragments of the allocator.
 
 [Note: compiled layers] Where the run compiles its layers, so does the plan: Dynamo, AOTAutograd and
-the partitioner are inductor's, what they make runs operation by operation. So what a layer keeps for
-its backward is what the run's keeps; what inductor would fuse away for a moment counts.
+the partitioner are inductor's; what they make runs operation by operation. So a layer keeps for its
+backward what the run's keeps, and what inductor would fuse away counts for a moment.
 """
 
 import contextlib
@@ -179,7 +179,7 @@ def _simulated(
         meter = Meter(absent, 1 if host else _SECTOR, gloo=gloo and host and world_size > 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
-                with meter.running(), _silent(), _values_told():
+                with meter.running(compiled=compiles), _silent(), _values_told():
                     state = run_step(model, cfg, meter, "cpu", as_on=device_type)
             except ToolkitError:
                 raise
@@ -384,7 +384,7 @@ def _values_told() -> Iterator[None]:
     says that they are not): of others it makes a mask, which no run of whole rows has.
     """
     transformers_private("masking_utils", "is_tracing")
-    with mock.patch.object(masking_utils, "is_tracing", lambda *_: False):
+    with mock.patch.object(masking_utils, "is_tracing", return_value=False):
         yield
 
 
@@ -408,7 +408,6 @@ def _layers_told(model: nn.Module, meter: Meter) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks:
         for name, layer in decoder_layers(base_of(model)).items():
-
             # Not compiled, or each layer's name would make a graph of its own.
             @torch.compiler.disable
             def tell(*_: Any, name: str = name) -> None:
