@@ -35,8 +35,8 @@ def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], floa
         if target is operator.getitem or getattr(target, "is_view", False):
             base[node] = base.get(args[0], args[0])
             continue
-        values = tree_map_only(fx.Node, _value, (args, node.kwargs))
-        count = flops(target, *values, _value(node))
+        given, named = tree_map_only(fx.Node, _value, (args, node.kwargs))
+        count = flops(target, given, named, _value(node))
         if count or not opened:
             members.append((count, []))
         opened = not count
@@ -48,8 +48,8 @@ def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], floa
         here = kernel.get(node)
         if here is None and node.op != "output":
             continue
-        for given in node.all_input_nodes:
-            source = base.get(given, given)
+        for argument in node.all_input_nodes:
+            source = base.get(argument, argument)
             if kernel.get(source) != here:
                 if here is not None:
                     read[here][source] = None
