@@ -319,10 +319,11 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
     if "flash_attention_for_cpu" in name:  # of a causal one half is left out
         causal = kwargs.get("is_causal") or any(value is True for value in args)
         share = 0.5 if causal else 1.0
-        shapes = [t.shape for t in args if isinstance(t, torch.Tensor)]
-        if name.endswith("backward"):
-            return share * sdpa_backward_flop_count(*shapes[:4])
-        return share * sdpa_flop_count(*shapes[:3])
+        backward = name.endswith("backward")
+        shapes = [t.shape for t in args if isinstance(t, torch.Tensor)][: 3 + backward]
+        # Keys and values that heads share count for each; torch 2.11 refuses them.
+        shapes = [torch.Size((s[0], shapes[backward][1], *s[2:])) for s in shapes]
+        return share * (sdpa_backward_flop_count if backward else sdpa_flop_count)(*shapes)
     if name.rpartition("::")[2] in _PRODUCTS:
         first = args[1 if "add" in name else 0]
         groups = out.shape[0] if out.ndim > first.ndim else 1  # which share the inner dimension
