@@ -107,12 +107,13 @@ def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[i
 def tried(
     cfg: Config, world_size: int, rank: int, device: torch.device, memory: int, reserve: int
 ) -> int | None:
-    """Return the peak of a real step of `cfg` as one rank, None where it does not fit beside
-    `reserve` bytes. Makes a fake world, and limits this process for good: call it in one apart.
+    """Return the peak of a real step of `cfg` as one rank on `device`, which has an index; None
+    where it does not fit beside `reserve` bytes. Makes a fake world, and limits this process for
+    good: call it in one apart.
     """
     api = torch.get_device_module(device)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index or 0)
+        torch.accelerator.set_device_index(device)
         share = min(1.0, memory / api.mem_get_info(device)[1])
         api.set_per_process_memory_fraction(share, device)
     elif sys.platform == "linux":

@@ -115,7 +115,7 @@ def _helpful(plan: Plan, device: Device, memory: int) -> list[_Change]:
     held between two leaves no room; moving to the host what is there.
     """
     held = 0 if plan.cfg.sharding.cpu_offload else plan.sim.state.total
-    futile = set() if held + reserve_of(device) < memory else {*_OF_STEPS}
+    futile = set() if held + reserve_of(device, plan.sim.mesh) < memory else {*_OF_STEPS}
     if device.kind == "cpu":
         futile |= {"cpu_offload", "activation_offload"}
     return [c for c in _changes(plan.cfg, plan.world_size) if c.kind not in futile]

@@ -86,6 +86,15 @@ def named_as(name: str) -> str | None:
     return max(fitting, key=lambda known: len(words[known]), default=None)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` by its index, which a run of one process may leave out and some functions of
+    torch ask for: where there is none, that of the device in use.
+    """
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def figures_of(device: torch.device) -> Device:
     """Return the figures of a run's device; of one that is not known an H100's."""
     if device.type == "cpu":
@@ -104,8 +113,8 @@ def device_here(name: str | None = None) -> tuple[Device, torch.device]:
         if name not in (None, "cpu"):
             raise ConfigError(f"--device {name}: torch sees no such device here; give --device cpu")
         return this_host(), torch.device("cpu")
-    here = torch.device(torch.accelerator.current_accelerator() or "cuda")
-    said = torch.get_device_module(here).get_device_name()
+    here = with_index(torch.device(torch.accelerator.current_accelerator() or "cuda"))
+    said = torch.get_device_module(here).get_device_name(here)
     known = name or named_as(said)
     if known is None:
         raise ConfigError(f"the figures of {said} are not known; give --device FILE")

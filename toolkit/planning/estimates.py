@@ -7,13 +7,30 @@ from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
 from toolkit.planning.simulation import Config, Simulation
 
 RESERVE = 1_500_000_000
-"""Bytes, assumed: the device's context, NCCL's buffers, fragments of the allocator."""
+"""Bytes, assumed: the device's context, fragments of the allocator."""
+NCCL = 1_000_000_000
+"""Bytes of a communicator's buffers, which no allocator of torch counts; assumed. 1.6 GB are in use
+of a device with one, 6 GB with three (https://github.com/NVIDIA/nccl/issues/864), contexts with
+them; it grows with the channels, which follow the links (issue 986 there).
+"""
 _PROCESS = 1_000_000_000  # bytes of host memory, assumed: Python with its libraries
 
 
-def reserve_of(device: Device) -> int:
-    """Return the bytes that are assumed beside tensors: `RESERVE`, of a CPU the process."""
-    return _PROCESS if device.kind == "cpu" else RESERVE
+def reserves(device: Device, mesh: tuple[int, int]) -> dict[str, int]:
+    """Return what is assumed beside tensors on a device of a (dp_replicate, dp_shard) mesh: name ->
+    bytes.
+    """
+    if device.kind == "cpu":
+        return {"process": _PROCESS}
+    # All ranks, and, where there are two, each dimension of the mesh.
+    groups = 0 if mesh == (1, 1) else 3 if mesh[0] > 1 else 1
+    communicators = f"NCCL, {groups} communicator{'s' * (groups > 1)}"
+    return {"context, fragments": RESERVE} | ({communicators: groups * NCCL} if groups else {})
+
+
+def reserve_of(device: Device, mesh: tuple[int, int]) -> int:
+    """Return the bytes that are assumed beside tensors; see `reserves`."""
+    return sum(reserves(device, mesh).values())
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,7 @@ def estimate(
     held = _PROCESS + sim.offloaded
     staged = sim.state.parameters + sim.state.optimizer if cfg.checkpoint.async_save else 0
     return Estimate(
-        memory=measured.peak(sim) + reserve_of(device),
+        memory=measured.peak(sim) + reserve_of(device, sim.mesh),
         compute=compute,
         communication=communication,
         copies=copies,

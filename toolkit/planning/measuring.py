@@ -51,7 +51,9 @@ def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -
             seconds = time.perf_counter() - begun
             found.append((api.max_memory_allocated(device), seconds))
 
-    with sharded(cfg, world_size, rank, device.type, mesh_type=device.type) as (model, _):
+    where, backend = device.type, cfg.sharding.torch_compile_backend
+    own = sharded(cfg, world_size, rank, where, mesh_type=where, compile_by=backend)
+    with own as (model, _):
         run_step(model, cfg, meter, device, as_on=device.type, around=around)
     return found[0]
 

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from toolkit.formats import torch_private
+from toolkit.planning.fused import Operations, fused_operations
 from toolkit.sharding.host_memory import TO_HOST
 
 _aten: Any = torch.ops.aten
@@ -32,6 +34,12 @@ _KEPT = {PARAMETERS, BUFFERS, GRADIENTS, STATE}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 # What the host would read of the device: any loss, every token supervised, nothing drawn.
 _ALL_TRUE = {_aten.equal.default, _aten.is_nonzero.default}
+_COMPILER = "_dynamo.backends.debugging"  # which runs graphs as they are
+_OfOperators = torch_private("_ops", "HigherOrderOperator")
+_WITH_RANDOM_STATE = {"run_and_save_rng_state", "run_with_rng_state"}
+# By which DTensor tries an operation that it meets first on whole tensors without bytes, to learn
+# the shape of its result. Those are none of the step's.
+_TRIAL = "_propagate_tensor_meta_non_cached"
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
@@ -58,7 +66,7 @@ class Peak:
 class Work:
     """Operations and traffic, to be turned into time by the figures of a device."""
 
-    operations: Counter[tuple[float, int, bool]] = field(default_factory=Counter)
+    operations: Operations = field(default_factory=Counter)
     """(floating-point operations, bytes read and written, in 16 bits) -> how often."""
     traffic: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     """(collective, bytes of the whole tensor, ranks) -> how often."""
@@ -76,11 +84,15 @@ class _LiveStorage:
 class Meter(TorchDispatchMode):
     """Counts bytes, operations and traffic of what runs inside, on fake tensors of a CPU.
 
+    Code that `torch.compile` makes is counted as it runs, not while it is made.
+
     Args:
         absent: kinds that are not in the device's memory, such as what is offloaded.
         granularity: bytes that an allocation is rounded up to.
         gloo: collectives are gloo's, which reduces a copy of what it scatters.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, absent: Iterable[str] = (), granularity: int = 1, gloo: bool = False
@@ -96,7 +108,13 @@ class Meter(TorchDispatchMode):
         self._absent, self._granularity, self._gloo = {HOST, *absent}, granularity, gloo
         self._phase, self._part, self._labels = "", "", list[str]()
         self._held: dict[int, _LiveStorage] = {}
-        self._total = 0
+        self._total, self._aside, self._compiled = 0, 0, 0
+        self._compilation = torch_private("_guards", "CompileContext")
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let `torch.compile` work inside; torch asks."""
+        return True
 
     def begin(self, phase: str, part: str = "") -> None:
         """Let a phase of a step begin, and, where one is named, a part of it."""
@@ -111,9 +129,11 @@ class Meter(TorchDispatchMode):
             self._count(tensor, kind, anew=True)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Count what runs inside."""
+    def running(self, *, compiled: bool = False) -> Iterator[None]:
+        """Count what runs inside; `compiled`: some of it is by `torch.compile`."""
         resize, meter = torch.UntypedStorage.resize_, self
+        propagator = torch_private("distributed.tensor._sharding_prop", "ShardingPropagator")
+        propagate = getattr(propagator, _TRIAL)
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:  # seen by no dispatch mode
             out = resize(storage, size)
@@ -121,11 +141,49 @@ class Meter(TorchDispatchMode):
                 meter._change(held, storage.nbytes())
             return out
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
-            yield
+        def tried(*args: Any) -> Any:
+            meter._aside += 1
+            try:
+                return propagate(*args)
+            finally:
+                meter._aside -= 1
+
+        with contextlib.ExitStack() as patches:
+            for owner, name, own in (
+                (torch.UntypedStorage, "resize_", resized),
+                (propagator, _TRIAL, tried),
+            ):
+                patches.enter_context(mock.patch.object(owner, name, own))
+            if compiled:  # seconds to import
+                patches.enter_context(self._graphs_told())
+            with self:
+                yield
+
+    def _graphs_told(self) -> Any:
+        """Count the operations of each compiled graph that runs, as if they were fused."""
+        compile_graph, meter = torch_private(_COMPILER, "boxed_nop"), self
+
+        def told(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            run, operations = compile_graph(graph, inputs), fused_operations(graph.graph, _flops)
+
+            def counted(args: Any) -> Any:
+                if meter._part:
+                    meter.work[meter._part].operations += operations
+                meter._compiled += 1
+                try:
+                    return run(args)
+                finally:
+                    meter._compiled -= 1
+
+            counted._boxed_call = True  # type: ignore[attr-defined]
+            return counted
+
+        return mock.patch(f"torch.{_COMPILER}.boxed_nop", told)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":
+        if isinstance(func, _OfOperators):
+            return self._of_operators(func, args, kwargs or {})
+        if func.namespace == "prim" or self._aside or self._compilation.try_get() is not None:
             return func(*args, **(kwargs or {}))
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes again, with the local tensors
@@ -154,9 +212,19 @@ class Meter(TorchDispatchMode):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
                     self._count(tensor, kind)
-            if self._part:
+            if self._part and not self._compiled:
                 self._compute(func, args, kwargs or {}, out)
         return out
+
+    def _of_operators(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator whose arguments are operators."""
+        if self._compilation.try_get() is not None or func.name() not in _WITH_RANDOM_STATE:
+            return func(*args, **kwargs)
+        # Attention in a compiled layer that recomputes: a kernel that might draw random numbers.
+        with self:
+            if func.name() == "run_with_rng_state":
+                return args[1](*args[2:], **kwargs)
+            return torch.empty(16, dtype=torch.uint8), args[0](*args[1:], **kwargs)
 
     # ---- Memory ----------------------------------------------------------------------------------
 
@@ -251,10 +319,11 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
     if "flash_attention_for_cpu" in name:  # of a causal one half is left out
         causal = kwargs.get("is_causal") or any(value is True for value in args)
         share = 0.5 if causal else 1.0
-        shapes = [t.shape for t in args if isinstance(t, torch.Tensor)]
-        if name.endswith("backward"):
-            return share * sdpa_backward_flop_count(*shapes[:4])
-        return share * sdpa_flop_count(*shapes[:3])
+        backward = name.endswith("backward")
+        shapes = [t.shape for t in args if isinstance(t, torch.Tensor)][: 3 + backward]
+        # Keys and values that heads share count for each; torch 2.11 refuses them.
+        shapes = [torch.Size((s[0], shapes[backward][1], *s[2:])) for s in shapes]
+        return share * (sdpa_backward_flop_count if backward else sdpa_flop_count)(*shapes)
     if name.rpartition("::")[2] in _PRODUCTS:
         first = args[1 if "add" in name else 0]
         groups = out.shape[0] if out.ndim > first.ndim else 1  # which share the inner dimension

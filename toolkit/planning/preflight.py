@@ -30,7 +30,7 @@ from toolkit.errors import ToolkitError, one_line
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
 from toolkit.planning.changes import Plan, make_plan, remedies
-from toolkit.planning.devices import Device, figures_of
+from toolkit.planning.devices import Device, figures_of, with_index
 from toolkit.planning.estimates import reserve_of
 from toolkit.planning.measuring import is_out_of_memory
 from toolkit.planning.simulation import Config
@@ -144,11 +144,12 @@ def choose_candidate(cfg: Config, run: Run, device: Device, memory: int) -> Conf
     """Return the first candidate that fits by the plan and whose step, tried by each rank on its
     own device, fits on all of them. Collective.
     """
-    world, reserve = run.world_size, reserve_of(device)
-    own = memory_for(cfg.sharding, run.device)
+    world = run.world_size
+    reserve = reserve_of(device, mesh_shape(world, cfg.sharding))
+    own, here = memory_for(cfg.sharding, run.device), with_index(run.device)
     place, plan = ranks.on_main(lambda: apart(_place, cfg, world, device, memory))
     for candidate in automatic.after(cfg, world, place):
-        args = candidate, world, run.rank, run.device, own, reserve
+        args = candidate, world, run.rank, here, own, reserve
         peaks = ranks.gather_results(lambda args=args: _survived(*args))  # type: ignore[misc]
         found = [peak for peak in peaks if peak is not None]
         if len(found) == world:

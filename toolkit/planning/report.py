@@ -11,12 +11,13 @@ from toolkit.checkpoint.disk import checkpoints_kept
 from toolkit.planning.automatic import accumulated, choose, chosen_names, in_words
 from toolkit.planning.changes import Plan, layouts, make_plan, remedies
 from toolkit.planning.devices import Device
-from toolkit.planning.estimates import reserve_of
+from toolkit.planning.estimates import reserve_of, reserves
 from toolkit.planning.meter import HOST
 from toolkit.planning.simulation import Config, State, state_of
 from toolkit.sharding.unit_table import planned_ranks
 from toolkit.tables import size_text, table
 
+_COMPILED = "Layers are planned as torch_compile makes them: what its partitioner keeps."
 _NAME = 40  # characters of a change in a line, of 80
 
 
@@ -52,7 +53,7 @@ class PlanReport:
             "exact": {"first_rank": asdict(sim.state), "last_rank": asdict(self.last)},
             "peak": {"phase": sim.phase, "bytes": sim.peak.nbytes, "layer": sim.peak.layer},
             "phases": {name: asdict(peak) for name, peak in sim.peaks.items()},
-            "reserve": reserve_of(self.device),
+            "reserve": reserve_of(self.device, sim.mesh),
             "calibration": None if calibration is None else asdict(calibration),
             "memory": found.memory,
             "device_memory": self.memory,
@@ -90,9 +91,10 @@ class PlanReport:
             "",
             "At the peak of each phase of a step, simulated (a rank, in GB)",
             *_indent(self._peak_rows()),
-            f"The {sim.phase} peaks{f' at {sim.peak.layer}' if sim.peak.layer else ''}. With "
-            f"{size_text(reserve_of(self.device))} for context, NCCL and",
-            f"fragments (assumed) a device needs {size_text(found.memory)}.",
+            f"The {sim.phase} peaks{f' at {sim.peak.layer}' if sim.peak.layer else ''} "
+            "(*: assumed).",
+            f"A device needs {size_text(found.memory)}.",
+            *[_COMPILED] * (sim.sharding.torch_compile == "layer"),
             *self._calibration_lines(),
             *(f"note: {note}" for note in sim.notes),
             "",
@@ -138,12 +140,15 @@ class PlanReport:
                 name = "(in host memory)" if kind == HOST else kind
                 rows.append([name, *(f"{size / 1e9:,.3f}" for size in sizes)])
         rows.append(["all on the device", *(f"{p.nbytes / 1e9:,.3f}" for p in peaks.values())])
+        for name, size in reserves(self.device, self.plan.sim.mesh).items():
+            rows.append([f"{name} *", *[f"{size / 1e9:,.3f}"] * len(peaks)])
         return table(rows, right={1, 2, 3})
 
     def _estimate_rows(self) -> list[str]:
         sim, found, run = self.plan.sim, self.plan.estimate, self._run()
         per_node = min(self.plan.world_size, self.device.per_node)
         disk = self._disk()
+        compiled = "compiled" if sim.sharding.torch_compile == "layer" else "not compiled"
         copies = f", copies {found.copies:,.3g}" if found.copies else ""
         gathered, reduced = size_text(found.gathered), size_text(found.reduced)
         load, save = (size_text(per_node * n) for n in (found.host_at_load, found.host_at_save))
@@ -151,7 +156,7 @@ class PlanReport:
         lines = {
             "step": f"{found.step:,.3g} s: computing {found.compute:,.3g}, communicating "
             f"{found.communication:,.3g}{copies}",
-            "speed": f"{found.tokens_per_second:,.0f} tokens/s, {found.mfu:.1%} MFU, not compiled",
+            "speed": f"{found.tokens_per_second:,.0f} tokens/s, {found.mfu:.1%} MFU, {compiled}",
             "traffic": f"a rank sends {gathered} to gather, {reduced} to reduce, in a step",
             "host": f"{load} to load, {save} to save, of each machine",
             "disk": f"{disk['checkpoints']} checkpoint(s) of {checkpoint}, an export of {export}",

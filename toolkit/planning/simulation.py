@@ -5,7 +5,11 @@ Model, FSDP2, loss and optimizer are the run's own; the process group does not e
 [Note: fake step] FSDP2 issues, waits for and frees everything in the same order on a CPU mesh as on
 GPUs, and fake tensors carry shapes, dtypes and storages. So what is gathered, kept, recomputed and
 reduced at a time is not modelled here, it happens. What is left out: memory inside of kernels,
-fragments of the allocator, and what a compiler saves.
+fragments of the allocator.
+
+[Note: compiled layers] Where the run compiles its layers, so does the plan: Dynamo, AOTAutograd and
+the partitioner are inductor's; what they make runs operation by operation. So a layer keeps for its
+backward what the run's keeps, and what inductor would fuse away counts for a moment.
 """
 
 import contextlib
@@ -16,16 +20,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
 
 from toolkit.adapters import prepare_adapters
 from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
+from toolkit.data.prepare import choose_packing
 from toolkit.errors import ToolkitError, one_line
-from toolkit.formats import local_tensor
+from toolkit.formats import local_tensor, transformers_private
 from toolkit.loading.materialisation import place
 from toolkit.loading.materialisation import replace as put
 from toolkit.models.causal_lm import build_on_meta, plain_class, plain_name
@@ -35,20 +42,33 @@ from toolkit.models.peft_model import base_of
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.accumulation import reduces_each
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, replicates_frozen, splits_ends
+from toolkit.sharding.fsdp import (
+    apply_fsdp,
+    compiles_layers,
+    init_mesh,
+    mesh_shape,
+    replicates_frozen,
+    splits_ends,
+)
 from toolkit.sharding.unit_table import fake_world
+from toolkit.sharding.units import plan_units
 from toolkit.training.loss import loss_sum, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import clip_gradients, train_step
+from toolkit.training.step import train_step
 
 Config = PretrainConfig | FinetuneConfig
 Device = str | torch.device
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
+_TRACED = "aot_eager_decomp_partition"  # torch's name of inductor without its kernels
 
 
 class PlanningError(ToolkitError):
     """A run that cannot be planned."""
+
+
+class _CompilationError(PlanningError):
+    """A run that may be planned where its layers are not compiled."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +133,32 @@ def simulate(
 ) -> Simulation:
     """Return what `rank` of `world_size` takes for a step of `cfg`, without weights or a device.
 
-    About 0.1 s a decoder layer. `device_type` decides what settings on `auto` become, with
-    `device_memory` where that says it; on CPUs `gloo` moves what is sent, through copies.
-    PlanningError: the model's forward asks for values.
+    About 0.1 s a decoder layer, and 2 s a kind of layer where layers are compiled. `device_type`
+    decides what settings on `auto` become, with `device_memory` where that says it; on CPUs `gloo`
+    moves what is sent, through copies. PlanningError: the model's forward asks for values.
     """
-    with sharded(cfg, world_size, rank, device_type, device_memory) as (model, sharding):
+    where = cfg, world_size, rank, device_type, device_memory, gloo
+    try:
+        return _simulated(*where, compiled=True)
+    except _CompilationError as error:
+        sim = _simulated(*where, compiled=False)
+        what = "layers could not be compiled without values, so they are planned as eager ones"
+        return replace(sim, notes=(*sim.notes, f"{what}: {one_line(error, 150)}"))
+
+
+def _simulated(
+    cfg: Config,
+    world_size: int,
+    rank: int,
+    device_type: str,
+    device_memory: int | None,
+    gloo: bool,
+    compiled: bool,
+) -> Simulation:
+    """Return what `simulate` does; `compiled`: layers are, where the run's are."""
+    backend = _TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
+    where = cfg, world_size, rank, device_type, device_memory
+    with sharded(*where, compile_by=backend) as (model, sharding):
         base: Any = base_of(model)
         notes = _find_loss(base, model)
         facts = {
@@ -129,19 +170,23 @@ def simulate(
             "checkpoint": checkpoint_bytes(model, world_size, cfg.optim),
             "export": export_bytes(model),
         }
+        compiles = sharding.torch_compile == "layer"
+        if cfg.sharding.torch_compile not in (False, "none", "auto") and not compiles:
+            notes.append("what torch_compile saves is not planned: activations are eager ones")
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
         absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
         host = device_type == "cpu"
         meter = Meter(absent, 1 if host else _SECTOR, gloo=gloo and host and world_size > 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
-                with meter.running(), _silent():
+                with meter.running(compiled=compiles), _silent(), _values_told():
                     state = run_step(model, cfg, meter, "cpu", as_on=device_type)
             except ToolkitError:
                 raise
             except Exception as error:  # an architecture may do anything on its way
                 what = f"a step of {plain_name(base)} cannot be run without values"
-                raise PlanningError(f"{what}: {one_line(error, 300)}") from error
+                failed = _CompilationError if compiles else PlanningError
+                raise failed(f"{what}: {one_line(error, 300)}") from error
         offloaded = state.total if apart else 0
         offloaded += max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
         return Simulation(
@@ -163,16 +208,28 @@ def sharded(
     rank: int,
     device_type: str,
     memory: int | None = None,
+    *,
     mesh_type: str = "cpu",
+    compile_by: str | None = None,
 ) -> Iterator[tuple[Any, ShardingConfig]]:
     """Give the model of a run on meta, sharded as by `rank` of processes that do not exist, and the
-    settings of that, `auto` decided.
+    settings of that, `auto` decided. Layers that the run compiles are by the backend `compile_by`,
+    where one is given.
     """
     with fake_world(world_size, rank):
         model: Any = build_on_meta(model_settings(cfg))
         if isinstance(cfg, FinetuneConfig):
             model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
         sharding = _decided(model, cfg, world_size, device_type, memory)
+        if compile_by is not None and _compiles(model, cfg, sharding, device_type):
+            torch.compiler.reset()  # an earlier plan's shapes would make these symbols
+            mode = None if compile_by == _TRACED else sharding.torch_compile_mode
+            sharding = replace(
+                sharding,
+                torch_compile="layer",
+                torch_compile_backend=compile_by,
+                torch_compile_mode=mode,
+            )
         apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding)
         yield model, sharding
 
@@ -191,6 +248,17 @@ def _decided(
         each = reduces_each(model, getattr(torch, own.reduce_dtype).itemsize, free, shards)
         sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
     return sharding
+
+
+def _compiles(model: Any, cfg: Config, sharding: ShardingConfig, device_type: str) -> bool:
+    """Return whether a run on such devices compiles layers; `sharding` is decided but for that."""
+    asked, packing = cfg.sharding.torch_compile, cfg.data.packing
+    if asked == "auto" and device_type == "cuda" and packing == "auto":
+        packing = choose_packing(cfg.data, base_of(model), cfg.train.micro_batch).packing
+    sharding = replace(sharding, torch_compile=asked)
+    own_kernels = cfg.model.kernels != "none"
+    plan = plan_units(model, sharding)
+    return compiles_layers(plan, sharding, device_type, packing != "none", own_kernels)[0]
 
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
@@ -236,7 +304,7 @@ def _filled(
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.zeros_like(buffer, device=device))
     optimizer = build_optimizer(model, cfg.optim)
-    begin_state(model, optimizer, torch.device(device))
+    begin_state(optimizer)
     return optimizer, [t for s in optimizer.state.values() for t in s.values()]
 
 
@@ -295,14 +363,11 @@ def run_step(
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))
 
 
-def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state that the first step makes, by a step on gradients of zeros."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    # Of operations on DTensors torch tries the first on whole tensors without bytes, which would
-    # count in the backward.
-    clip_gradients(model, 1.0, device)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -314,16 +379,27 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @contextlib.contextmanager
+def _values_told() -> Iterator[None]:
+    """Let transformers look whether rows are packed, as it does where tensors have values (`Meter`
+    says that they are not): of others it makes a mask, which no run of whole rows has.
+    """
+    transformers_private("masking_utils", "is_tracing")
+    with mock.patch.object(masking_utils, "is_tracing", return_value=False):
+        yield
+
+
+@contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep back what torch logs of an operation without values: the error itself is told."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    """Keep back what torch logs of operations without values, whose error itself is told, and of
+    compiling, which the run says again.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        log.setLevel(before)
+        logging.disable(before)
 
 
 @contextlib.contextmanager
@@ -332,10 +408,12 @@ def _layers_told(model: nn.Module, meter: Meter) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks:
         for name, layer in decoder_layers(base_of(model)).items():
-
+            # Not compiled, or each layer's name would make a graph of its own.
+            @torch.compiler.disable
             def tell(*_: Any, name: str = name) -> None:
                 meter.layer = name
 
+            @torch.compiler.disable
             def after(_: nn.Module, __: Any, out: Any, tell: Callable = tell) -> None:
                 first = out[0] if isinstance(out, tuple) else out
                 if isinstance(first, torch.Tensor) and first.requires_grad:

@@ -106,7 +106,7 @@ def apply_fsdp(
     _cast_buffers(base_of(model), getattr(torch, cfg.param_dtype))
     recomputed = _recompute(model, plan, cfg)
     own_kernels = "kernels" in vars(base_of(model))
-    compiled, compile_why = _compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
+    compiled, compile_why = compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
     if compiled:
         for name in plan.layers:
             compile_forward(model.get_submodule(name), **_compile_options(cfg))
@@ -320,7 +320,7 @@ def replicates_frozen(
     return frozen_fits(frozen, shards, device_type, free)
 
 
-def _compiles_layers(
+def compiles_layers(
     plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool, own_kernels: bool
 ) -> tuple[bool, str]:
     """Return whether layers are compiled, and why; refuse units inside one, whose hooks would not
