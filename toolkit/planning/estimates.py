@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from toolkit.config.settings import FinetuneConfig
 from toolkit.planning.calibration import Calibration
 from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
 from toolkit.planning.simulation import Config, Simulation
@@ -116,7 +117,11 @@ def estimate(
     flops = sim.model_flops_per_token * tokens
     peak = device.bf16 if cfg.sharding.param_dtype == "bfloat16" else device.fp32
     held = _PROCESS + sim.offloaded
-    staged = sim.state.parameters + sim.state.optimizer if cfg.checkpoint.async_save else 0
+    copied = cfg.checkpoint.async_save
+    if copied == "auto":  # where they fit, which a run sees
+        adapters = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
+        copied = device.kind != "cpu" and not sim.sharding.cpu_offload and not adapters
+    staged = sim.state.parameters + sim.state.optimizer if copied else 0
     return Estimate(
         memory=measured.peak(sim) + reserve_of(device, sim.mesh),
         compute=compute,
