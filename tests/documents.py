@@ -264,12 +264,18 @@ def _other(words: list[str]) -> None:
             raise Wrong(f"{word} is not there")
 
 
+def _srun(words: list[str]) -> None:
+    """Check the program that a Slurm step starts."""
+    _python(words[words.index("python") :])
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     **dict.fromkeys(OTHERS, _other),
     "toolkit": _toolkit,
     "accelerate": _accelerate,
     "torchrun": _torchrun,
     "python": _python,
+    "srun": _srun,
     "make": _make,
     "pip": _pip,
 }

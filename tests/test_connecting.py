@@ -27,7 +27,7 @@ from toolkit.training import device, network
 __all__ = ["cards"]
 NONE: Any = None
 TIMEOUT = datetime.timedelta(minutes=15)
-TWO = network.Place(here=2)
+TWO = network.Location(here=2)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_does_not_connect_in_time_ends(monkeypatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     begun = time.monotonic()
     with pytest.raises(LaunchError) as ended:
-        network.connect(NONE, 1, 2, network.Place(hosts=2), None, TIMEOUT)
+        network.connect(NONE, 1, 2, network.Location(hosts=2), None, TIMEOUT)
     assert time.monotonic() - begun < 5
     stuck.set()
     said = str(ended.value)

@@ -134,13 +134,13 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
     monkeypatch.setattr(dist, "rendezvous", lambda *a, **k: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", refuse)
     monkeypatch.setattr(network, "apart", lambda store, *_: store)
-    two_hosts = network.Place(hosts=2)
+    two_hosts = network.Location(hosts=2)
     monkeypatch.setattr(network, "exchange", lambda *_: vars(two_hosts))
     environment = {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "mgmt0"}
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):
         launch._connect(0, 2, cpu=True)
-    two_hosts = network.Place(here=2)
+    two_hosts = network.Location(here=2)
     with pytest.raises(LaunchError) as one_machine:
         launch._connect(0, 2, cpu=True)
     assert "GLOO" not in str(one_machine.value)

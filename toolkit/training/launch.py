@@ -61,7 +61,7 @@ class Run:
     """What is closed when the run ends, well or not."""
     job: str = ""
     """The scheduler's name of it, where there is one."""
-    place: network.Place = network.ALONE
+    place: network.Location = network.ALONE
     """Where this process is among the others."""
 
     say = staticmethod(ranks.say)
@@ -329,7 +329,7 @@ def _accelerate_was_told_cpu() -> bool:
     return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
-def _connect(rank: int, world: int, cpu: bool) -> network.Place:
+def _connect(rank: int, world: int, cpu: bool) -> network.Location:
     """Create the default process group, where there is none, and let everything connect that step 1
     needs; return this process's place. LaunchError: they do not meet, or what they meet over does
     not connect them in time.
@@ -337,7 +337,7 @@ def _connect(rank: int, world: int, cpu: bool) -> network.Place:
     if dist.is_initialized():  # by the program itself
         machines, local = ranks.nodes(), launchers.local_rank()[0]
         before = machines[:rank].count(machines[rank])
-        place = network.Place(before if local is None else local, ranks.ranks_here())
+        place = network.Location(before if local is None else local, ranks.ranks_here())
         if not cpu:
             _bind(place)
         return place
@@ -368,7 +368,7 @@ def _connect(rank: int, world: int, cpu: bool) -> network.Place:
     return place
 
 
-def _bind(place: network.Place) -> torch.device:
+def _bind(place: network.Location) -> torch.device:
     """Make this process's accelerator the current one; return it."""
     index = device.choose(place.local, place.here)
     torch.accelerator.set_device_index(index)

@@ -42,7 +42,7 @@ _SHOWN = 12  # interfaces that an error lists
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a process is among the others."""
 
     local: int = 0
@@ -56,7 +56,7 @@ class Place:
     """The address by which other hosts know that of rank 0; None where nobody says it."""
 
 
-ALONE = Place()
+ALONE = Location()
 
 
 def exchange(
@@ -96,7 +96,7 @@ def exchange(
     return value
 
 
-def meet(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Place:
+def meet(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
     """Tell the others where this process is; return what follows for it. See `exchange`."""
     local, sure = launchers.local_rank()
     master = os.environ.get("MASTER_ADDR")
@@ -111,7 +111,7 @@ def meet(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Place:
         "loopback": _is_loopback(os.environ.get(INTERFACE, "")),
         "error": interface_error(os.environ, nccl=nccl),
     }
-    return Place(**exchange(store, "place", mine, settle, rank, world))
+    return Location(**exchange(store, "place", mine, settle, rank, world))
 
 
 def settle(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def connect(
     store: dist.Store,
     rank: int,
     world: int,
-    place: Place,
+    place: Location,
     device: torch.device | None,
     timeout: datetime.timedelta,
 ) -> None:
@@ -220,7 +220,7 @@ def free_shared_memory() -> float:
         return math.inf
 
 
-def hosts_line(place: Place, world: int) -> str | None:
+def hosts_line(place: Location, world: int) -> str | None:
     """Return the line that says on how many hosts the processes are, None for one."""
     if place.hosts == 1:
         return None
