@@ -110,6 +110,7 @@ def test_many_commands_are_found() -> None:
         ("make dmeo", "No rule to make target"),
         ("pip install 'fsdp2-toolkit[qloar]'", "no such extra"),
         ("sbatch examples/nothing.slurm", "is not there"),
+        ("srun -n 8 python recipes/pretrain.py --config CONFIG --train.max_step 1", "unknown sett"),
         ("curl -O https://example.org/x", "no command that the documents may show"),
     ],
 )

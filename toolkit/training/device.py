@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 import torch._inductor.config
 
+from toolkit import GC_BEFORE, GC_RAISED
 from toolkit.errors import LaunchError
 from toolkit.training import launchers, network
 from toolkit.training.faults import watchdog
@@ -172,7 +173,9 @@ def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[No
 
 @contextlib.contextmanager
 def garbage_as_before() -> Iterator[None]:
-    """Have Python collect garbage after the block as before it, whatever `collect_garbage` did."""
+    """Have Python collect garbage after the block as before the toolkit was imported, whatever
+    `collect_garbage` did.
+    """
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     try:
         yield
@@ -181,6 +184,8 @@ def garbage_as_before() -> Iterator[None]:
             gc.unfreeze()
         if enabled:
             gc.enable()
+        if gc.get_threshold() == GC_RAISED:  # and not the program's own
+            gc.set_threshold(*GC_BEFORE)
 
 
 def collect_garbage(step: int) -> None:
