@@ -59,7 +59,7 @@ def test_what_is_refused_is_less_than_what_is_held(model: Path, more: list[str])
 @pytest.mark.plans
 def test_a_plan_that_does_not_fit_names_three_changes_with_their_costs(model: Path) -> None:
     cfg, device = _config(model, length=LENGTH, rows=32), this_host()
-    needs = simulate(cfg, 2, device_type="cpu").peak.nbytes + reserve_of(device)
+    needs = simulate(cfg, 2, device_type="cpu").peak.nbytes + reserve_of(device, (1, 2))
     fits = outlook(cfg, 2, device, needs, failed=False)
     assert (fits.needs, fits.remedies) == (needs, "")
     tight = outlook(cfg, 2, device, needs - 20_000_000, failed=False)

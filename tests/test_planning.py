@@ -452,7 +452,7 @@ def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch
     host, said = this_host(), []
     plan = make(cfg, 2, host, None)
     memory = make(cfg, 8, host, None).estimate.memory + 1
-    assert plan.sim.state.total > memory - reserve_of(host)
+    assert plan.sim.state.total > memory - reserve_of(host, plan.sim.mesh)
     (found,) = remedies(plan, host, memory, said.append)[0]
     assert "devices 8" in found.change
     assert found.fits(memory)
