@@ -274,11 +274,6 @@ def _other(words: list[str]) -> None:
             raise Wrong(f"{word} is not there")
 
 
-def _srun(words: list[str]) -> None:
-    """Check the program that a Slurm step starts."""
-    _python(words[words.index("python") :])
-
-
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     **dict.fromkeys(OTHERS, _other),
     "toolkit": _toolkit,
@@ -286,7 +281,6 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "torchrun": _torchrun,
     "srun": _srun,
     "python": _python,
-    "srun": _srun,
     "make": _make,
     "pip": _pip,
 }
