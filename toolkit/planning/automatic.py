@@ -108,8 +108,8 @@ def tried(
     cfg: Config, world_size: int, rank: int, device: torch.device, memory: int, reserve: int
 ) -> int | None:
     """Return the peak of a real step of `cfg` as one rank on `device`, which has an index; None
-    where it does not fit beside `reserve` bytes. Makes a fake world, and limits this process for
-    good: call it in one apart.
+    where it does not fit beside `reserve` bytes. Makes a fake world, and limits this process
+    meanwhile: call it in one apart.
     """
     api = torch.get_device_module(device)
     if device.type != "cpu":
@@ -118,13 +118,17 @@ def tried(
         api.set_per_process_memory_fraction(share, device)
     elif sys.platform == "linux":
         most = psutil.Process().memory_info().data + memory
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
     try:
         peak = measure(cfg, world_size, device, rank)[0]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None
+    finally:  # there must be room for the answer
+        if device.type == "cpu" and sys.platform == "linux":
+            resource.setrlimit(resource.RLIMIT_DATA, before)
     return peak if peak + reserve <= memory else None
 
 

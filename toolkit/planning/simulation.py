@@ -171,7 +171,7 @@ def _simulated(
             "export": export_bytes(model),
         }
         compiles = sharding.torch_compile == "layer"
-        if cfg.sharding.torch_compile not in (False, "none", "auto") and not compiles:
+        if compiled and cfg.sharding.torch_compile not in (False, "none", "auto") and not compiles:
             notes.append("what torch_compile saves is not planned: activations are eager ones")
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
         absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
