@@ -143,7 +143,7 @@ def simulate(
     except _CompilationError as error:
         sim = _simulated(*where, compiled=False)
         what = "layers could not be compiled without values, so they are planned as eager ones"
-        return replace(sim, notes=(*sim.notes, f"{what}: {one_line(error, 150)}"))
+        return replace(sim, notes=(*sim.notes, f"{what}: {one_line(error, 200)}"))
 
 
 def _simulated(
