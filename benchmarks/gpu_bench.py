@@ -5,7 +5,6 @@ precision and recomputation, each in a process of its own, one after the other o
 """
 
 import math
-import resource
 import shutil
 import tempfile
 import time
@@ -48,6 +47,7 @@ from toolkit.data.prepare import prepare_data
 from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of, named_as
 from toolkit.sharding import init_mesh
+from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.training import launch
 
 STEPS = WARMUP + TIMED
@@ -99,9 +99,8 @@ def toolkit(place: Place, shape: str, **changes: Any) -> None:
         start = math.log(config.vocab_size) + 0.02**2 * config.hidden_size / 2
         off = abs(found["losses"][0] - start)
         place.record("first loss is that of random weights", off < 0.3, expected=start, off=off)
-        usage = resource.getrusage(resource.RUSAGE_SELF)
         host = psutil.Process().memory_info().rss
-        place.record("host memory", gb=host / 1e9, peak_gb=usage.ru_maxrss * 1024 / 1e9)
+        place.record("host memory", gb=host / 1e9, peak_gb=host_memory_peak() / 1e9)
         place.record("profile", **profiled(place, lambda: next(steps)))
 
 

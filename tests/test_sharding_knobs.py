@@ -1366,18 +1366,33 @@ def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tm
     config = tmp_path / "run.yaml"
     config.write_text(f"model:\n  name_or_path: {tmp_path}\n  init: random\n")
     code = (
-        "import resource, sys; from toolkit.cli import main; code = main(sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+        "import sys; from toolkit.cli import main; code = main(sys.argv[1:]); "
+        "from toolkit.sharding.accumulation import host_memory_peak; "
+        "print(host_memory_peak()); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "inspect", "--plan", str(config), "--json"]
     done = subprocess.run(
         [*command, "--world_size", "64"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    answer, kilobytes = done.stdout.strip().splitlines()
+    answer, peak = done.stdout.strip().splitlines()
     plan = json.loads(answer)
     assert plan["parameters"] == 70_553_706_496
     assert plan["mesh"] == {"dp_replicate": 1, "dp_shard": 64}
     assert len(plan["units"]) == 83  # on GPUs embedding and head are units of their own
     assert plan["bytes_sharded"] == 4 * plan["parameters"] // 64
-    assert int(kilobytes) < 2_000_000
+    assert 100e6 < int(peak) < 2e9
+
+
+def test_the_peak_of_host_memory_is_this_process_own():
+    """Not what the one held that started it, which Linux counts in `ru_maxrss`."""
+    code = (
+        "import resource; from toolkit.sharding.accumulation import host_memory_peak as peak; "
+        "theirs = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024; before = peak(); "
+        "held = b'x' * 2**28; print(theirs, before, peak())"
+    )
+    held = b"x" * 3 * 2**30
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    theirs, before, after = map(int, done.stdout.split())
+    assert before < 2**30 < len(held) < theirs  # the control: what `ru_maxrss` says
+    assert 2**28 <= after - before < 2**29

@@ -16,6 +16,7 @@ What is gathered changes no bit, and waits for two steps' peak.
 import math
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -146,6 +147,12 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
 
 
 def host_memory_peak() -> int:
-    """Return the most bytes of host memory that this process has held at a time."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Return the most bytes of host memory that this process has held at a time. `ru_maxrss` would
+    count, on Linux, what the process held that started this one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
