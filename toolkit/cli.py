@@ -131,6 +131,8 @@ def _add_export_commands(command: Callable) -> None:
     add("--max_shard_size", default=MAX_SHARD_SIZE, metavar="SIZE", help=size_help)
     add("--hf_assets", metavar="FOLDER_OR_ID", help=assets)
     add("--merge", action="store_true", help="merge an adapter checkpoint into its base")
+    carried = "leave out what the source model holds and no training changes (MTP layers, towers)"
+    add("--without_carried", action="store_true", help=carried)
     add("--trust_remote_code", action="store_true", help=_CODE)
 
     add = command(
@@ -346,7 +348,7 @@ def _consolidate(args: argparse.Namespace) -> int:
 
     _quiet()
     _trust(args)
-    names = ("dtype", "max_shard_size", "hf_assets", "merge")
+    names = ("dtype", "max_shard_size", "hf_assets", "merge", "without_carried")
     with local_copy(args.checkpoint) as source:
         folder = consolidate(source, args.output, **{name: getattr(args, name) for name in names})
     sizes = {file.name: file.stat().st_size for file in Path(folder).iterdir()}

@@ -5,6 +5,8 @@ and its adapters are gathered, reduced and freed together. Put on afterwards the
 parameters whose gradients nobody reduces: every rank then trains adapters of its own.
 """
 
+import copy
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +16,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.adapters.targets import Targets, check_adapted, refusal, targets_of
+from toolkit.adapters.targets import (
+    Targets,
+    check_adapted,
+    refusal,
+    targets_of,
+    unfit_modules,
+)
 from toolkit.config.settings import LoraConfig
-from toolkit.errors import ConfigError, ModelError
+from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
-from toolkit.models.causal_lm import kept_in_fp32, plain_name
+from toolkit.models.causal_lm import kept_in_fp32
+from toolkit.models.classes import plain_name
 from toolkit.models.peft_model import ADAPTER, copies, has_adapters
 from toolkit.models.quantise import quantise_on_meta
 
@@ -38,11 +47,38 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     DoRA https://arxiv.org/abs/2402.09353. ConfigError: settings that cannot hold together.
     ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
     """
-    from peft import get_peft_model
-
     _refuse(model, cfg)
     targets = targets_of(model, cfg)
     kept = set(map(id, kept_in_fp32(model).values()))
+    # PEFT changes the model that it refuses half-way.
+    spare = copy.deepcopy(model) if targets.all_linear else None
+    try:
+        adapted = _adapted(model, targets)
+    except Exception as error:  # PEFT refuses by any class of error
+        unfit = unfit_modules(error, targets)
+        if spare is None or not unfit:
+            raise refusal(model, targets, error) from error
+        targets, model = targets.without(unfit, one_line(error, 120)), spare
+        kept = set(map(id, kept_in_fp32(model).values()))
+        try:
+            adapted = _adapted(model, targets)
+        except Exception as again:
+            raise refusal(model, targets, again) from again
+    check_adapted(adapted, targets)
+    # What is trained gets its storage dtype; copies of what the model keeps in fp32 stay so.
+    kept = {id(trained) for original, trained in copies(adapted) if id(original) in kept}
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
+            parameter.data = torch.empty_like(parameter, dtype=getattr(torch, cfg.adapter_dtype))
+    settled: Any = adapted.peft_config[ADAPTER]
+    assets = assets_of(adapted)
+    settled.base_model_name_or_path, settled.revision = assets.name_or_path, assets.revision
+    return adapted
+
+
+def _adapted(model: PreTrainedModel, targets: Targets) -> "PeftModel":
+    from peft import get_peft_model
+
     config = _peft_config(targets)
     with warnings.catch_warnings():
         # PEFT settles the orientation of each module itself, and says so for each.
@@ -51,21 +87,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did")
         # PEFT asks transformers by the old name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        try:
-            with torch.device("meta"):
-                adapted = get_peft_model(model, config, ADAPTER, autocast_adapter_dtype=False)
-        except Exception as error:  # PEFT refuses by any class of error
-            raise refusal(model, targets, error) from error
-    check_adapted(adapted, targets)
-    # What is trained gets its storage dtype; copies of what the model keeps in fp32 stay so.
-    kept = {id(copy) for original, copy in copies(adapted) if id(original) in kept}
-    for parameter in adapted.parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
-            parameter.data = torch.empty_like(parameter, dtype=getattr(torch, cfg.adapter_dtype))
-    settled: Any = adapted.peft_config[ADAPTER]
-    assets = assets_of(adapted)
-    settled.base_model_name_or_path, settled.revision = assets.name_or_path, assets.revision
-    return adapted
+        with torch.device("meta"):
+            return get_peft_model(model, config, ADAPTER, autocast_adapter_dtype=False)
 
 
 def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
@@ -95,7 +118,7 @@ def _peft_config(targets: Targets) -> "PeftConfig":
         lora_dropout=cfg.lora_dropout,
         target_modules=named if isinstance(named, str) else list(named),
         target_parameters=sorted(cfg.target_parameters) or None,
-        exclude_modules=sorted(cfg.exclude_modules) or None,
+        exclude_modules=_excluded(targets) or None,
         # Whole names: of an end such as `norm` PEFT would take `input_layernorm` too.
         modules_to_save=sorted(targets.saved) or None,
         use_rslora=cfg.use_rslora,
@@ -103,6 +126,16 @@ def _peft_config(targets: Targets) -> "PeftConfig":
         ensure_weight_tying=targets.ties,
         bias="none",
     )
+
+
+def _excluded(targets: Targets) -> str | list[str]:
+    """Return what PEFT must leave out: ends of names, or one pattern of whole names."""
+    ends = sorted({*targets.cfg.exclude_modules, *targets.unfit})
+    if not targets.towers:
+        return ends
+    towers = "|".join(map(re.escape, sorted(targets.towers)))
+    named = rf"|(?:.*\.)?(?:{'|'.join(map(re.escape, ends))})" if ends else ""
+    return rf"(?:{towers})(?:\..*)?{named}"
 
 
 @ranks.collective

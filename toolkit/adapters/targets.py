@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from toolkit import ranks
 from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
-from toolkit.models.causal_lm import plain_name
+from toolkit.models.classes import plain_name
 from toolkit.models.patterns import no_match, numbered
 from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
+from toolkit.models.text_part import beside_text
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,7 +35,23 @@ class Targets:
     modules: set[str]  # what gets an adapter
     excluded: set[str]
     saved: set[str]  # what is trained in full
+    towers: set[str]  # the outermost modules that text does not run through; among the excluded
+    unfit: set[str]  # what all-linear leaves out, since it cannot be adapted; among the excluded
     tied: set[str]  # one matrix with the input embedding, itself among them; often empty
+
+    @property
+    def all_linear(self) -> bool:
+        """Whether every linear layer is meant, as far as it can be adapted."""
+        named = self.cfg.target_modules
+        return isinstance(named, str) and named.lower() == "all-linear"
+
+    def without(self, ends: set[str], why: str) -> "Targets":
+        """Return the targets without the modules of those `ends` of names, and say so."""
+        left = set[str]().union(*(_ending(end, self.names) for end in ends))
+        shown = ", ".join(sorted(ends)[:5]) + " ..." * (len(ends) > 5)
+        ranks.say(f"adapters   all-linear leaves out {shown}: {why}")
+        modules, excluded = self.modules - left, self.excluded | left
+        return replace(self, modules=modules, excluded=excluded, unfit=self.unfit | ends)
 
     @property
     def ties(self) -> bool:
@@ -47,17 +65,26 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     """
     named = {name: module for name, module in model.named_modules() if name}
     saved = _modules_to_save(named, cfg)
-    excluded = _named("lora.exclude_modules", cfg.exclude_modules, named)
+    towers = set(beside_text(model))
+    beside = _inside(named, towers)
+    excluded = _named("lora.exclude_modules", cfg.exclude_modules, named) | beside
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
-    modules = _expected(model, cfg, named) - excluded - _inside(named, saved)
+    modules = _expected(model, cfg, named)
+    if modules and modules <= beside:
+        what = f"names only what text does not run through, such as {min(modules)}"
+        raise ModelError(f"lora.target_modules {cfg.target_modules} {what}; name text's modules")
+    modules -= excluded | _inside(named, saved)
     tied = _tied_modules(model)
     _refuse_ties_apart(tied, modules, saved)
     _refuse_new_rows(model, saved | tied if saved & tied else saved)
+    targets = Targets(cfg, tuple(named), modules, excluded, saved, towers, set(), tied)
     if unfit := {n: why for n in sorted(modules) if (why := _misfit(named[n]))}:
         why = " ".join(next(iter(unfit.items())))
+        if targets.all_linear:
+            return targets.without(set(unfit), why)
         raise ModelError(f"{plain_name(model)} cannot be adapted ({why}); {_excluding(cfg, unfit)}")
-    return Targets(cfg, tuple(named), modules, excluded, saved, tied)
+    return targets
 
 
 def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
@@ -195,12 +222,20 @@ def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
             "fused experts are adapted as parameters, without lora.lora_dropout and lora.use_dora "
             "only; leave those out, or list the modules in lora.target_modules"
         )
-    elif named := re.search(r"[Mm]odule '([\w.]+)'", problem):
-        also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", problem)
-        others = re.findall(r"'([\w.]+)'", also[1]) if also else []
-        unfit = {named[1], *(o for o in others if _ending(o, targets.modules))}
+    elif unfit := unfit_modules(error, targets):
         remedy = _excluding(targets.cfg, unfit)
     return ModelError(f"{plain_name(model)} cannot be adapted ({one_line(error)}); {remedy}")
+
+
+def unfit_modules(error: Exception, targets: Targets) -> set[str]:
+    """Return the modules, by the ends of their names, that PEFT says it cannot adapt."""
+    problem = " ".join(str(error).split())
+    named = re.search(r"[Mm]odule '([\w.]+)'", problem)
+    if named is None or "lora_dropout" in problem or "use_dora" in problem:
+        return set()
+    also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", problem)
+    others = re.findall(r"'([\w.]+)'", also[1]) if also else []
+    return {named[1], *(other for other in others if _ending(other, targets.modules))}
 
 
 def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
@@ -230,7 +265,11 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
     if wider := sorted(modules - expected - by_parameter):
         what = f"PEFT adapts {len(wider)} module(s) beyond lora.target_modules, such as {wider[0]}"
         raise ModelError(f"{what}; give a list of names instead of a regular expression")
-    if lost := sorted(expected - modules):
+    lost = sorted(expected - modules)
+    if lost and targets.all_linear:  # PEFT knows why: it has its own list of what it cannot adapt
+        kinds = ", ".join(dict.fromkeys(map(numbered, lost)))
+        ranks.say(f"adapters   all-linear leaves out {kinds:.200}: PEFT adapts its experts instead")
+    elif lost:
         what = f"PEFT left out {len(lost)} module(s) of lora.target_modules, such as {lost[0]}"
         raise ModelError(f"{what}; {_excluding(cfg, lost)}")
     saved, tied = copied_modules(adapted), targets.tied

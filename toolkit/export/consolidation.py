@@ -11,6 +11,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from toolkit import ranks
+from toolkit.checkpoint.carried import CarriedTensor, carried_origin, carried_tensors
 from toolkit.checkpoint.commit import CHECKPOINTS, read_manifest
 from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.sources import (
@@ -33,6 +37,7 @@ from toolkit.export.plan import (
 )
 from toolkit.export.sources import AT_ONCE, AdapterMerge, SavedTensors
 from toolkit.export.writer import ReadGroup, check_output, staging_folder, write_export
+from toolkit.formats import HFAssets, assets_of, source_keys, told
 from toolkit.models import tied_families
 
 
@@ -44,6 +49,7 @@ def consolidate(
     max_shard_size: str | int = MAX_SHARD_SIZE,
     hf_assets: str | Path | None = None,
     merge: bool = False,
+    without_carried: bool = False,
 ) -> str:
     """Write the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
@@ -67,6 +73,8 @@ def consolidate(
         merge: of a checkpoint of adapters: write the base with the adapter merged in (needs the
             base; memory: see `merge`). Without it such a checkpoint gives a PEFT folder, for which
             `dtype` auto is the trained one and `max_shard_size` has no meaning.
+        without_carried: leave out what the source holds and no parameter takes, and do not declare
+            it in config.json. Else it is copied from the source, which must still be there.
 
     Raises:
         CheckpointError: no such checkpoint, or it is damaged.
@@ -88,7 +96,29 @@ def consolidate(
         model = model_of_assets(hf)
         tensors = SavedTensors(source, model.state_dict())
         shapes, prefix = tensors.shapes(), tensors.prefix
-        plan = make_plan(model, shapes, override, limit, where=where, prefix=prefix)
+        carried, left_out = dict[str, CarriedTensor](), list[str]()
+        assets = _assets(model, source, hf_assets)
+        if without_carried:
+            left_out = source_keys(model, assets.source or ()).carried
+        else:
+            carried = carried_tensors(model, assets)
+        plan = make_plan(
+            model,
+            shapes,
+            override,
+            limit,
+            where=where,
+            prefix=prefix,
+            carried=carried,
+            left_out=bool(left_out),
+        )
+        origin |= carried_origin(assets, carried, left_out)
+        keys = assets.source or ()
+        if carried:
+            whose = (assets.origin or {}).get("name_or_path", hf)
+            ranks.show(f"carried    {told(carried, keys)}, from {whose}")
+        if left_out:
+            ranks.show(f"left out   {told(left_out, keys)}, of the source")
     elif merge:
         tensors = SavedTensors(source)
         merged = AdapterMerge(tensors, find_base(source, hf_assets), override, limit)
@@ -107,6 +137,16 @@ def consolidate(
     weights = source.fingerprint()
     write_export(plan, target, weights=weights, read_group=read, origin=origin, at_once=at_once)
     return str(Path(output).expanduser())
+
+
+def _assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
+    """Return the assets of a checkpoint, with the source looked for where `hf_assets` says."""
+    assets = assets_of(model)
+    if hf_assets is not None and source.checkpoint is not None:
+        before = HFAssets.load(source.checkpoint / "hf").origin
+        named = {"name_or_path": str(hf_assets), "revision": None}
+        assets.origin = before and before | named
+    return assets
 
 
 def _origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:

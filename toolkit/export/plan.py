@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from toolkit import __version__
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
+from toolkit.checkpoint.carried import CarriedTensor
 from toolkit.checkpoint.sources import travels
 from toolkit.config.published import base_model
 from toolkit.errors import ExportError
@@ -27,6 +28,7 @@ from toolkit.formats import (
     DTYPE_NAMES,
     DTYPES,
     INDEX_FILE,
+    NEXT_TOKEN_LAYERS,
     SINGLE_FILE,
     ExportGroup,
     HFAssets,
@@ -35,6 +37,7 @@ from toolkit.formats import (
     assets_of,
     convert_back,
     export_groups,
+    source_keys,
     use_source_names,
 )
 from toolkit.formats import read_config as read_base_config
@@ -65,6 +68,8 @@ class ExportPlan:
     names: dict[str, str]  # name in a group's outputs -> exported name
     tensors: dict[str, TensorEntry]
     """Exported name -> place, in the order of the files; the file is a name in the folder."""
+    carried: dict[str, CarriedTensor]
+    """Exported name -> tensor of the source that no parameter takes, which is copied."""
     headers: dict[str, bytes]  # file -> its first bytes: length and JSON of the header
     assets: dict[str, bytes]  # every other file of the folder: name -> content
 
@@ -76,10 +81,15 @@ class ExportPlan:
         facts = repr((made_by, self.stored, self.groups, hashes))
         return hashlib.sha256(facts.encode()).hexdigest()
 
+    def copied(self, group: ExportGroup) -> dict[str, Iterator[torch.Tensor]]:
+        """Return output name -> its rows, some at a time, of a group without parameters."""
+        return {name: self.carried[name].rows() for name in group.outputs}
+
     def convert(self, group: ExportGroup, parameters: Tensors) -> Tensors:
         """Return output name -> tensor, in the order of `group.outputs`; may be strided views."""
         if not group.converted:
-            return dict(zip(group.outputs, parameters.values(), strict=True))
+            (value,) = parameters.values()
+            return dict.fromkeys(group.outputs, value)
         with torch.no_grad(), CopiesAreViews():
             converted = convert_back(self.model, parameters)
         found = {name: tuple(tensor.shape) for name, tensor in converted.items()}
@@ -126,8 +136,8 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
 def model_of_assets(hf: Path) -> PreTrainedModel:
     """Return the model of a folder of assets, on meta, exporting under its source's names."""
     model = model_on_meta(hf)
-    assets = assets_of(model)
-    assets.source = HFAssets.load(hf).source
+    assets, saved = assets_of(model), HFAssets.load(hf)
+    assets.source, assets.origin = saved.source, saved.origin
     use_source_names(model, assets)
     return model
 
@@ -140,12 +150,16 @@ def make_plan(
     *,
     where: str,
     prefix: str = "",
+    carried: Mapping[str, CarriedTensor] | None = None,
+    left_out: bool = False,
 ) -> ExportPlan:
     """Decide names, dtypes and files of an exported `model` (of `model_of_assets`).
 
     Args:
         override: dtype of all floating tensors; None: as the source has them.
         limit: bytes of a weight file.
+        carried, left_out: tensors of the source that no parameter takes (`carried_tensors`), and
+            whether the export is to be without them: then config.json does not declare them.
         where, prefix: what holds the weights, and before their names there; for error messages.
 
     ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
@@ -154,8 +168,10 @@ def make_plan(
     assets, origin = assets_of(model), _match(model, stored, where, prefix)
     order = {name: i for i, name in enumerate(origin)}
     groups = sorted(export_groups(model, origin), key=lambda g: min(order[n] for n in g.sources))
+    groups = _under_source_names(model, groups)
     default = _config_dtype(assets)
     names = {name: _spelling(name, model) for group in groups for name in group.outputs}
+    carried = {n: entry for n, entry in (carried or {}).items() if n not in names.values()}
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for group in groups:
         dtypes = {stored[origin[n]][0] for n in group.sources}
@@ -171,15 +187,45 @@ def make_plan(
                 what = f"is {said} in the source checkpoint (quantized), to which nothing is cast"
                 raise ExportError(f"{names[name]} {what}; pass --dtype bfloat16")
             shapes[names[name]] = wanted, shape
+    for name, entry in carried.items():
+        groups.append(ExportGroup((), {name: entry.shape}, False))
+        shapes[name] = (
+            (override if override and entry.dtype in CASTABLE else entry.dtype),
+            entry.shape,
+        )
+    names |= {name: name for name in carried}
     tensors, headers = _lay_out(shapes, limit)
     written = override or (default if assets.source is None else None)
-    files = {**assets.files, "config.json": _config_file(model, written)}
+    files = {**assets.files, "config.json": _config_file(model, written, left_out)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         placed = {name: tensors[name].file.name for name in sorted(tensors)}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    return ExportPlan(model, origin, groups, names, tensors, headers, files)
+    return ExportPlan(model, origin, groups, names, tensors, carried, headers, files)
+
+
+def _under_source_names(model: PreTrainedModel, groups: list[ExportGroup]) -> list[ExportGroup]:
+    """Return the groups with the names under which the source has a parameter that is stored as it
+    is: each of them, where it has a tied one twice.
+    """
+    assets = assets_of(model)
+    if assets.source is None:
+        return groups
+    plain, first = source_keys(model, assets.source).plain, tied_names(model)
+    keys: dict[str, list[str]] = {}
+    for name, found in plain.items():
+        keys.setdefault(first.get(name, name), []).extend(found)
+
+    def named(group: ExportGroup) -> ExportGroup:
+        own = group.sources[0]
+        found = keys.get(first.get(own, own)) if not group.converted else None
+        if not found:
+            return group
+        (shape,) = group.outputs.values()
+        return ExportGroup(group.sources, dict.fromkeys(found, shape), False)
+
+    return [named(group) for group in groups]
 
 
 def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str) -> dict[str, str]:
@@ -194,30 +240,15 @@ def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
     if missing := [name for name, family in owned.items() if not stored.keys() & set(family)]:
         what = f"{prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} needs"
         raise ExportError(f"{where} lacks {what}: the checkpoint is incomplete or of another model")
-    origin = {}
+    origin, dropped = {}, model.all_tied_weights_keys or {}
     for name, family in owned.items():
         held = next(member for member in family if member in stored)
         shape, expected = stored[held][1], tuple(state[name].shape)
         if shape != expected:
             what = f"is {shape} in {where}, {expected} in {described}"
             raise ExportError(f"{prefix}{held} {what}; {doubt}")
-        origin[_exported_name(model, family)] = held
+        origin[min(family, key=lambda name: name in dropped)] = held
     return origin
-
-
-def _exported_name(model: PreTrainedModel, family: list[str]) -> str:
-    """Return which name of a parameter is exported: of tied ones the one that the source has, else
-    the one that transformers keeps.
-    """
-    if len(family) == 1:
-        return family[0]
-    dropped, source = model.all_tied_weights_keys or {}, assets_of(model).source or {}
-    ranked = sorted(family, key=lambda name: name in dropped)
-    for name in ranked:
-        (group,) = export_groups(model, [name])
-        if all(_spelling(output, model) in source for output in group.outputs):
-            return name
-    return ranked[0]
 
 
 def _spelling(name: str, model: PreTrainedModel) -> str:
@@ -280,6 +311,7 @@ def make_adapter_plan(
         groups=[ExportGroup((n,), {k: shapes[n]}, False) for k, n in layout.keys.items()],
         names={key: key for key in layout.keys},
         tensors=tensors,
+        carried={},
         headers=headers,
         assets=files,
     )
@@ -343,11 +375,14 @@ def _lay_out(
     return tensors, headers
 
 
-def _config_file(model: PreTrainedModel, written: torch.dtype | None) -> bytes:
+def _config_file(
+    model: PreTrainedModel, written: torch.dtype | None, left_out: bool = False
+) -> bytes:
     """Return config.json: the source's bytes, unless those would change the bits that are loaded.
 
     `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
-    replaced. Wrappers of training in `architectures` give way to the model's class.
+    replaced. Of what is `left_out` nothing is declared. Wrappers of training in `architectures`
+    give way to the model's class.
     """
     assets = assets_of(model)
     config = copy.deepcopy(assets.config)
@@ -358,6 +393,11 @@ def _config_file(model: PreTrainedModel, written: torch.dtype | None) -> bytes:
             if said != name and (said is not None or section is config):
                 section.pop("torch_dtype", None)
                 section["dtype"] = name
+    if left_out:
+        for section in [config, *(v for v in config.values() if isinstance(v, dict))]:
+            section.update(dict.fromkeys(section.keys() & {*NEXT_TOKEN_LAYERS}, 0))
+        if assets.whole is not None:
+            config["architectures"] = [type(model).__name__]
     own, said = type(model).__name__, config.get("architectures") or []
     plain = [name.removeprefix(_WRAPPER) for name in said]
     if own in plain and plain != said:  # written by a sharded model

@@ -25,6 +25,7 @@ from toolkit.adapters.peft_folder import (
     peft_layout,
     read_config,
 )
+from toolkit.checkpoint.carried import carried_tensors
 from toolkit.checkpoint.commit import damaged_files
 from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
 from toolkit.errors import CheckpointError, ExportError
@@ -34,6 +35,7 @@ from toolkit.formats import (
     LANES,
     ExportGroup,
     StoredTensor,
+    assets_of,
     blocks,
     bytes_in_order,
     digest,
@@ -45,7 +47,7 @@ from toolkit.formats import (
     weight_files,
     whole,
 )
-from toolkit.loading import load_group, load_groups
+from toolkit.loading import base_reader, load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
 # Files that are written at a time: while one waits for the disk, another is copied or cast.
@@ -98,11 +100,15 @@ class SavedTensors:
         if group.converted:
             parameters = {name: self.whole(plan.stored[name]) for name in group.sources}
             return plan.convert(group, parameters)
-        (name,), (output,) = group.sources, group.outputs
+        (name,) = group.sources
         stored = self.source.stored(self.keys[plan.stored[name]])
-        same = plan.tensors[plan.names[output]].dtype == stored.dtype
-        copied = self._copied(plan.stored[name], stored) if same else None
-        return {output: copied or self.blocks(plan.stored[name], stored)}
+
+        def values(output: str) -> TensorValues:
+            same = plan.tensors[plan.names[output]].dtype == stored.dtype
+            copied = self._copied(plan.stored[name], stored) if same else None
+            return copied or self.blocks(plan.stored[name], stored)
+
+        return {output: values(output) for output in group.outputs}
 
     def _copied(self, name: str, stored: StoredTensor) -> StoredRows | None:
         """Return how a tensor is copied; None where what it was when it was saved is not known, or
@@ -184,7 +190,9 @@ class AdapterMerge:
         self.tensors, self.entries = tensors, read_weights(weight_files(folder))
         hf = tensors.source.hf
         # Models of their own: PEFT takes the second apart, and reading changes the third.
-        model, adapted, self.reader = (model_of_assets(hf) for _ in range(3))
+        model, adapted = (model_of_assets(hf) for _ in range(2))
+        self.reader = base_reader(folder, model)
+        self.parts_of = assets_of(self.reader).stored
         self.layout = peft_layout(adapted, read_config(hf))
         if odd := sorted(set(self.layout.keys.values()) ^ tensors.keys.keys()):
             raise ExportError(
@@ -194,7 +202,8 @@ class AdapterMerge:
         _check_parts(self.layout, tied_families(model))
         self.aliases, state = tied_names(model), model.state_dict()
         stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
-        self.plan = make_plan(model, stored, override, limit, where=str(folder))
+        carried = carried_tensors(model, assets_of(model), folder)
+        self.plan = make_plan(model, stored, override, limit, where=str(folder), carried=carried)
         for group in filter(self.needs_base, self.plan.groups):
             self._check_base(group, folder)
 
@@ -211,6 +220,8 @@ class AdapterMerge:
         """Refuse a base without the tensors of `group`, or with others."""
         for name, shape in group.outputs.items():
             exported, entry = self.plan.names[name], self.entries.get(self.plan.names[name])
+            if exported in self.parts_of:
+                continue
             if entry is None:
                 raise ExportError(f"the base {folder} has no tensor {exported}: is it complete?")
             wanted, where = self.plan.tensors[exported].dtype, f"in the base {folder}"
@@ -230,7 +241,7 @@ class AdapterMerge:
         """Return the group's outputs: the base's bytes, or the base with the adapter merged in."""
         names = {name: self.plan.names[name] for name in group.outputs}
         parts = self.parts(group)
-        if not any(parts.values()):
+        if not any(parts.values()) and not self.parts_of.keys() & set(names.values()):
             files = {name: in_file(self.entries[exported]) for name, exported in names.items()}
             return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
         # Rounded once, when it is written.
@@ -252,8 +263,9 @@ class AdapterMerge:
 
     def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
         """Return the group's parameters as transformers makes them of the base's files."""
-        if not group.converted:
+        if not group.converted and names[0] not in self.parts_of:
             return {group.sources[0]: whole(in_file(self.entries[names[0]]))}
+        names = [key for name in names for key in self.parts_of.get(name, (name,))]
         found: dict[str, torch.Tensor] = {}
         for part in load_groups(self.reader, names):
             found |= load_group(self.reader, part, self.entries)

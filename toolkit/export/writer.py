@@ -197,7 +197,9 @@ def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterat
     for name in names:
         if name not in held:
             held.clear()
-            held = {plan.names[n]: v for n, v in read_group(group_of[name]).items()}
+            group = group_of[name]
+            values = read_group(group) if group.sources else plan.copied(group)
+            held = {plan.names[n]: value for n, value in values.items()}
         yield held.pop(name)
 
 

@@ -27,6 +27,7 @@ from toolkit.formats.hf_folder import (
     ASSET_FILES,
     INDEX_FILE,
     MAX_TEMPLATE_BYTES,
+    NEXT_TOKEN_LAYERS,
     SINGLE_FILE,
     HFAssets,
     asset_files,
@@ -67,10 +68,14 @@ from toolkit.formats.safetensors_files import (
 )
 from toolkit.formats.source_names import (
     ExportGroup,
+    SourceKeys,
     conversion_mapping,
     convert_back,
     export_groups,
+    loaded_as,
+    source_keys,
     split_mapping,
+    told,
     use_source_names,
 )
 from toolkit.formats.stored_tensors import (

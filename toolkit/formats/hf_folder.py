@@ -21,6 +21,9 @@ from toolkit.parsing import parse_json, read_bounded, read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SOURCE_FILE = "source.json"  # in a checkpoint's hf/ folder only, never exported
+NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Settings that say how many layers predict more tokens than the next, which transformers does not
+load."""
 _AGAIN = "copy or download the file again"
 
 # What transformers parses without bounds: kept far above what any model has.
@@ -56,11 +59,19 @@ class HFAssets:
     """Key -> safetensors dtype of the source checkpoint's tensors; None for a random start."""
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter name -> name of the parameter that it is tied to and stored under."""
+    origin: dict[str, Any] | None = None
+    """Where the source's tensors are that no parameter takes, and that exports copy from there:
+    `name_or_path`, `revision` and `digest` of its weights. None: there are none."""
     resized: bool = False  # whether embedding and head have another number of rows than the source
     # From here on in memory only.
     conversions: list[Any] = field(default_factory=list)
     """Transformers' mapping from source keys to parameters, computed on the unsharded model."""
     model_class: type[PreTrainedModel] | None = None  # before sharding changes it
+    whole: tuple[type[PreTrainedModel], Any] | None = None
+    """Class and config of the whole checkpoint, where the model is its text part alone."""
+    stored: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Key of `source` -> keys of its parts in the files, of what is stored in fewer bits."""
+    reader: Any = None  # transformers' quantiser, which puts them together
     name_or_path: str | None = None  # the source: a Hub id, or a folder's whole path
     revision: str | None = None
     folder: Path | None = None  # where the source's files are
@@ -72,7 +83,7 @@ class HFAssets:
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", "utf-8")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
-        source = {"keys": self.source, "tied": self.tied}
+        source = {"keys": self.source, "tied": self.tied, "origin": self.origin}
         (folder / SOURCE_FILE).write_text(json.dumps(source, indent=1) + "\n", "utf-8")
 
     @classmethod
@@ -85,9 +96,11 @@ class HFAssets:
         content = content if isinstance(content, dict) else {}
         keys: Any = content.get("keys")
         tied: Any = content.get("tied")
-        if not (keys is None or _are_texts(keys)) or not _are_texts(tied):
+        origin: Any = content.get("origin")
+        are_maps = (keys is None or _are_texts(keys)) and _are_texts(tied)
+        if not (are_maps and isinstance(origin, dict | None)):
             raise ModelError(f"{file} does not map a source's key names to texts; {_AGAIN}")
-        return cls(config, files, keys, tied)
+        return cls(config, files, keys, tied, origin)
 
 
 def _are_texts(table: Any) -> bool:

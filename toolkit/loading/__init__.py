@@ -1,6 +1,6 @@
 """Bytes into shards: a checkpoint streamed in, or random weights drawn."""
 
-from toolkit.loading.convert import LoadGroup, load_group, load_groups
+from toolkit.loading.convert import LoadGroup, base_reader, load_group, load_groups
 from toolkit.loading.materialisation import init_weights, materialise
 from toolkit.loading.pretrained import (
     LoadReport,

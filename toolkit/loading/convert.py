@@ -11,8 +11,10 @@ import copy
 import functools
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,19 +27,24 @@ from transformers.utils import logging
 
 from toolkit.errors import LoadingError
 from toolkit.formats import (
+    NEXT_TOKEN_LAYERS,
     FileTensor,
     OpenFiles,
     TensorEntry,
     assets_of,
+    conversion_mapping,
     in_file,
     laid_out_as,
+    loaded_as,
+    nested_items,
     part_of,
     split_mapping,
     transformers_private,
     whole,
 )
 from toolkit.loading.materialisation import parameter_device, place, replace
-from toolkit.models.causal_lm import build, plain_class
+from toolkit.models.causal_lm import model_on_meta
+from toolkit.models.classes import build, plain_class
 from toolkit.models.packed_linear import packed_weights
 
 _WRAP = "_dtensor_from_local_like"  # by which the loader makes DTensors
@@ -61,15 +68,10 @@ class LoadGroup:
 
 def load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
     """Return how transformers makes parameters of `model` from the tensors `keys`. Names only."""
-    rename = transformers_private("core_model_loading", "rename_source_key")
-    renamings, converters = split_mapping(copy.deepcopy(assets_of(model).conversions))
+    converters = split_mapping(assets_of(model).conversions)[1]
     by_pattern = {p: tuple(c.operations) for c in converters for p in c.source_patterns}
-    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
     groups: dict[tuple[str, str | None], LoadGroup] = {}
-    for key in keys:
-        target, pattern = rename(key, renamings, converters, prefix, state)
-        if target not in state and key in state:  # as the loader does
-            target, pattern = rename(key, [], [], prefix, state)
+    for key, target, pattern in loaded_as(model, keys):
         # Two plain tensors of one name are not loaded together: the second replaces the first.
         member = (target, key if pattern is None else None)
         before = groups[member].keys if member in groups else ()
@@ -89,7 +91,9 @@ def load_group(
     if group.operations is None:
         return {group.parameter: whole(in_file(entries[group.keys[0]]))}
     members = {key: entries[key] for key in group.keys}
-    dtype = functools.reduce(torch.promote_types, {e.dtype for e in members.values()})
+    dtype = torch.float32  # of what is stored in parts: rounded once, by who asks for it
+    if not {key for keys in assets_of(model).stored.values() for key in keys} & members.keys():
+        dtype = functools.reduce(torch.promote_types, {e.dtype for e in members.values()})
     for parameter in model.parameters():  # the loader casts to what it finds
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = torch.empty_like(parameter, dtype=dtype)
@@ -101,6 +105,16 @@ def load_group(
     if found := problems(info):
         raise LoadingError(f"{', '.join(group.keys[:3])}: {listed(found)}")
     return made
+
+
+def base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
+    """Return a model on meta for `load_group` of the weights in `folder`: `like` anew, which reads
+    them also where they are stored in fewer bits.
+    """
+    reader, stored = copy.deepcopy(like), model_on_meta(folder, init="pretrained")
+    ours, theirs = assets_of(reader), assets_of(stored)
+    ours.conversions, ours.stored, ours.reader = theirs.conversions, theirs.stored, theirs.reader
+    return reader
 
 
 def run_loader(
@@ -137,7 +151,39 @@ def settle_keys(model: PreTrainedModel, info: Any) -> None:
     adjust = "PreTrainedModel._adjust_missing_and_unexpected_keys"
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     transformers_private("modeling_utils", adjust)(model, info)
+    info.unexpected_keys = set(info.unexpected_keys) - carried_keys(model, info.unexpected_keys)
     info.missing_keys -= set(assets_of(model).tied)
+
+
+def carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
+    """Return which of the tensors that no parameter takes a checkpoint of this config holds all the
+    same, beside those that transformers itself passes over: other parts of a checkpoint whose text
+    part `model` is, and the layers behind the last that predict more tokens.
+    """
+    assets, names = assets_of(model), list(unexpected)
+    if not names:
+        return set()
+    found = {name for name in names if _is_next_layer(model, name)}
+    if assets.whole is not None:
+        model_class, config = assets.whole
+        with torch.device("meta"):
+            whole_model = build(model_class, config, torch.float32)
+        state, mapping = whole_model.state_dict(), conversion_mapping(whole_model)
+        whole_model.hf_assets = assets
+        targets = loaded_as(whole_model, names, mapping)
+        found |= {key for key, target, _ in targets if target in state}
+    return found
+
+
+def _is_next_layer(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor is of a layer behind the last, of as many as the config says predict more
+    tokens (DeepSeek-V3, GLM-4.5).
+    """
+    settings = dict(nested_items(assets_of(model).config))
+    more = next((settings[k] for k in NEXT_TOKEN_LAYERS if isinstance(settings.get(k), int)), 0)
+    last = model.config.get_text_config().num_hidden_layers
+    numbers = re.findall(r"\blayers\.(\d+)\.", name)
+    return any(last <= int(number) < last + more for number in numbers)
 
 
 def problems(info: Any) -> dict[str, list[str]]:
@@ -166,6 +212,7 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
     converters = split_mapping(assets_of(model).conversions)[1]
     if not packed and not (is_sharded and converters):
         return []
+    reader = assets_of(model).reader
     several = any(len(c.target_patterns) > 1 for c in converters)  # any of them may be packed
 
     def is_read_whole(group: LoadGroup) -> bool:
@@ -173,6 +220,8 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
             return True
         if not is_sharded or group.operations is None or group.parameter not in state:
             return False
+        if len(group.keys) == 1 and reader is not None and type(group.operations[0]) is not Chunk:
+            return False  # stored as it is, among others that are not: only cast
         commutes = all(
             (isinstance(op, MergeModulelist) and op.dim == 0)
             or (isinstance(op, Chunk | Concatenate) and op.dim >= 1)

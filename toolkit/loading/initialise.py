@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import LoadingError, one_line
 from toolkit.formats import Tensors, transformers_private
-from toolkit.models.causal_lm import build, plain_class
+from toolkit.models.classes import build, plain_class
 from toolkit.models.modes import forked_rng
 
 _DRAWN = "_is_hf_initialized"  # by which transformers leaves a parameter alone

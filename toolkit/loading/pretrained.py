@@ -27,7 +27,7 @@ from toolkit.loading.materialisation import (
     replace,
     settle,
 )
-from toolkit.models.causal_lm import plain_class, plain_name
+from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
 from toolkit.tables import size_text
@@ -125,6 +125,34 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     with unwrapped_base(model) as base:
         _check_shapes(base, entries)
         _refuse(base, folder, misfits(base, entries))
+        _note_carried(base, folder, cfg, entries)
+
+
+def _note_carried(
+    model: PreTrainedModel,
+    folder: Path,
+    cfg: ModelConfig,
+    entries: dict[str, formats.TensorEntry],
+) -> None:
+    """Say what of the checkpoint is not loaded, and note from where exports copy it."""
+    assets = formats.assets_of(model)
+    if assets.stored:
+        kept = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
+        method = assets.reader.quantization_config.quant_method
+        ranks.say(
+            f"stored     {kept} are in {getattr(method, 'value', method)}, read in full precision; "
+            "exports hold them so, without a quantization_config"
+        )
+    carried = formats.source_keys(model, assets.source or ()).carried
+    if not carried or ranks.rank() != 0:
+        return
+    digest = base_digest(folder, cfg.name_or_path, cfg.revision)
+    named = {"name_or_path": assets.name_or_path, "revision": assets.revision}
+    assets.origin = {**named, "digest": digest}
+    size = sum(entries[k].nbytes for n in carried for k in assets.stored.get(n, (n,)))
+    beside = formats.told(carried, assets.source or ())
+    what = f"{plain_name(model)} does not load {beside}; {size_text(size)}"
+    ranks.say(f"carried    {what}, which exports copy from {cfg.name_or_path}: keep that")
 
 
 def misfits(
@@ -163,11 +191,13 @@ def _stream(
     dtypes = {t.dtype for n, t in model.state_dict(keep_vars=True).items() if n not in packed}
     dtypes = {d for d in dtypes if d.is_floating_point} | {p.source_dtype for p in packed.values()}
     dtype, copy = (dtypes.pop() if len(dtypes) == 1 else None), home.type == "cpu"
+    in_parts = {key for keys in formats.assets_of(model).stored.values() for key in keys}
     with formats.OpenFiles() as reader:
         sources: dict[str, Any] = {}
         for name, entry in entries.items():
             rows = _resized_rows(model, name, entry)
-            sources[name] = formats.FileTensor(reader, name, entry, dtype, rows, copy)
+            cast = None if name in in_parts else dtype  # scales keep their precision
+            sources[name] = formats.FileTensor(reader, name, entry, cast, rows, copy)
         groups = convert.groups_to_read_whole(model, sources)
         whole = {key: sources.pop(key) for group in groups for key in group.keys}
         bar = ranks.rank() == 0 and sys.stderr.isatty()
@@ -206,7 +236,8 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry
     held = model.state_dict(keep_vars=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
-    for name in [name for name in entries if name in shapes]:
+    in_parts = {key for keys in formats.assets_of(model).stored.values() for key in keys}
+    for name in [name for name in entries if name in shapes and name not in in_parts]:
         entry, expected = entries[name], shapes[name]
         if entry.shape != expected and _resized_rows(model, name, entry) is None:
             what = f"has shape {list(entry.shape)}, the model expects {list(expected)}"

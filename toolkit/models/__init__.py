@@ -5,11 +5,11 @@ from toolkit.models.causal_lm import (
     check_usable,
     kept_in_fp32,
     model_on_meta,
-    plain_name,
     prepare,
     trust_code,
     trusts_code,
     vocabulary_size,
 )
+from toolkit.models.classes import plain_name
 from toolkit.models.layers import decoder_layers, tied_families, tied_names
 from toolkit.models.quantise import check_quantisation

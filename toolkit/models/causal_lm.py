@@ -1,12 +1,11 @@
 """From a checkpoint folder or Hub id to a causal LM on the meta device, with its assets."""
 
 import contextlib
-import copy
 import inspect
 import os
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import transformers
@@ -18,21 +17,20 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-)
 from transformers.utils import cached_file
 
 from toolkit import formats, ranks
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
+from toolkit.models.classes import build, causal_names, conditional_class, mapped_class, plain_name
 from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import tied_names
 from toolkit.models.patterns import matching_parameters
+from toolkit.models.stored import QUANTISED, as_read, reader_of, stored_parts
+from toolkit.models.text_part import untaught
+from toolkit.models.text_trial import text_fault
 
 _process = {"trusts_code": False}
-_QUANTISED = "quantization_config"
 _GENERATION = "generation_config.json"
 
 
@@ -47,15 +45,19 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     model_class = _causal_lm_class(config, cfg, folder)
+    whole = conditional_class(config, next(iter(config.architectures or ()), None))
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
             "values of another model (shared_kv_states). Give that one as model.name_or_path"
         )
+    composite = config
     wanted, text = model_class.config_class, config.get_text_config()
     if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
-        config = text  # without images and sound, as `AutoModelForCausalLM` does
-    dtype = _storage_dtype(cfg, config, folder)
+        config, composite = text, config  # without images and sound, as `AutoModelForCausalLM` does
+    dtype, reader = _storage_dtype(cfg, config, folder), reader_of(composite)
+    for section in (composite, config):
+        vars(section).pop(QUANTISED, None)  # what is built is not quantised
     kernel = cfg.attn_implementation
     # On meta nothing can be drawn, and trying to takes half a second. Code of others may use what
     # drawing returns, which would be None.
@@ -83,6 +85,13 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         for tensor in kept_in_fp32(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
     pristine, files = formats.read_config(folder), formats.asset_files(folder)
+    source = formats.source_dtypes(folder) if cfg.init == "pretrained" else None
+    parts: dict[str, tuple[str, ...]] = {}
+    if reader is not None:
+        pristine.pop(QUANTISED, None)
+        said = getattr(composite, "dtype", None)
+        parts = stored_parts(source or (), reader)
+        source = source and as_read(source, parts, said or torch.bfloat16)
     tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
@@ -91,6 +100,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         own = {n: content for n, content in files.items() if n == _GENERATION}
         files = formats.asset_files(tokenizer_folder)
         files = {n: content for n, content in files.items() if n != _GENERATION} | own
+    for name in untaught(model):
+        model.get_parameter(name).requires_grad_(False)
     resized = cfg.resize_embeddings and _resize(model, pristine, tokenizer_folder, cfg)
     model.tie_weights()
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
@@ -102,10 +113,13 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     model.hf_assets = formats.HFAssets(
         config=pristine,
         files=files,
-        source=formats.source_dtypes(folder) if cfg.init == "pretrained" else None,
+        source=source,
         tied=tied_names(model),
-        conversions=formats.conversion_mapping(model),
+        conversions=formats.conversion_mapping(model, hf_quantizer=reader),
+        stored=parts,
+        reader=reader,
         model_class=model_class,
+        whole=None if whole in (None, model_class) else (whole, composite),
         resized=resized,
         name_or_path=os.path.abspath(folder) if is_folder else cfg.name_or_path,
         revision=cfg.revision,
@@ -114,9 +128,13 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def model_on_meta(folder: Path) -> PreTrainedModel:
-    """Return the model that the config in a folder describes, on meta, for its names and shapes."""
-    cfg = ModelConfig(name_or_path=str(folder), init="random", trust_remote_code=trusts_code())
+def model_on_meta(
+    folder: Path, init: Literal["pretrained", "random"] = "random"
+) -> PreTrainedModel:
+    """Return the model that the config in a folder describes, on meta, for its names and shapes;
+    `pretrained`: with what its weights are, too.
+    """
+    cfg = ModelConfig(name_or_path=str(folder), init=init, trust_remote_code=trusts_code())
     return build_on_meta(cfg)
 
 
@@ -201,13 +219,6 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     """Return transformers' config of the model; refuses unknown model types, quantised weights."""
     file, content = folder / "config.json", formats.read_config(folder)
     formats.check_config(folder)
-    if found := next((v for k, v in formats.nested_items(content) if k == _QUANTISED and v), None):
-        kind = found.get("quant_method", found) if isinstance(found, dict) else found
-        raise ModelError(
-            f"{file} has a {_QUANTISED}: its weights are quantised already ({kind}), which cannot "
-            "be trained. Give the checkpoint that they were made from, in float32 or bfloat16; "
-            "lora.load_in_4bit quantises that while loading"
-        )
     kind, has_code = content.get("model_type"), "auto_map" in content
     if kind is not None and kind not in CONFIG_MAPPING and not (has_code and cfg.trust_remote_code):
         advice = f"transformers {transformers.__version__} does not know; install one that does"
@@ -218,9 +229,18 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
             )
         raise ModelError(f"{file} is of model_type {kind!r}, which {advice}")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the file comes from outside: it may hold anything
         raise ModelError(f"{file} cannot be used: {one_line(error, 400)}; correct it") from error
+    found = next((v for k, v in formats.nested_items(content) if k == QUANTISED and v), None)
+    if found and reader_of(config) is None:
+        kind = found.get("quant_method", found) if isinstance(found, dict) else found
+        raise ModelError(
+            f"{file} has a {QUANTISED}: its weights are quantised already ({kind}), and "
+            "transformers does not read them in full precision. Give the checkpoint that they were "
+            "made from, in float32 or bfloat16; lora.load_in_4bit quantises that while loading"
+        )
+    return config
 
 
 def _causal_lm_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
@@ -230,27 +250,26 @@ def _causal_lm_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTra
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         return get_class_from_dynamic_module(custom, str(folder))
-    known: set[str] = set()
-    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        known.update([names] if isinstance(names, str) else names)
     named = (getattr(config, "architectures", None) or [None])[0]
-    if named in known:
+    if named in causal_names():
         return getattr(transformers, named)
-    mapped = mapped_class(config)
+    mapped, fault = mapped_class(config), ""
+    if (conditional := conditional_class(config, named)) is not None:
+        if not (fault := text_fault(conditional, config)):
+            return conditional
+        # Its text part by itself; the rest of the checkpoint is carried to the export.
+        if mapped is not None:
+            return mapped
+        fault = f", and {conditional.__name__} has no forward for text alone ({fault})"
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
     if mapped is None or (named is not None and not named.endswith("Model")):
         raise ModelError(
-            f"{cfg.name_or_path} is {named or config.model_type}, not a causal language model; "
-            f"expected an architecture such as {getattr(mapped, '__name__', 'LlamaForCausalLM')} "
+            f"{cfg.name_or_path} is {named or config.model_type}, not a causal language model"
+            f"{fault}; expected an architecture such as "
+            f"{getattr(mapped, '__name__', 'LlamaForCausalLM')} "
             f"(config.json: model_type {config.model_type}). Give another model.name_or_path"
         )
     return mapped
-
-
-def mapped_class(config: PreTrainedConfig) -> Any:
-    """Return the causal LM class that transformers has for a kind of config; None: it has none."""
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
 
 
 def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
@@ -285,21 +304,6 @@ def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of the input embedding."""
     return cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-
-
-def build(model_class: Any, config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """Return a new model; the config stays as it is."""
-    return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
-
-
-def plain_class(model: nn.Module) -> Any:
-    """Return the model's class as it was before sharding changed it."""
-    return formats.assets_of(model).model_class or type(model)
-
-
-def plain_name(model: nn.Module) -> str:
-    """Return the name of that class."""
-    return plain_class(model).__name__
 
 
 def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from toolkit.formats import nested_items
 from toolkit.models.patterns import plain_class_name
 from toolkit.models.peft_model import base_of
+from toolkit.models.text_part import beside_text
 
 _EXPERTS = re.compile(r"(^|_)(n|num)_((?!shared)\w+_)?experts$")
 _CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_(topk|top_k|k)|top_k_experts")
@@ -19,7 +20,8 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     They are the elements of its stacks (every outermost `ModuleList` that holds more than a
     fiftieth of the parameters) and the modules of the classes in `_no_split_modules`; of nested
     ones the outermost, but the layers rather than a stage that stacks several. Never one that holds
-    an embedding, the head, or a parameter tied to something that is no layer.
+    an embedding, the head, or a parameter tied to something that is no layer; none of a tower for
+    images or sound.
     """
     classes: set[str] = set()
     for module in model.modules():
@@ -37,6 +39,8 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
         ]
         if not stages:
             found.add(name)
+    beside = set(beside_text(model))
+    found = {n for n in found if not beside.intersection([n, *outer_names(n)])}
     apart = _kept_apart(model, named, found)
     held = {n: [id(p) for p in named[n].parameters()] for n in named if n in found}
     layers = {n: named[n] for n, own in held.items() if own and not apart.intersection(own)}

@@ -15,9 +15,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import one_line
 from toolkit.models.attention import attend_within_documents, check_kernel, document_borders
-from toolkit.models.causal_lm import build, mapped_class
+from toolkit.models.classes import mapped_class
 from toolkit.models.modes import forked_rng
-from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, cuts, layer_kinds, on_meta
+from toolkit.models.tiny_copy import (
+    SPECIAL,
+    VOCABULARY,
+    cuts,
+    drawn_copy,
+    layer_kinds,
+    on_meta,
+)
 
 Batch = list[tuple[int, ...]]  # of each row the lengths of its samples
 Batches = list[Batch]
@@ -81,7 +88,7 @@ def keeps_apart(
                 why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
             else:
                 batches = list(_batches(rows)) if packed else [[_WHOLE] * rows]
-                make = partial(_copy, model_class, small, torch.device(device))
+                make = partial(drawn_copy, model_class, small, torch.device(device))
                 return _try(make, batches, torch.device(device))
         except Exception as error:  # an architecture may refuse in any way
             why = f"a tiny copy does not run packed: {one_line(error, 400)}"
@@ -102,19 +109,6 @@ def _try(make: Callable[[], PreTrainedModel], batches: Batches, device: torch.de
     if all(len(lengths) == 1 for batch in batches for lengths in batch):
         return Verdict(True, "each row is one document", verdict.why)
     return replace(_judged(make(), batches, borders=False), mask=verdict.why)
-
-
-def _copy(model_class: Any, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    is_flash = "flash" in str(config._attn_implementation)  # which runs in half precision only
-    dtype = torch.bfloat16 if is_flash else torch.float32
-    with forked_rng(device):
-        torch.manual_seed(0)
-        model = build(model_class, config, dtype).eval()
-        with torch.no_grad():  # noise on all it has: zeros and ones of a start would hide a leak
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.add_(torch.randn(parameter.shape) * 0.05)
-    return model.to(device)
 
 
 def _judged(model: PreTrainedModel, batches: Batches, *, borders: bool) -> Verdict:

@@ -22,7 +22,8 @@ from toolkit import ranks
 from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.models import packed_linear
-from toolkit.models.causal_lm import kept_in_fp32, plain_name
+from toolkit.models.causal_lm import kept_in_fp32
+from toolkit.models.classes import plain_name
 from toolkit.models.layers import decoder_layers, numbers_of_experts, outer_names
 from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import no_match, numbered

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from toolkit.models.causal_lm import build
+from toolkit.models.classes import build
 from toolkit.models.layers import decoder_layers
 from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import numbered
@@ -66,6 +66,22 @@ def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     """Return the model of a config without bytes."""
     with forked_rng(), torch.device("meta"):
         return build(model_class, config, torch.float32)
+
+
+def drawn_copy(model_class: Any, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Return a model of `config` with noise on all it has: zeros and ones of a start would hide a
+    leak.
+    """
+    is_flash = "flash" in str(config._attn_implementation)  # which runs in half precision only
+    dtype = torch.bfloat16 if is_flash else torch.float32
+    with forked_rng(device):
+        torch.manual_seed(0)
+        model = build(model_class, config, dtype).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model.to(device)
 
 
 def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> list[str]:

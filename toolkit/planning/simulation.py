@@ -35,7 +35,8 @@ from toolkit.errors import ToolkitError, one_line
 from toolkit.formats import local_tensor, transformers_private
 from toolkit.loading.materialisation import place
 from toolkit.loading.materialisation import replace as put
-from toolkit.models.causal_lm import build_on_meta, plain_class, plain_name
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
 from toolkit.formats import DTYPES, assets_of, local_folder
-from toolkit.models.causal_lm import build, build_on_meta, plain_class, plain_name
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.classes import build, plain_class, plain_name
 from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import cuts, layer_kinds
 

@@ -30,7 +30,8 @@ from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.formats import torch_private
-from toolkit.models.causal_lm import build, kept_in_fp32, plain_class
+from toolkit.models.causal_lm import kept_in_fp32
+from toolkit.models.classes import build, plain_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules

@@ -13,7 +13,8 @@ from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import FinetuneConfig, RunConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import DTYPES, assets_of, local_tensor, torch_private
-from toolkit.models.causal_lm import build_on_meta, plain_name
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.classes import plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of, splits_ends

@@ -26,11 +26,13 @@ from transformers import PreTrainedModel
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
-from toolkit.models.causal_lm import kept_in_fp32, plain_name
+from toolkit.models.causal_lm import kept_in_fp32
+from toolkit.models.classes import plain_name
 from toolkit.models.layers import decoder_layers, outer_names, tied_families
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.models.peft_model import base_of, copies, has_adapters, unwrapped_base
+from toolkit.models.text_part import beside_text, untaught
 
 ROOT = ""
 Member = tuple[str, ...]  # the names of a unit's modules
@@ -88,6 +90,9 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
             what = f"{plain_name(model)} has no base model inside it"
             raise ShardingError(f"{what}; leave sharding.base_model_unit out")
         members.append((inner,))
+    # Each tower for images or sound: no forward runs it, so that nothing ever gathers it.
+    towers = beside_text(model)
+    members += [(n,) for tower in towers for n in _called(tower, model.get_submodule(tower))]
     dtypes = _overrides(model, cfg, members, head)
     members = list(dict.fromkeys([*members, *dtypes, (ROOT,)]))
     members = _joined(model, members, replicated, dtypes.keys())
@@ -163,9 +168,12 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
 
 
 def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return what is not trained, but for the originals of what is trained in full instead."""
-    replaced = {id(original) for original, _ in copies(model)}
-    return [p for p in model.parameters() if not p.requires_grad and id(p) not in replaced]
+    """Return what text runs through and is not trained, but for the originals of what is trained
+    in full instead.
+    """
+    apart = {id(original) for original, _ in copies(model)}
+    apart |= {id(model.get_parameter(name)) for name in untaught(model)}
+    return [p for p in model.parameters() if not p.requires_grad and id(p) not in apart]
 
 
 def _overrides(

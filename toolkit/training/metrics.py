@@ -31,6 +31,7 @@ from toolkit.models import quantise
 from toolkit.models.layers import decoder_layers, routed_shares
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
+from toolkit.models.text_part import untaught
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
@@ -445,18 +446,19 @@ def training_flops(model: nn.Module, sequence_length: int) -> float:
     """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
     parameters, L layers whose heads are H wide together and sequences of T tokens, after PaLM
     (Chowdhery et al. 2022, appendix B). Of routed experts N counts those that a token is sent to.
-    An untied embedding is only looked up, a frozen parameter costs two less; recomputation is no
-    work.
+    An untied embedding is only looked up, towers for images idle, a frozen parameter costs two
+    less; recomputation is no work.
     """
     base = base_of(model)
     head = base.get_output_embeddings()
     multiplied = set() if head is None else {id(p) for p in head.parameters()}
     tables = (m for m in base.modules() if isinstance(m, nn.Embedding))
-    looked_up = {id(p) for m in tables for p in m.parameters()} - multiplied
+    idle = {id(p) for m in tables for p in m.parameters()} - multiplied
+    idle |= {id(model.get_parameter(name)) for name in untaught(model)}
     shares, packed, weights = routed_shares(model), packed_weights(model), 0.0
     for name, p in model.named_parameters():
         values = packed[name].elements if name in packed else p.numel()
-        if id(p) not in looked_up:
+        if id(p) not in idle:
             weights += values * shares.get(name, 1.0) * (6 if p.requires_grad else 4)
     config = base.config.get_text_config()
     sizes = [getattr(config, n, None) for n in ("num_attention_heads", "head_dim")]

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit import formats
+from toolkit.checkpoint.carried import CarriedTensor, carried_tensors
 from toolkit.checkpoint.commit import step_name
 from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
@@ -19,7 +20,7 @@ from toolkit.models import model_on_meta, tied_names
 from toolkit.parsing import read_json
 from toolkit.verify.findings import Findings, is_regular
 from toolkit.verify.logits import load_adapted, load_checkpoint, load_export, logits_of, noise
-from toolkit.verify.proof import MergeProof, Proof
+from toolkit.verify.proof import Expected, MergeProof, Proof, different
 
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _WRAPPERS = re.compile(r"FSDP|FullyShard|DistributedDataParallel|OptimizedModule|PeftModel|Wrapped")
@@ -39,6 +40,7 @@ class ExportCheck:
         self.given_base = base  # of adapters: folder or Hub id; None: where the export says
         self.manifest: dict[str, Any] = {}
         self.entries: dict[str, formats.TensorEntry] = {}
+        self.carried: dict[str, formats.TensorEntry] = {}  # what no parameter takes
         self.model: PreTrainedModel | None = None  # of the export's config, on meta
 
     def run(self, logits: bool) -> None:
@@ -199,7 +201,9 @@ class ExportCheck:
         except (ToolkitError, OSError) as error:
             self.add("config.json", None, str(error))
             return
-        if (own := type(self.model).__name__) not in architectures:
+        own, whole = type(self.model).__name__, formats.assets_of(self.model).whole
+        names = {own} if whole is None else {own, whole[0].__name__}
+        if not names.intersection(architectures):
             self.add("config.json", None, f"architectures is {architectures}, without {own}")
         # A reader casts to the config's dtype: it must be the one that was asked for.
         self.check_dtypes()
@@ -237,18 +241,20 @@ class ExportCheck:
             self.add(file_of.get(name, where), name, what)
         stored: dict[str, formats.TensorEntry] = {}
         first_name = tied_names(model)
-        self.groups = load_groups(model, self.entries)
+        carried = set(formats.source_keys(model, self.entries).carried)
+        groups = load_groups(model, self.entries)
+        self.groups = [group for group in groups if not carried.intersection(group.keys)]
+        self.carried = {name: self.entries[name] for name in carried}
         for group in self.groups:
             key, entry = group.keys[0], self.entries[group.keys[0]]
             own = first_name.get(group.parameter, group.parameter)
             other = stored.setdefault(own, entry)
             if other is not entry:
-                what = f"is {own}, which is stored twice"
                 unlike = (other.shape, other.dtype) != (entry.shape, entry.dtype)
                 pair = formats.in_file(other), formats.in_file(entry)
                 if unlike or formats.first_difference(*pair)[0]:
-                    what += ", and they differ"
-                self.add(entry.file.name, key, what)
+                    what = f"is {own}, which is stored twice, and they differ"
+                    self.add(entry.file.name, key, what)
 
     def compare_assets(self, source: Source) -> None:
         """Compare config, tokenizer and code with those that the checkpoint carries."""
@@ -287,8 +293,62 @@ class ExportCheck:
                 self.add(name, None, f"is not that of the checkpoint ({source.hf / name})")
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
-        """Compare every value with the checkpoint."""
+        """Compare every value with the checkpoint, and what it does not hold with the source."""
         Proof(model, self.entries, self.groups, self.findings).run(source)
+        self.compare_source(model, source, None)
+
+    def compare_source(
+        self,
+        model: PreTrainedModel,
+        source: Source,
+        folder: Path | None,
+    ) -> None:
+        """Compare the names with those that the run started from, in both directions, and every
+        tensor that no parameter takes, to the bit. `folder`: of the source, where it was found.
+        """
+        saved = formats.HFAssets.load(source.hf)
+        known = saved.source
+        if known is None:  # a random start
+            for name in sorted(self.carried):
+                self.add(self.carried[name].file.name, name, "is no parameter of the model")
+            return
+        said = self.manifest.get("origin", {}).get("left_out") or ()
+        left_out = set(said if isinstance(said, list) else ())
+        made = {key for group in self.groups for key in group.keys}
+        lacking = known.keys() - self.entries.keys() - left_out
+        for name in sorted(lacking):
+            self.add("", name, "is in the source checkpoint, and not in the export")
+        for name in sorted(self.entries.keys() - known.keys() - made):
+            self.add(self.entries[name].file.name, name, "is not in the source checkpoint")
+        if left_out:
+            self.findings.note(f"left out, as asked: {formats.told(left_out, known)}")
+        if not self.carried:
+            return
+        try:
+            theirs = carried_tensors(model, saved, folder)
+        except ExportError as error:
+            self.findings.note(f"not compared with the source: {error}")
+            return
+        self.findings.each(
+            lambda name: self._compare_carried(name, theirs),
+            {name: self.carried[name].nbytes for name in self.carried.keys() & theirs.keys()},
+        )
+
+    def _compare_carried(self, name: str, theirs: dict[str, CarriedTensor]) -> None:
+        entry, other = self.entries[name], theirs[name]
+        unlike = entry.shape != other.shape
+        if unlike or (entry.dtype != other.dtype and self.asked_dtype() is None):
+            what = f"is {entry.dtype} {list(entry.shape)}, in the source {other.dtype}"
+            self.add(entry.file.name, name, f"{what} {list(other.shape)}")
+            return
+        if other.stored is None:  # of several parts
+            wrong = different(other.make(), formats.whole(formats.in_file(entry)), {entry.dtype})
+            if bool(wrong.any()):
+                self.add(entry.file.name, name, "is not what the source holds in parts")
+            return
+        expected = Expected(other.stored, f"{name} of the source")
+        if fault := expected.fault(formats.in_file(entry), {entry.dtype}):
+            self.add(entry.file.name, name, fault)
 
     def compare_logits(self, like: PreTrainedModel) -> None:
         """Load the export as its readers do, and compute with it."""
@@ -308,7 +368,7 @@ class ExportCheck:
         """Return what `from_pretrained` makes of the export; keys that it names are findings."""
         loaded, info = load_export(self.folder, like)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            for name in info.get(kind) or ():
+            for name in set(info.get(kind) or ()) - self.carried.keys():
                 self.add("", str(name), f"is among the {kind} of from_pretrained")
         return loaded
 
@@ -346,6 +406,7 @@ class MergedCheck(ExportCheck):
     def prove(self, model: PreTrainedModel, source: Source) -> None:
         proof = MergeProof(model, self.entries, self.groups, self.findings, folder=self.base)
         proof.run(source)
+        self.compare_source(model, source, self.base)
         if proof.rounded:
             what = "merged values lie at the border of two roundings, and are the other one here"
             self.findings.note(f"{proof.rounded:,} {what}")

@@ -13,6 +13,7 @@ from toolkit.errors import CheckpointError
 from toolkit.formats import whole
 from toolkit.loading import materialise
 from toolkit.models import model_on_meta, tied_names, trusts_code, vocabulary_size
+from toolkit.models.classes import mapped_class
 from toolkit.verify.proof import expected_of
 
 # How far logits of equal weights may be apart: kernels may add in another order.
@@ -40,10 +41,9 @@ def noise(model: nn.Module, logits: torch.Tensor) -> float:
 def load_export(folder: Path, like: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load an export as its readers do; return it and transformers' account of the keys."""
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    known = type(like.config) in MODEL_FOR_CAUSAL_LM_MAPPING or trusts_code()
-    loader: Any = AutoModelForCausalLM if known else type(like)
+    mapped = mapped_class(like.config) is type(like) or trusts_code()
+    loader: Any = AutoModelForCausalLM if mapped else type(like)
     here: Any = {"local_files_only": True, "trust_remote_code": trusts_code()}
     return loader.from_pretrained(folder, output_loading_info=True, **here)
 

@@ -42,7 +42,7 @@ from toolkit.formats import (
     weight_files,
     whole,
 )
-from toolkit.loading import LoadGroup, load_group, load_groups
+from toolkit.loading import LoadGroup, base_reader, load_group, load_groups
 from toolkit.models import model_on_meta, tied_names
 from toolkit.verify.findings import Findings
 
@@ -173,7 +173,8 @@ class MergeProof(Proof):
             if fault := expected.damage():
                 raise ExportError(fault)
         self.base = read_weights(weight_files(self.folder))
-        self.base_groups = {self.own(g.parameter): g for g in load_groups(self.model, self.base)}
+        self.reader = base_reader(self.folder, self.model)
+        self.base_groups = {self.own(g.parameter): g for g in load_groups(self.reader, self.base)}
         for name in filter(lambda name: self.own(name) == name, self.model.state_dict()):
             layer, group = self._layer(name), self.base_groups.get(name)
             self.expected[name] = []
@@ -195,7 +196,7 @@ class MergeProof(Proof):
         own = self.own(group.parameter)
         if group.converted or self.is_computed(own):
             of_base = self.base_groups.get(own)
-            found = {} if of_base is None else load_group(self.model, of_base, self.base)
+            found = {} if of_base is None else load_group(self.reader, of_base, self.base)
             self._weights = {self.own(name): tensor for name, tensor in found.items()}
         return super().read(group)
 

@@ -1,0 +1,70 @@
+"""Which class of transformers a config means, and a new model of one."""
+
+import copy
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from toolkit.formats import assets_of
+
+# Classes that take text with images or sound, by the names of transformers' tables of them.
+_CONDITIONAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
+
+
+def build(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
+    """Return a new model; the config stays as it is."""
+    return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
+
+
+def plain_class(model: nn.Module) -> Any:
+    """Return the model's class as it was before sharding changed it."""
+    return assets_of(model).model_class or type(model)
+
+
+def plain_name(model: nn.Module) -> str:
+    """Return the name of that class."""
+    return plain_class(model).__name__
+
+
+def causal_names() -> set[str]:
+    """Return the names of the causal LM classes of transformers."""
+    return _names("MODEL_FOR_CAUSAL_LM_MAPPING")
+
+
+def mapped_class(config: PreTrainedConfig) -> Any:
+    """Return the causal LM class that transformers has for a kind of config; None: it has none."""
+    return _mapped("MODEL_FOR_CAUSAL_LM_MAPPING", config)
+
+
+def conditional_class(config: PreTrainedConfig, named: str | None) -> type[PreTrainedModel] | None:
+    """Return the class for text with images or sound that is `named`; of a config that names none
+    the one that transformers has for it. None: there is none.
+    """
+    for table in _CONDITIONAL:
+        if named is not None and named in _names(table):
+            return getattr(transformers, named)
+        if named is None and (found := _mapped(table, config)) is not None:
+            return found
+    return None
+
+
+def auto_class(model_class: type[PreTrainedModel]) -> str:
+    """Return the name of the class of transformers that loads a checkpoint of `model_class`."""
+    if model_class.__name__ in _names(_CONDITIONAL[0]) - causal_names():
+        return "AutoModelForImageTextToText"
+    if model_class.__name__ in _names(_CONDITIONAL[1]) - causal_names():
+        return "AutoModelForMultimodalLM"
+    return "AutoModelForCausalLM"
+
+
+def _names(table: str) -> set[str]:
+    values = getattr(modeling_auto, f"{table}_NAMES").values()
+    return {name for value in values for name in ([value] if isinstance(value, str) else value)}
+
+
+def _mapped(table: str, config: PreTrainedConfig) -> Any:
+    found: Any = getattr(modeling_auto, table).get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found

@@ -1,0 +1,105 @@
+"""Checkpoints whose weights are stored in fewer bits (fp8, mxfp4): read as bf16 or fp32.
+
+transformers has the arithmetic: an operation of its quantiser makes a matrix of its stored parts,
+before all other conversions. Which checkpoints can be read is asked of that quantiser. What comes
+out is an ordinary model, and an export holds it as such.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+from transformers.quantizers import AutoHfQuantizer
+
+from toolkit.formats import TensorEntry, in_file, whole
+
+QUANTISED = "quantization_config"
+# Names of scales that are not among the quantiser's own, since it renames them while it loads.
+_SCALES = (".scale", ".qscale_weight", "_scale_inv")
+
+
+def reader_of(config: PreTrainedConfig) -> Any:
+    """Return transformers' quantiser that reads the weights of `config` in full precision; None:
+    they are not quantised, or it cannot.
+    """
+    settings = getattr(config, QUANTISED, None)
+    if not settings:
+        return None
+    try:
+        reader: Any = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    except (ValueError, ImportError, TypeError):  # a method, or settings, that it does not know
+        return None
+    operation = reader.get_load_operations().get("dequantize")
+    if operation is None or not hasattr(reader.quantization_config, "dequantize"):
+        return None
+    reader.quantization_config.dequantize = True
+    if hasattr(operation, "_dequantize_one"):
+        operation = _whole_blocks(operation)
+    reader.get_load_operations = lambda: {"dequantize": operation}
+    return reader
+
+
+def _whole_blocks(operation: type) -> type:
+    """Return the operation for matrices that the blocks of their scales do not divide, too, as the
+    576 rows of DeepSeek-V3's `kv_a_proj_with_mqa`, which transformers refuses.
+    """
+
+    class WholeBlocks(operation):  # type: ignore[misc, valid-type]
+        def _dequantize_one(
+            self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: Any = None
+        ) -> torch.Tensor:
+            make = super()._dequantize_one
+            rows, columns = quantized.shape[-2:]
+            size = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None)
+            if scales.ndim < 2 or not size or size[0] is None:
+                return make(quantized, scales, output_dtype)
+            grid = scales.shape[-2] * size[0], scales.shape[-1] * size[1]
+            if not (0 <= grid[0] - rows < size[0] and 0 <= grid[1] - columns < size[1]):
+                return make(quantized, scales, output_dtype)
+            more = (0, grid[1] - columns, 0, grid[0] - rows)
+            padded = F.pad(quantized.float(), more)  # exact; there is no padding of fp8
+            return make(padded, scales, output_dtype)[..., :rows, :columns].contiguous()
+
+    WholeBlocks.__name__ = operation.__name__
+    return WholeBlocks
+
+
+def stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]:
+    """Return name -> the keys of its parts, of each tensor that is stored in several."""
+    held, parts = set(keys), dict[str, list[str]]()
+    for parameter, names in reader.serialized_names.items():
+        ends = [name for name in names if name != parameter]
+        for key in held:
+            if (end := next((e for e in ends if key.endswith(f".{e}")), None)) is not None:
+                parts.setdefault(key.removesuffix(end) + parameter, []).append(key)
+    for key in held:
+        for end in _SCALES:
+            whole_name = key.removesuffix(end) + ("" if end == "_scale_inv" else ".weight")
+            if key.endswith(end) and whole_name in held and key not in parts.get(whole_name, ()):
+                parts.setdefault(whole_name, []).append(key)
+    return {
+        name: tuple(sorted({*found, *({name} & held)}))
+        for name, found in parts.items()
+        if len(found) + (name in held) > 1
+    }
+
+
+def as_read(
+    source: dict[str, str], parts: dict[str, tuple[str, ...]], dtype: torch.dtype
+) -> dict[str, str]:
+    """Return key -> safetensors dtype of what is read: one tensor of `dtype` for its parts."""
+    kind = {torch.float32: "F32", torch.float16: "F16"}.get(dtype, "BF16")
+    inner = {key for keys in parts.values() for key in keys}
+    kept = {key: stored for key, stored in source.items() if key not in inner}
+    return kept | dict.fromkeys(parts, kind)
+
+
+def read_parts(
+    reader: Any, keys: tuple[str, ...], entries: dict[str, TensorEntry], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the matrix of the parts `keys`, of one that no parameter takes: on the CPU."""
+    operation: Any = reader.get_load_operations()["dequantize"](reader)
+    tensors = sorted((whole(in_file(entries[key])) for key in keys), key=lambda t: -t.numel())
+    return operation._dequantize_one(tensors[0], tensors[1], dtype)
