@@ -13,7 +13,7 @@ PROGRAMS := $(filter-out tests/test_%,$(wildcard tests/*.py))
 LOOSE := $(foreach code,arg-type assignment dict-item func-returns-value misc operator str-unpack union-attr var-annotated,--disable-error-code $(code))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures rehearsals versions soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures layouts rehearsals versions soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,6 +84,9 @@ gpu: install  ## Prove it on one GPU, beside peers; goes on where the last call 
 architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
 	$(BIN)/python tests/architectures.py --packing docs/packing_types.md
 	$(BIN)/python tests/architectures.py --write docs/architectures.md
+
+layouts: install  ## Check today's published layouts from load to export; writes docs/layouts.md
+	$(BIN)/python tests/published_layouts.py --write docs/layouts.md
 
 rehearsals: install  ## Rehearse every ready config; writes docs/rehearsals.md
 	$(BIN)/python tests/rehearsals.py --write docs/rehearsals.md

@@ -115,7 +115,7 @@ LAYOUTS: dict[str, Layout] = {
     "deepseek_v3 fp8": Layout(
         "DeepseekV3ForCausalLM",
         # A number of rows that the blocks do not divide, as 576 of DeepSeek-V3.
-        {"num_nextn_predict_layers": 1, "kv_lora_rank": 20},
+        {"num_nextn_predict_layers": 1, "kv_lora_rank": 21},
         next_layer("model.", 1, 3),
         "deepseek-ai/DeepSeek-V3",
         stored="fp8",

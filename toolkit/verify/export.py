@@ -320,6 +320,11 @@ class ExportCheck:
             self.add("", name, "is in the source checkpoint, and not in the export")
         for name in sorted(self.entries.keys() - known.keys() - made):
             self.add(self.entries[name].file.name, name, "is not in the source checkpoint")
+        kept = made & known.keys() if self.asked_dtype() is None else ()
+        for name in sorted(kept):
+            entry, kind = self.entries[name], formats.DTYPES[known[name]]
+            if entry.dtype != kind:
+                self.add(entry.file.name, name, f"is {entry.dtype}, in the source {kind}")
         if left_out:
             self.findings.note(f"left out, as asked: {formats.told(left_out, known)}")
         if not self.carried:

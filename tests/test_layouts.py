@@ -1,0 +1,276 @@
+"""Checkpoints as they are published: for images and text, with layers that no class loads, in fp8.
+
+The longer table is `published_layouts.py`; here a few of it, and what must be found or refused.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import LAYOUTS, in_fp8, save_layout
+from published_layouts import passed, run
+from safetensors.torch import load_file, save_file
+
+from toolkit import checkpoint
+from toolkit.adapters.lora import add_adapters
+from toolkit.config.settings import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
+from toolkit.errors import ExportError, LoadingError, ModelError
+from toolkit.export import consolidate
+from toolkit.formats import assets_of, export_manifest
+from toolkit.loading import load_pretrained
+from toolkit.loading.pretrained import check_fits
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.layers import decoder_layers
+from toolkit.models.peft_model import adapted_modules
+from toolkit.models.text_part import beside_text
+from toolkit.sharding.units import plan_units
+from toolkit.verify import verify_export
+
+FILE = "model.safetensors"
+
+
+def layout(name: str, folder: Path) -> Path:
+    save_layout(name, folder)
+    return folder
+
+
+def saved_run(source: Path, run_dir: Path) -> Path:
+    """Train nothing, and save: what is exported is what was loaded."""
+    cfg = ModelConfig(str(source), dtype="float32")
+    model = build_on_meta(cfg)
+    check_fits(model, cfg)
+    load_pretrained(model, source, "cpu")
+    checkpoint.save(checkpoint.TrainState(model, step=1), run_dir, CheckpointConfig())
+    return run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_5", "qwen3_5_moe", "llama4", "gemma4", "mllama", "mistral3", "phi4_multimodal"),
+        *("deepseek_v3", "nemotron_h", "kimi_k25", "deepseek_v3 fp8", "gpt_oss mxfp4"),
+    ],
+)
+def test_a_published_layout_comes_through_whole(name: str) -> None:
+    found = run(name)
+    assert passed(found["full"]), found["full"]
+    assert passed(found["LoRA"]), found["LoRA"]
+
+
+def test_the_class_of_the_config_is_built_and_its_towers_are_apart(tmp_path: Path) -> None:
+    model = build_on_meta(ModelConfig(str(layout("qwen3_5", tmp_path))))
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
+    assert beside_text(model) == ["model.visual"]
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {n for n, _ in model.named_parameters() if n.startswith("model.visual.")}
+    layers = decoder_layers(model)
+    assert [*layers] == [f"model.language_model.layers.{i}" for i in range(4)]
+    units = plan_units(model, ShardingConfig(param_dtype="bfloat16")).units
+    (tower,) = [unit for unit in units if unit.name == "model.visual"]
+    assert set(tower.parameters) == frozen
+    assert not frozen.intersection(units[-1].parameters)  # the root gathers none of it
+
+
+def test_adapters_go_into_the_text_part_only(tmp_path: Path) -> None:
+    model = build_on_meta(ModelConfig(str(layout("mistral3", tmp_path))))
+    adapted = add_adapters(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    names = [*adapted_modules(adapted)]
+    assert names
+    assert all(name.startswith("model.language_model.layers.") for name in names)
+    tower = {n.rpartition(".")[2] for n, _ in model.named_modules() if "vision_tower" in n}
+    assert "q_proj" in tower  # the control: the names alone would take it
+    with pytest.raises(ModelError, match="only what text does not run through"):
+        add_adapters(
+            build_on_meta(ModelConfig(str(tmp_path))), LoraConfig(r=2, target_modules=["linear_1"])
+        )
+
+
+def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(tmp_path: Path) -> None:
+    model = build_on_meta(ModelConfig(str(layout("llama4", tmp_path))))
+    assert type(model).__name__ == "Llama4ForCausalLM"
+    whole = assets_of(model).whole
+    assert whole is not None
+    assert whole[0].__name__ == "Llama4ForConditionalGeneration"
+
+
+def test_what_sees_later_tokens_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="lets a token of a text see later ones"):
+        build_on_meta(ModelConfig(str(layout("paligemma", tmp_path))))
+
+
+def test_all_linear_says_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_on_meta(ModelConfig(str(layout("nemotron_h", tmp_path))))
+    names = {*adapted_modules(add_adapters(model, LoraConfig(r=2)))}
+    assert names
+    assert not any(name.endswith("out_proj") for name in names)
+    assert "adapters   all-linear leaves out out_proj: " in capsys.readouterr().out
+
+
+# ---- Nothing of the source is lost
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder {source, run, export} of a tied Qwen3.5 with its layer for more tokens."""
+    root = tmp_path_factory.mktemp("qwen")
+    saved_run(layout("qwen3_5 tied", root / "source"), root / "run")
+    consolidate(root / "run", root / "export")
+    return root
+
+
+def test_every_tensor_of_the_source_is_in_the_export(qwen: Path) -> None:
+    source, exported = (load_file(qwen / name / FILE) for name in ("source", "export"))
+    assert source.keys() == exported.keys()
+    assert any(name.startswith("mtp.") for name in source)
+    for name, value in source.items():
+        assert exported[name].dtype == value.dtype, name
+        assert torch.equal(exported[name], value), name
+    assert verify_export(qwen / "run", qwen / "export").ok
+    origin = export_manifest.read(qwen / "export")["origin"]
+    assert origin["carried"]["tensors"] == 15
+
+
+def test_a_source_that_is_gone_or_another_one(qwen: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(qwen / "source", source)
+    run_dir = saved_run(source, tmp_path / "run")
+    moved = source.rename(tmp_path / "moved")
+    with pytest.raises(ExportError, match=r"mtp\.\* \(15\).*--hf_assets.*--without_carried"):
+        consolidate(run_dir, tmp_path / "gone")
+    consolidate(run_dir, tmp_path / "found", hf_assets=moved)
+    assert load_file(tmp_path / "found" / FILE).keys() == load_file(moved / FILE).keys()
+    tensors = load_file(moved / FILE)
+    tensors["mtp.fc.weight"] += 1
+    save_file(tensors, moved / FILE, {"format": "pt"})
+    with pytest.raises(ExportError, match="other weights than the run started from"):
+        consolidate(run_dir, tmp_path / "other", hf_assets=moved)
+
+
+def test_what_is_left_out_is_not_declared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = layout("glm4_moe", tmp_path / "source")
+    run_dir = saved_run(source, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "carried    Glm4MoeForCausalLM does not load 29 tensors: model.layers.3.* (29)" in said
+    consolidate(run_dir, tmp_path / "hf", without_carried=True)
+    assert "left out   29 tensors: model.layers.3.* (29), of the source" in capsys.readouterr().out
+    assert json.loads((source / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert json.loads((tmp_path / "hf/config.json").read_text())["num_nextn_predict_layers"] == 0
+    names = load_file(tmp_path / "hf" / FILE).keys()
+    assert not any("layers.3." in name for name in names)
+    report = verify_export(run_dir, tmp_path / "hf")
+    assert any("left out, as asked: 29 tensors" in note for note in report.notes)
+
+
+def test_a_tensor_that_nothing_explains_is_refused(tmp_path: Path) -> None:
+    source = layout("qwen3", tmp_path)
+    tensors = load_file(source / FILE)
+    save_file(tensors | {"model.layers.7.extra.weight": torch.ones(3)}, source / FILE)
+    cfg = ModelConfig(str(source))
+    with pytest.raises(LoadingError, match=r"not known to the model: model\.layers\.7"):
+        check_fits(build_on_meta(cfg), cfg)
+
+
+def test_a_tied_weight_that_the_source_has_twice_is_exported_twice(tmp_path: Path) -> None:
+    source = layout("llama tied", tmp_path / "source")
+    tensors = load_file(source / FILE)
+    both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(both, source / FILE, {"format": "pt"})
+    consolidate(saved_run(source, tmp_path / "run"), tmp_path / "hf")
+    assert load_file(tmp_path / "hf" / FILE).keys() == both.keys()
+    assert verify_export(tmp_path / "run", tmp_path / "hf").ok
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _renamed(tensors: Tensors, name: str) -> list[str]:
+    tensors["x." + name] = tensors.pop(name)
+    return [name, "x." + name]
+
+
+def _altered(tensors: Tensors, name: str) -> list[str]:
+    tensors[name].view(-1)[-1] += 1
+    return [name]
+
+
+def _added(tensors: Tensors, name: str) -> list[str]:
+    tensors[name + "_2"] = tensors[name].clone()
+    return [name + "_2"]
+
+
+def _cast(tensors: Tensors, name: str) -> list[str]:
+    tensors[name] = tensors[name].float()
+    return [name]
+
+
+def _dropped(tensors: Tensors, name: str) -> list[str]:
+    tensors.pop(name)
+    return [name]
+
+
+DAMAGES: list[Callable[[Tensors, str], list[str]]] = [_dropped, _renamed, _altered, _added, _cast]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_verify_names_a_tensor_that_is_lost_renamed_altered_added_or_cast(
+    qwen: Path, tmp_path: Path, seed: int
+) -> None:
+    """Ten damages a seed, each with a manifest that agrees with it: only the source can tell."""
+    draw = random.Random(seed)
+    export = tmp_path / "export"
+    shutil.copytree(qwen / "export", export)
+    origin, clean = export_manifest.read(export)["origin"], load_file(export / FILE)
+    carried = sorted(name for name in clean if name.startswith("mtp."))
+    for number in range(10):
+        tensors = {name: value.clone() for name, value in clean.items()}
+        kind = DAMAGES[(seed + number) % len(DAMAGES)]
+        name = draw.choice(carried if number % 2 else sorted(clean))
+        expected = kind(tensors, name)
+        save_file(tensors, export / FILE, {"format": "pt"})
+        export_manifest.write(export, export_manifest.describe(export), origin)
+        report = verify_export(qwen / "run", export)
+        said = "\n".join(report.lines())
+        assert not report.ok, (kind.__name__, name)
+        assert any(part in said for part in expected), (kind.__name__, name, said)
+    save_file(clean, export / FILE, {"format": "pt"})  # the control
+    export_manifest.write(export, export_manifest.describe(export), origin)
+    assert verify_export(qwen / "run", export).ok
+
+
+# ---- Stored in fewer bits
+
+
+def test_blocks_that_do_not_divide_a_matrix(tmp_path: Path) -> None:
+    """As 576 rows in blocks of 128, which transformers refuses."""
+    source = layout("deepseek_v3 fp8", tmp_path)
+    stored, plain = load_file(source / FILE), load_file(source / "plain" / FILE)
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    scales = stored[name + "_scale_inv"]
+    assert stored[name].shape[0] % scales.shape[0]
+    model = build_on_meta(ModelConfig(str(source), dtype="float32"))
+    load_pretrained(model, source, "cpu")
+    assert torch.equal(model.get_parameter(name), plain[name])
+    _, other, _ = in_fp8({name: plain[name]})  # the control: other scales, other values
+    assert not torch.equal(other[name], plain[name])
+
+
+def test_what_transformers_cannot_read_in_full_precision_is_refused(tmp_path: Path) -> None:
+    source = layout("qwen3", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"quantised already \(gptq\)"):
+        build_on_meta(ModelConfig(str(source)))
+
+
+def test_the_table_covers_thirty_layouts() -> None:
+    assert len({value.class_name for value in LAYOUTS.values()}) >= 30
