@@ -994,7 +994,7 @@ def test_files_of_many_tensors(tmp_path: Path, at_once: int) -> None:
     assert len(headers) == 4
     groups = [ExportGroup((name,), {name: (2,)}, False) for name in shapes]
     names = {name: name for name in shapes}
-    plan = export_plan.ExportPlan(None, names, groups, names, tensors, headers, {})  # type: ignore[arg-type]
+    plan = export_plan.ExportPlan(None, names, groups, names, tensors, {}, headers, {})  # type: ignore[arg-type]
 
     def read(group: ExportGroup) -> dict[str, torch.Tensor]:
         (name,) = group.sources

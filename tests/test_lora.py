@@ -686,13 +686,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_peft_cannot_adapt_is_refused_with_the_remedy(kind):
-    with pytest.raises(ModelError) as error:
-        add_adapters(on_meta(kind), LoraConfig(r=4))
-    assert REFUSED[kind] in str(error.value)
+def test_what_peft_cannot_adapt_is_refused_with_the_remedy(kind, capsys):
+    """Where it is named; `all-linear` goes on without it, and says so."""
     names = REFUSED[kind].partition("[")[2].rstrip("]").split(", ")
-    model = add_adapters(on_meta(kind), LoraConfig(r=4, exclude_modules=names))
-    assert covered_share(coverage(model)) > 0.1
+    model = on_meta(kind)
+    linear = [
+        n.rpartition(".")[2] for n, m in model.named_modules() if "Linear" in type(m).__name__
+    ]
+    named = sorted({*linear, *names} - {"lm_head"})
+    with pytest.raises(ModelError) as error:
+        add_adapters(model, LoraConfig(r=4, target_modules=named))
+    assert REFUSED[kind] in str(error.value)
+    left = add_adapters(on_meta(kind), LoraConfig(r=4, exclude_modules=names))
+    assert covered_share(coverage(left)) > 0.1
+    capsys.readouterr()
+    every = add_adapters(on_meta(kind), LoraConfig(r=4))
+    assert covered_share(coverage(every)) > 0.1
+    said = capsys.readouterr().out
+    assert "adapters   all-linear leaves out " in said
+    assert all(name in said for name in names)
 
 
 def test_what_no_export_could_hold_is_refused():

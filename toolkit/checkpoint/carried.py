@@ -5,7 +5,7 @@ training changes them, and a checkpoint of a run does not hold them. An export c
 source, to the bit, which must still be the one that was loaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from toolkit import ranks
 from toolkit.adapters.base import base_digest
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, LoadingError, ModelError
@@ -85,17 +86,44 @@ def carried_tensors(
     return found
 
 
-def carried_origin(
-    assets: HFAssets, carried: Mapping[str, CarriedTensor], left_out: list[str] | None = None
-) -> dict[str, Any]:
-    """Return what an export's manifest says of these tensors, and of those that are `left_out`."""
-    said: dict[str, Any] = {"left_out": left_out} if left_out else {}
-    if carried and (origin := assets.origin):
-        named = {"name": str(origin["name_or_path"]), "revision": origin["revision"]}
-        if is_path(named["name"]):
-            named["name"] = Path(named["name"]).name
-        said["carried"] = {**named, "digest": origin["digest"], "tensors": len(carried)}
-    return said
+@dataclass(frozen=True)
+class Carried:
+    """What an export has, or leaves out, of the source beside its parameters."""
+
+    tensors: dict[str, CarriedTensor]
+    left_out: list[str]
+    assets: HFAssets
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        assets: HFAssets,
+        folder: Path | None = None,
+        *,
+        leave_out: bool = False,
+    ) -> "Carried":
+        """Return what `carried_tensors` finds, or its names where it is left out."""
+        if leave_out:
+            return cls({}, source_keys(model, assets.source or ()).carried, assets)
+        return cls(carried_tensors(model, assets, folder), [], assets)
+
+    def told(self) -> dict[str, Any]:
+        """Return what an export's manifest says of it; says it in a line, too."""
+        said: dict[str, Any] = {}
+        keys, origin = self.assets.source or (), self.assets.origin
+        if self.left_out:
+            ranks.show(f"left out   {told(self.left_out, keys)}, of the source")
+            said["left_out"] = self.left_out
+        if self.tensors:
+            whose = f", from {origin['name_or_path']}" if origin else ""
+            ranks.show(f"carried    {told(self.tensors, keys)}{whose}")
+        if self.tensors and origin:
+            name = str(origin["name_or_path"])
+            named = {"name": Path(name).name if is_path(name) else name}
+            named |= {"revision": origin["revision"], "digest": origin["digest"]}
+            said["carried"] = {**named, "tensors": len(self.tensors)}
+        return said
 
 
 def _source(assets: HFAssets) -> Path:

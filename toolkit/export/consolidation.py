@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from toolkit import ranks
-from toolkit.checkpoint.carried import CarriedTensor, carried_origin, carried_tensors
+from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import CHECKPOINTS, read_manifest
 from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.sources import (
@@ -37,7 +36,7 @@ from toolkit.export.plan import (
 )
 from toolkit.export.sources import AT_ONCE, AdapterMerge, SavedTensors
 from toolkit.export.writer import ReadGroup, check_output, staging_folder, write_export
-from toolkit.formats import HFAssets, assets_of, source_keys, told
+from toolkit.formats import HFAssets, assets_of
 from toolkit.models import tied_families
 
 
@@ -84,50 +83,32 @@ def consolidate(
     override, limit = parse_options(dtype, max_shard_size)
     adapter = find_adapter(checkpoint)
     source = adapter or find_source(checkpoint, hf_assets)
-    hf, where, given = source.hf, str(source.folder), source.checkpoint or source.folder
-    target = check_output(output, given)
-    if merge and adapter is None:
-        raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
-    if not staging_folder(target).exists():  # else the first weights may be written already
-        source.read_ahead()
+    hf, where = source.hf, str(source.folder)
+    target = _target(source, output, merge and adapter is None)
     origin, read_group = _origin(source, dtype, hf_assets if adapter else None), None
     run = origin.get("run")
     if adapter is None:
         model = model_of_assets(hf)
-        tensors = SavedTensors(source, model.state_dict())
-        shapes, prefix = tensors.shapes(), tensors.prefix
-        carried, left_out = dict[str, CarriedTensor](), list[str]()
-        assets = _assets(model, source, hf_assets)
-        if without_carried:
-            left_out = source_keys(model, assets.source or ()).carried
-        else:
-            carried = carried_tensors(model, assets)
-        plan = make_plan(
-            model,
-            shapes,
-            override,
-            limit,
-            where=where,
-            prefix=prefix,
-            carried=carried,
-            left_out=bool(left_out),
+        tensors, assets = (
+            SavedTensors(source, model.state_dict()),
+            _assets(model, source, hf_assets),
         )
-        origin |= carried_origin(assets, carried, left_out)
-        keys = assets.source or ()
-        if carried:
-            whose = (assets.origin or {}).get("name_or_path", hf)
-            ranks.show(f"carried    {told(carried, keys)}, from {whose}")
-        if left_out:
-            ranks.show(f"left out   {told(left_out, keys)}, of the source")
+        carried = Carried.of(model, assets, leave_out=without_carried)
+        shapes, prefix = tensors.shapes(), tensors.prefix
+        plan = make_plan(
+            model, shapes, override, limit, where=where, prefix=prefix, carried=carried
+        )
+        origin |= carried.told()
     elif merge:
-        tensors = SavedTensors(source)
-        merged = AdapterMerge(tensors, find_base(source, hf_assets), override, limit)
+        tensors, base = SavedTensors(source), find_base(source, hf_assets)
+        merged = AdapterMerge(tensors, base, override, limit, without_carried=without_carried)
         plan, read_group = merged.plan, merged.read_group
         origin |= {"adapter": adapter_origin(hf, base_entry(source), run), "merged": True}
+        origin |= merged.carried.told()
     else:
-        base, tensors = named_base(source, hf_assets), SavedTensors(source)
-        plan = make_adapter_plan(hf, tensors.shapes(), override, where=where, base=base)
-        origin |= {"adapter": adapter_origin(hf, base, run)}
+        named, tensors = named_base(source, hf_assets), SavedTensors(source)
+        plan = make_adapter_plan(hf, tensors.shapes(), override, where=where, base=named)
+        origin |= {"adapter": adapter_origin(hf, named, run)}
     read: ReadGroup = read_group or functools.partial(tensors.read_group, plan)
     tensors.check()
     for family in tied_families(plan.model).values():
@@ -137,6 +118,17 @@ def consolidate(
     weights = source.fingerprint()
     write_export(plan, target, weights=weights, read_group=read, origin=origin, at_once=at_once)
     return str(Path(output).expanduser())
+
+
+def _target(source: Source, output: str | Path, nothing_to_merge: bool) -> Path:
+    """Return the folder to write, while the first weights are read ahead."""
+    given = source.checkpoint or source.folder
+    target = check_output(output, given)
+    if nothing_to_merge:
+        raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
+    if not staging_folder(target).exists():  # else the first weights may be written already
+        source.read_ahead()
+    return target
 
 
 def _assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:

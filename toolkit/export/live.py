@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.adapters.base import adapter_entry
 from toolkit.adapters.peft_folder import CONFIG_FILE
-from toolkit.checkpoint.carried import carried_origin, carried_tensors
+from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.run_folder import set_export_aside
@@ -140,10 +140,9 @@ def _plan_live(
         assets_of(model).save(hf)
         if not has_adapters(model):
             exported = model_of_assets(hf)
-            carried = carried_tensors(exported, assets_of(exported))
-            return make_plan(
-                exported, shapes, override, limit, where=where, carried=carried
-            ), carried_origin(assets_of(exported), carried)
+            carried = Carried.of(exported, assets_of(exported))
+            plan = make_plan(exported, shapes, override, limit, where=where, carried=carried)
+            return plan, carried.told()
         entry = adapter_entry(model)
         (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
         plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)

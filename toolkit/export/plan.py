@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from toolkit import __version__
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
-from toolkit.checkpoint.carried import CarriedTensor
+from toolkit.checkpoint.carried import Carried, CarriedTensor
 from toolkit.checkpoint.sources import travels
 from toolkit.config.published import base_model
 from toolkit.errors import ExportError
@@ -80,6 +80,11 @@ class ExportPlan:
         made_by = (__version__, torch.__version__, transformers.__version__)
         facts = repr((made_by, self.stored, self.groups, hashes))
         return hashlib.sha256(facts.encode()).hexdigest()
+
+    def stored_twice(self) -> list[str]:
+        """Return the names under which tied parameters are stored once more, as the source does."""
+        alike = [[*g.outputs] for g in self.groups if g.sources and not g.converted]
+        return sorted(self.names[name] for names in alike for name in names[1:])
 
     def copied(self, group: ExportGroup) -> dict[str, Iterator[torch.Tensor]]:
         """Return output name -> its rows, some at a time, of a group without parameters."""
@@ -150,16 +155,15 @@ def make_plan(
     *,
     where: str,
     prefix: str = "",
-    carried: Mapping[str, CarriedTensor] | None = None,
-    left_out: bool = False,
+    carried: Carried | None = None,
 ) -> ExportPlan:
     """Decide names, dtypes and files of an exported `model` (of `model_of_assets`).
 
     Args:
         override: dtype of all floating tensors; None: as the source has them.
         limit: bytes of a weight file.
-        carried, left_out: tensors of the source that no parameter takes (`carried_tensors`), and
-            whether the export is to be without them: then config.json does not declare them.
+        carried: what the source has beside the parameters; what is left out of it config.json
+            does not declare.
         where, prefix: what holds the weights, and before their names there; for error messages.
 
     ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
@@ -171,7 +175,8 @@ def make_plan(
     groups = _under_source_names(model, groups)
     default = _config_dtype(assets)
     names = {name: _spelling(name, model) for group in groups for name in group.outputs}
-    carried = {n: entry for n, entry in (carried or {}).items() if n not in names.values()}
+    beside = {} if carried is None else carried.tensors
+    beside = {name: tensor for name, tensor in beside.items() if name not in names.values()}
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for group in groups:
         dtypes = {stored[origin[n]][0] for n in group.sources}
@@ -187,22 +192,23 @@ def make_plan(
                 what = f"is {said} in the source checkpoint (quantized), to which nothing is cast"
                 raise ExportError(f"{names[name]} {what}; pass --dtype bfloat16")
             shapes[names[name]] = wanted, shape
-    for name, entry in carried.items():
+    for name, entry in beside.items():
         groups.append(ExportGroup((), {name: entry.shape}, False))
         shapes[name] = (
             (override if override and entry.dtype in CASTABLE else entry.dtype),
             entry.shape,
         )
-    names |= {name: name for name in carried}
+    names |= {name: name for name in beside}
     tensors, headers = _lay_out(shapes, limit)
     written = override or (default if assets.source is None else None)
+    left_out = carried is not None and bool(carried.left_out)
     files = {**assets.files, "config.json": _config_file(model, written, left_out)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         placed = {name: tensors[name].file.name for name in sorted(tensors)}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    return ExportPlan(model, origin, groups, names, tensors, carried, headers, files)
+    return ExportPlan(model, origin, groups, names, tensors, beside, headers, files)
 
 
 def _under_source_names(model: PreTrainedModel, groups: list[ExportGroup]) -> list[ExportGroup]:

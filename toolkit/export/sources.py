@@ -25,7 +25,7 @@ from toolkit.adapters.peft_folder import (
     peft_layout,
     read_config,
 )
-from toolkit.checkpoint.carried import carried_tensors
+from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import damaged_files
 from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
 from toolkit.errors import CheckpointError, ExportError
@@ -177,7 +177,7 @@ class SavedTensors:
 
 class AdapterMerge:
     """The way from the base's files in `folder` and the adapter's `tensors` to those of `plan`;
-    `override` and `limit` as for `make_plan`.
+    `override` and `limit` as for `make_plan`, `without_carried` as for `consolidate`.
 
     Raises:
         ExportError: base and adapter do not fit together (names the tensor).
@@ -185,7 +185,13 @@ class AdapterMerge:
     """
 
     def __init__(
-        self, tensors: SavedTensors, folder: Path, override: torch.dtype | None, limit: int
+        self,
+        tensors: SavedTensors,
+        folder: Path,
+        override: torch.dtype | None,
+        limit: int,
+        *,
+        without_carried: bool = False,
     ) -> None:
         self.tensors, self.entries = tensors, read_weights(weight_files(folder))
         hf = tensors.source.hf
@@ -202,8 +208,10 @@ class AdapterMerge:
         _check_parts(self.layout, tied_families(model))
         self.aliases, state = tied_names(model), model.state_dict()
         stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
-        carried = carried_tensors(model, assets_of(model), folder)
-        self.plan = make_plan(model, stored, override, limit, where=str(folder), carried=carried)
+        self.carried = Carried.of(model, assets_of(model), folder, leave_out=without_carried)
+        self.plan = make_plan(
+            model, stored, override, limit, where=str(folder), carried=self.carried
+        )
         for group in filter(self.needs_base, self.plan.groups):
             self._check_base(group, folder)
 

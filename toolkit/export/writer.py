@@ -116,6 +116,8 @@ def write_export(
             staging.finished.clear()
             raise
         known = {"checkpoint": None, "step": None, "run": None, **origin}
+        if twice := plan.stored_twice():
+            known["stored_twice"] = twice
         export_manifest.write(staging.folder, described, known)
 
 

@@ -84,14 +84,34 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     if dtype != torch.float32:
         for tensor in kept_in_fp32(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
+    assets, tokenizer_folder = _assets(cfg, folder, reader, composite)
+    for name in untaught(model):
+        model.get_parameter(name).requires_grad_(False)
+    assets.resized = cfg.resize_embeddings and _resize(model, assets.config, tokenizer_folder, cfg)
+    model.tie_weights()
+    for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
+        model.get_parameter(name).requires_grad_(False)
+    if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
+        what = f"names every parameter of {type(model).__name__}: nothing would be trained"
+        raise ModelError(f"model.frozen_parameters {cfg.frozen_parameters} {what}")
+    assets.tied, assets.model_class = tied_names(model), model_class
+    assets.whole = None if whole in (None, model_class) else (whole, composite)
+    assets.conversions = formats.conversion_mapping(model, hf_quantizer=reader)
+    model.hf_assets = assets
+    return model
+
+
+def _assets(
+    cfg: ModelConfig, folder: Path, reader: Any, config: PreTrainedConfig
+) -> tuple[formats.HFAssets, Path]:
+    """Return what the files of a model say, and the folder of its tokenizer."""
     pristine, files = formats.read_config(folder), formats.asset_files(folder)
     source = formats.source_dtypes(folder) if cfg.init == "pretrained" else None
     parts: dict[str, tuple[str, ...]] = {}
     if reader is not None:
         pristine.pop(QUANTISED, None)
-        said = getattr(composite, "dtype", None)
         parts = stored_parts(source or (), reader)
-        source = source and as_read(source, parts, said or torch.bfloat16)
+        source = source and as_read(source, parts, getattr(config, "dtype", None) or torch.bfloat16)
     tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
@@ -100,32 +120,18 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         own = {n: content for n, content in files.items() if n == _GENERATION}
         files = formats.asset_files(tokenizer_folder)
         files = {n: content for n, content in files.items() if n != _GENERATION} | own
-    for name in untaught(model):
-        model.get_parameter(name).requires_grad_(False)
-    resized = cfg.resize_embeddings and _resize(model, pristine, tokenizer_folder, cfg)
-    model.tie_weights()
-    for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
-        model.get_parameter(name).requires_grad_(False)
-    if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
-        what = f"names every parameter of {type(model).__name__}: nothing would be trained"
-        raise ModelError(f"model.frozen_parameters {cfg.frozen_parameters} {what}")
     is_folder = os.path.isdir(os.path.expanduser(cfg.name_or_path))
-    model.hf_assets = formats.HFAssets(
+    assets = formats.HFAssets(
         config=pristine,
         files=files,
         source=source,
-        tied=tied_names(model),
-        conversions=formats.conversion_mapping(model, hf_quantizer=reader),
         stored=parts,
         reader=reader,
-        model_class=model_class,
-        whole=None if whole in (None, model_class) else (whole, composite),
-        resized=resized,
         name_or_path=os.path.abspath(folder) if is_folder else cfg.name_or_path,
         revision=cfg.revision,
         folder=folder,
     )
-    return model
+    return assets, tokenizer_folder
 
 
 def model_on_meta(

@@ -239,6 +239,7 @@ class ExportCheck:
         where = min(file_of.values()) if len({*file_of.values()}) == 1 else formats.INDEX_FILE
         for name, what in faults.items():
             self.add(file_of.get(name, where), name, what)
+        twice = self.manifest.get("origin", {}).get("stored_twice") or ()
         stored: dict[str, formats.TensorEntry] = {}
         first_name = tied_names(model)
         carried = set(formats.source_keys(model, self.entries).carried)
@@ -250,10 +251,12 @@ class ExportCheck:
             own = first_name.get(group.parameter, group.parameter)
             other = stored.setdefault(own, entry)
             if other is not entry:
+                what = f"is {own}, which is stored twice"
                 unlike = (other.shape, other.dtype) != (entry.shape, entry.dtype)
                 pair = formats.in_file(other), formats.in_file(entry)
                 if unlike or formats.first_difference(*pair)[0]:
-                    what = f"is {own}, which is stored twice, and they differ"
+                    self.add(entry.file.name, key, f"{what}, and they differ")
+                elif key not in twice:
                     self.add(entry.file.name, key, what)
 
     def compare_assets(self, source: Source) -> None:
