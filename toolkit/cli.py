@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -354,14 +354,34 @@ def _consolidate(args: argparse.Namespace) -> int:
     sizes = {file.name: file.stat().st_size for file in Path(folder).iterdir()}
     weights = sum(name.endswith(".safetensors") for name in sizes)
     print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes.values()):,} bytes")
-    load = "transformers.AutoModelForCausalLM.from_pretrained({!r})"
     print("load it with:")
-    if "adapter_config.json" in sizes:
-        settings = parsing.read_json(Path(folder, "adapter_config.json"), ExportError)
-        print(f"    base = {load.format(settings['base_model_name_or_path'])}")
-        load = "peft.PeftModel.from_pretrained(base, {!r})"
-    print(f"    {load.format(str(folder))}")
+    for line in _how_to_load(Path(folder)):
+        print(f"    {line}")
     return 0
+
+
+def _how_to_load(folder: Path) -> Iterator[str]:
+    """Yield the Python lines that load an export."""
+    from toolkit.formats import export_manifest, read_config
+    from toolkit.models.classes import auto_class
+
+    adapter = export_manifest.read(folder)["origin"].get("adapter")
+    config = adapter["base_config"] if adapter and not _is_whole(folder) else read_config(folder)
+    code = ", trust_remote_code=True" if "auto_map" in config else ""
+    named = (config.get("architectures") or [""])[0]
+    load = f"transformers.{auto_class(named)}.from_pretrained({{!r}}{code})"
+    if _is_whole(folder):
+        yield load.format(str(folder))
+        return
+    settings = parsing.read_json(folder / "adapter_config.json", ExportError)
+    yield f"base = {load.format(settings['base_model_name_or_path'])}"
+    if rows := adapter and adapter["base"].get("rows"):
+        yield f"base.resize_token_embeddings({rows})"
+    yield f"peft.PeftModel.from_pretrained(base, {str(folder)!r})"
+
+
+def _is_whole(folder: Path) -> bool:
+    return not (folder / "adapter_config.json").is_file()
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -45,18 +45,18 @@ def conditional_class(config: PreTrainedConfig, named: str | None) -> type[PreTr
     """
     for table in _CONDITIONAL:
         if named is not None and named in _names(table):
-            return getattr(transformers, named)
+            found = getattr(transformers, named)
+            return found if isinstance(config, found.config_class) else None
         if named is None and (found := _mapped(table, config)) is not None:
             return found
     return None
 
 
-def auto_class(model_class: type[PreTrainedModel]) -> str:
-    """Return the name of the class of transformers that loads a checkpoint of `model_class`."""
-    if model_class.__name__ in _names(_CONDITIONAL[0]) - causal_names():
-        return "AutoModelForImageTextToText"
-    if model_class.__name__ in _names(_CONDITIONAL[1]) - causal_names():
-        return "AutoModelForMultimodalLM"
+def auto_class(named: str) -> str:
+    """Return the name of the class of transformers that loads a checkpoint of the class `named`."""
+    for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
+        if named in _names(table) - causal_names():
+            return f"AutoModelFor{auto}"
     return "AutoModelForCausalLM"
 
 

@@ -10,7 +10,8 @@ import json
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
 _NEW_TOKENS = 8
 _CLOSE = 0.01  # of a matrix's largest value: a merge rounds to the base's dtype
@@ -34,9 +35,20 @@ def main() -> None:
         compare(model, args.adapter, args.base, options)
 
 
+def loader(folder: str, options: dict[str, Any]) -> Any:
+    """Return the class that config.json names, where it is not one that AutoModelForCausalLM
+    would take.
+    """
+    named = (AutoConfig.from_pretrained(folder, **options).architectures or [""])[0]
+    if named.endswith("ForCausalLM"):
+        return AutoModelForCausalLM
+    return getattr(transformers, named, AutoModelForCausalLM)
+
+
 def reload(folder: str, with_tokenizer: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    model, info = loaded
+    model, info = loader(folder, options).from_pretrained(
+        folder, output_loading_info=True, **options
+    )
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
         raise ValueError(f"transformers does not load every key of {folder}: {wrong}")
@@ -73,7 +85,7 @@ def generate(model: Any, tokenizer: Any) -> None:
 def compare(merged: Any, adapter: str, base: str, options: dict[str, Any]) -> None:
     from peft import PeftModel
 
-    model: Any = AutoModelForCausalLM.from_pretrained(base, **options)
+    model: Any = loader(base, options).from_pretrained(base, **options)
     rows = merged.get_input_embeddings().weight.shape[0]
     if model.get_input_embeddings().weight.shape[0] != rows:
         model.resize_token_embeddings(rows, mean_resizing=False)

@@ -117,6 +117,8 @@ def _write(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) ->
     for key in ("auto_map", "architectures"):
         if key in assets.config:
             content[key] = assets.config[key]
+    if assets.whole is not None:  # what is rehearsed is the text part alone
+        content["architectures"] = [plain_name(real)]
     content.pop("dtype", None)
     content |= {} if stored is None else {"dtype": stored}
     file.write_text(json.dumps(content, indent=2), "utf-8")
