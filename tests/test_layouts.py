@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
+from conftest import save_byte_tokenizer
 from layouts import LAYOUTS, in_fp8, save_layout
 from published_layouts import passed, run
 from safetensors.torch import load_file, save_file
@@ -274,3 +276,21 @@ def test_what_transformers_cannot_read_in_full_precision_is_refused(tmp_path: Pa
 
 def test_the_table_covers_thirty_layouts() -> None:
     assert len({value.class_name for value in LAYOUTS.values()}) >= 30
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gpt_neox", "bailing_hybrid"])
+def test_embeddings_of_any_kind_grow(tmp_path: Path, kind: str) -> None:
+    """Also of each layer, and under names that transformers renames."""
+    source = tiny_models.save(tiny_models.tiny_model(kind), tmp_path / "source", kind)
+    save_byte_tokenizer(source)
+    cfg = ModelConfig(str(source), dtype="float32", resize_embeddings=True)
+    model = build_on_meta(cfg)
+    check_fits(model, cfg)
+    load_pretrained(model, source, "cpu")
+    resized = assets_of(model).resized
+    assert resized
+    assert {*resized.values()} == {tiny_models.VOCABULARY}
+    assert all(model.get_parameter(name).shape[0] == 257 for name in resized)
+    checkpoint.save(checkpoint.TrainState(model, step=1), tmp_path / "run", CheckpointConfig())
+    consolidate(tmp_path / "run", tmp_path / "hf")
+    assert verify_export(tmp_path / "run", tmp_path / "hf", logits=True).ok

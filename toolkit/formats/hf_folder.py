@@ -14,6 +14,7 @@ from transformers.utils.hub import is_offline_mode
 
 from toolkit import ranks
 from toolkit.errors import LoadingError, ModelError, one_line
+from toolkit.formats.named_assets import code_files, vocabulary_files
 from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
 from toolkit.parsing import parse_json, read_bounded, read_json
@@ -62,7 +63,8 @@ class HFAssets:
     origin: dict[str, Any] | None = None
     """Where the source's tensors are that no parameter takes, and that exports copy from there:
     `name_or_path`, `revision` and `digest` of its weights. None: there are none."""
-    resized: bool = False  # whether embedding and head have another number of rows than the source
+    resized: dict[str, int] = field(default_factory=dict)
+    """Parameter that `resize_embeddings` gave more or fewer rows -> its rows in the source."""
     # From here on in memory only.
     conversions: list[Any] = field(default_factory=list)
     """Transformers' mapping from source keys to parameters, computed on the unsharded model."""
@@ -213,7 +215,10 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
     path = Path(name_or_path).expanduser()
     if path.exists() or _is_beside(path):
         return
-    for name in ("config.json", *ASSET_FILES):
+    names, folder = ["config.json", *ASSET_FILES], None
+    asked = {*names}
+    while names:
+        name = names.pop(0)
         try:
             file = cached_file(name_or_path, name, revision=revision, local_files_only=False)
         except OSError as error:
@@ -228,15 +233,19 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
                 return
             if cause is not None:
                 raise ModelError(f"{name_or_path}: {name}: {one_line(error)}") from error
-            continue
+            file = None
         if file is not None:  # all of one commit; what was said of a commit is not asked again
-            revision = Path(file).parent.name
+            revision, folder = Path(file).parent.name, Path(file).parent
+        if not names and folder is not None:  # what these name, and what that names in turn
+            more = {*code_files(folder), *vocabulary_files(folder)} - asked
+            names, asked = sorted(more), asked | more
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
     """Return the files beside the weights: generation config, tokenizer, template, custom code."""
-    names = [n for n in ASSET_FILES if (folder / n).is_file()]
+    names = [n for n in (*ASSET_FILES, *vocabulary_files(folder)) if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
+    names = [*dict.fromkeys(names)]
     files = {n: plain_file(folder, n, ModelError).read_bytes() for n in names}
     return _with_named_templates(folder, files)
 

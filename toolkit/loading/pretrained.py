@@ -245,17 +245,15 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry
 
 
 def _resized_rows(model: PreTrainedModel, name: str, entry: formats.TensorEntry) -> int | None:
-    """Return the new number of rows of an embedding or head that `resize_embeddings` changed."""
-    if not getattr(formats.assets_of(model), "resized", False):
+    """Return the new number of rows of what `resize_embeddings` changed; None of all else."""
+    before = formats.assets_of(model).resized
+    if not entry.shape or entry.shape[0] not in before.values():
         return None
-    named = _parameters(model).items()
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        for leaf, parameter in () if module is None else module.named_parameters():
-            same = tuple(parameter.shape[1:]) == entry.shape[1:] and name.endswith("." + leaf)
-            homes = [n.split(".")[-2] for n, p in named if p is parameter]
-            if same and name.split(".")[-2] in homes and entry.shape[0] != parameter.shape[0]:
-                return parameter.shape[0]
-    return None
+    ((_, target, _),) = formats.loaded_as(model, [name])
+    if before.get(target) != entry.shape[0]:
+        return None
+    shape = tuple(_parameters(model)[target].shape)
+    return shape[0] if shape[1:] == entry.shape[1:] else None
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

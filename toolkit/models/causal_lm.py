@@ -87,7 +87,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     assets, tokenizer_folder = _assets(cfg, folder, reader, composite)
     for name in untaught(model):
         model.get_parameter(name).requires_grad_(False)
-    assets.resized = cfg.resize_embeddings and _resize(model, assets.config, tokenizer_folder, cfg)
+    if cfg.resize_embeddings:
+        assets.resized = _resize(model, assets.config, tokenizer_folder, cfg)
     model.tie_weights()
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
         model.get_parameter(name).requires_grad_(False)
@@ -117,7 +118,7 @@ def _assets(
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
         formats.check_config(tokenizer_folder)
     if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
-        own = {n: content for n, content in files.items() if n == _GENERATION}
+        own = {n: c for n, c in files.items() if n == _GENERATION or n.endswith(".py")}
         files = formats.asset_files(tokenizer_folder)
         files = {n: content for n, content in files.items() if n != _GENERATION} | own
     is_folder = os.path.isdir(os.path.expanduser(cfg.name_or_path))
@@ -322,18 +323,29 @@ def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
     raise ModelError(f"model.tokenizer_name_or_path {name} is neither a folder nor on the Hub")
 
 
-def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig) -> bool:
-    """Give embedding and head a row per token of the tokenizer; whether that changed them."""
+def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig) -> dict[str, int]:
+    """Give embeddings and head a row per token of the tokenizer; return the rows before of each
+    parameter that this changed.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     multiple = cfg.pad_to_multiple_of or 1
     size = -(-(max(tokenizer.get_vocab().values()) + 1) // multiple) * multiple
     before = vocabulary_size(model)
     if size == before:
-        return False
-    with torch.device("meta"):
-        model.resize_token_embeddings(size, mean_resizing=False)
+        return {}
+    settings = model.config.get_text_config().to_dict()
+    shapes = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
+    try:
+        with torch.device("meta"):
+            model.resize_token_embeddings(size, mean_resizing=False)
+    except Exception as error:  # the code of any model
+        what = f"transformers cannot give {type(model).__name__} another number of tokens"
+        raise ModelError(f"model.resize_embeddings: {what}: {one_line(error, 200)}") from error
+    now = model.config.get_text_config().to_dict().items()
+    changed = {k: v for k, v in now if type(v) is int and v != settings.get(k)}
     # Not the vocabulary of another section, which images or sound have.
     sections = [pristine, *(v for v in pristine.values() if isinstance(v, dict))]
     for section in [s for s in sections if s.get("vocab_size") == before] or [pristine]:
-        section["vocab_size"] = size
-    return True
+        section.update(changed)
+    named = model.named_parameters(remove_duplicate=False)
+    return {n: shapes[n][0] for n, p in named if n in shapes and p.shape != shapes[n]}
