@@ -283,10 +283,15 @@ def _check_transformers() -> None:
 def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
     """Return the indices of the assistant's turns that are learned; of `all` none in particular."""
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-    if supervise in ("all", "last_assistant"):
-        return turns[-1:] if supervise == "last_assistant" else []
+    if supervise == "all" and conversation.context:
+        said = f"got a weight of 0 for turns {sorted(conversation.context)}"
+        raise BadRow(f"expected turns that all count (data.supervise all), {said}", "weight of 0")
+    if supervise == "all":
+        return []
+    if supervise == "last_assistant":
+        return [i for i in turns[-1:] if i not in conversation.context]
     first = 0 if supervise == "assistant" else conversation.supervised_from  # before: a prompt
-    return [i for i in turns if i >= first]
+    return [i for i in turns if i >= first and i not in conversation.context]
 
 
 def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import datasets
 
 from toolkit.config.settings import DataConfig, SourceConfig
 from toolkit.data.examples import recognise
+from toolkit.data.examples.columns import Names
 from toolkit.data.sources import instructions, lines, tables
 from toolkit.data.sources.files import What, configured, find_files, kind_of, stdlib_files
 from toolkit.data.sources.row_values import BadRow, or_bad
@@ -34,16 +35,28 @@ class DataSource:
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
+    names: Names = Names({}, {}, {}, ())  # noqa: RUF009 - it is frozen
 
     def files_digest(self) -> str:
         """Return a digest of names and sizes of the files, in order; the folder may move."""
         return tables.digest_of([(Path(f).name, os.path.getsize(f)) for f in self.files])
 
-    def row(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a stored row; raise BadRow where it cannot be read."""
+    @cached_property
+    def _features(self) -> dict[str, Any]:
+        return dict(self.rows.features or {})
+
+    def read(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a stored row, by their own names; raise BadRow where it cannot be
+        read.
+        """
         if lines.RAW in stored:
             return lines.decoded(stored)
-        return {k: tables.plain(v, k) for k, v in stored.items() if k not in _OF_FILES}
+        of, names = self._features, [name for name in stored if name not in _OF_FILES]
+        return {name: tables.plain(stored[name], name, of.get(name)) for name in names}
+
+    def row(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a stored row; raise BadRow where it cannot be read."""
+        return self.names.renamed(self.read(stored))
 
     def example(self, stored: dict[str, Any]) -> recognise.Example:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
@@ -98,10 +111,12 @@ def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
 ) -> DataSource:
     known = recognise.known_columns(cfg.text_column)
+    renamed = Names.of(source.columns or cfg.columns, known)
+    known, there = (*known, *recognise.OF_A_TREE, *renamed.columns.values()), list[str]()
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
-        rows = tables.read_named(source, where, known, streaming=streaming)
+        rows, there = tables.read_named(source, where, known, streaming=streaming)
     else:
         files = find_files(source.files, setting)
         kind = kind_of(files, setting)
@@ -110,27 +125,33 @@ def _source(
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
+            renamed.check([{"text": ""}], where)
             reader, schema = partial(text_tables), PIECES
         elif kind in ("json", "csv"):
             reader = partial(lines.line_tables, kind=kind, limit=lines.ROW_BYTES)
             schema = lines.LINES
         else:
             reader = partial(tables.arrow_tables, kind=kind, columns=known)
+            there = tables.column_names(str(files[0]), kind)
         cuts: dict[str, tables.Cut] = {"json": lines.cut_lines, "parquet": tables.cut_parquet}
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
     made = DataSource(
         *(str(source.name), where, rows, replace(recognise.PIECE_LAYOUT, whole=documents)),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
-        tuple(shard.size for shard in shards) or None,
+        *(tuple(shard.size for shard in shards) or None, renamed),
     )
-    return made if kind == "text" else _recognised(made, cfg, documents)
+    return made if kind == "text" else _recognised(made, cfg, documents, there)
 
 
-def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSource:
-    """Return `source` with the layout that its first rows have."""
+def _recognised(
+    source: DataSource, cfg: DataConfig, documents: bool, there: list[str]
+) -> DataSource:
+    """Return `source` with the layout that its first rows have, and what it leaves of them and of
+    the columns that are `there`.
+    """
     try:
-        first = [(stored, or_bad(source.row, stored)) for stored in islice(source.rows, LOOK_AT)]
+        first = [(stored, or_bad(source.read, stored)) for stored in islice(source.rows, LOOK_AT)]
     except Exception as error:
         raise tables.as_data_error(error, source.where) from error
     if not first:
@@ -140,11 +161,17 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
         what = f"and none of the first {len(first)} rows can be read. Is this the right file?"
         raise DataError(f"{source.place(first[0][0], 0)}: {first[0][1]}, {what}")
     layout_of = recognise.document_layout if documents else recognise.recognise
+    names, rows = source.names, [row for _, row in readable]
+    names.check([dict.fromkeys(there), *rows], source.where)
     try:
-        layout = layout_of([row for _, row in readable], cfg.text_column)
+        layout = layout_of([*map(names.renamed, rows)], cfg.text_column)
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
-    wanted = (*layout.columns, *layout.optional, lines.RAW, lines.FAULT, *_OF_FILES)
-    columns = [name for name in dict.fromkeys(wanted) if name in source.rows.column_names]
+    used = [names.columns.get(name, name) for name in (*layout.columns, *layout.optional)]
+    left = dict.fromkeys([*there, *(name for row in rows for name in row)])
+    unused = tuple(name for name in left if name not in {*used, *names.left_out})
+    wanted = dict.fromkeys((*used, lines.RAW, lines.FAULT, *_OF_FILES))
+    columns = [name for name in wanted if name in source.rows.column_names]
+    layout = replace(layout, unused=() if documents else unused)
     return replace(source, layout=layout, rows=source.rows.select_columns(columns))

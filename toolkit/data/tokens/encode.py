@@ -419,6 +419,7 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     return tables.digest_of(
         _VERSION,
         source.layout,
+        source.names,
         b"" if tokenizer is None else content_of(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
