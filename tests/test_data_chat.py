@@ -22,6 +22,7 @@ from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
 from toolkit.data.chat.habits import habits
 from toolkit.data.chat.masks import Rendered
+from toolkit.data.chat.printed import EARLIER_REASONING, NOT_PRINTED
 from toolkit.data.chat.template import Chat, learned_turns
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow
@@ -36,6 +37,7 @@ CONVERSATIONS = {
     "reasoning": templates.REASONING,
     "think_tags": templates.THINK_TAGS,
 }
+THINKING = ("qwen3",)  # whose templates print a reasoning_content
 CALLS = {"calls": templates.CALLS, "ends_with_call": templates.ENDS_WITH_CALL}
 
 
@@ -78,6 +80,8 @@ def takes(name: str, conversation: list[dict]) -> bool:
 def conversations(name: str) -> dict[str, Conversation]:
     template = TEMPLATES[name]
     plain = {k: Conversation(c) for k, c in CONVERSATIONS.items() if takes(name, c)}
+    if name not in THINKING:
+        del plain["reasoning"]
     if template.calls:
         tools = TOOLS if template.tools else None
         plain |= {k: Conversation(c, tools=tools) for k, c in CALLS.items()}
@@ -104,8 +108,11 @@ def test_what_is_learned_is_what_the_assistant_says(name, vocabulary):
     for (kind, chat), text, tokens in zip(chats.items(), rendered, encoded, strict=True):
         turns = expected(name, chat.messages)
         assert said(text) == turns, kind
-        # DeepSeek's prompt opens a reasoning that these answers do not have.
-        assert not text.notes or (name == "deepseek" and set(text.notes) == {masks.OTHER_PROMPT})
+        # DeepSeek's prompt opens a reasoning that these lack; both drop earlier ones.
+        notes = {masks.OTHER_PROMPT} if name == "deepseek" else set()
+        notes |= {EARLIER_REASONING} if kind in ("reasoning", "think_tags") else set()
+        allowed = notes if name in (*THINKING, "deepseek") else set()
+        assert set(text.notes) <= allowed, kind
         # From the tokens, and all others are exactly the rest.
         decoded = [tokenizer.decode(tokens.input_ids[b:e]) for b, e in tokens.spans]
         assert decoded == turns, kind
@@ -626,7 +633,27 @@ REFUSED = {
             "{% endif %}",
         ),
         PLAIN,
-        "prints something else for turn 1 (assistant)",
+        "only a part, of the content of turn 1 (assistant)",
+    ),
+    "cut": (
+        _LOOP % _TURN.replace("m.content", "m.content[:10]"),
+        PLAIN,
+        "content of turn 0 (user)",
+    ),
+    "no_reasoning": (
+        TEMPLATES["llama3"].stock,
+        templates.REASONING,
+        "nothing of the reasoning of turn 3 (assistant); use another (data.chat_template), or",
+    ),
+    "no_thought": (
+        _LOOP % _TURN.replace("m.content", "m.content.split('</think>')[-1]"),
+        templates.THINK_TAGS[:2],
+        "nothing of the reasoning of turn 1 (assistant)",
+    ),
+    "begins_with_the_assistant": (
+        TEMPLATES["gemma"].stock,
+        PLAIN[1:],
+        ". Let it begin with a turn of the user",
     ),
     "no_prompt_and_words": (
         _LOOP % _TURN.replace("{{ m.content", "{{ 'Sure! ' * (m.role == 'assistant') + m.content"),
@@ -659,6 +686,67 @@ def test_refused(case, vocabulary):
     # The next one is not harmed, and the template is to blame, not the process.
     chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
     assert said(chat.render(Conversation(PLAIN))) == expected("chatml", PLAIN)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reasoning_is_printed_or_the_row_refused(name, vocabulary):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES[name]))
+    result = chat.render(Conversation(templates.REASONING))
+    silent = [{k: m[k] for k in ("role", "content")} for m in templates.REASONING]
+    without = chat.render(Conversation(silent))
+    if name in THINKING:
+        assert "Three and three." in said(result)[-1]
+        assert result.notes == {EARLIER_REASONING: 1}
+    else:
+        assert result.reason == "reasoning not printed"
+    assert said(without) == expected(name, silent)
+
+
+def test_keys_of_turns_that_are_not_printed_are_counted(vocabulary):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
+    messages = [{**m, "stamp": i, "mood": "glad"} for i, m in enumerate(PLAIN)]
+    unused = {NOT_PRINTED.format(key): 1 for key in ("stamp", "mood")}
+    result = chat.render(Conversation(messages))
+    assert said(result) == expected("chatml", PLAIN)
+    assert result.notes == unused
+    moody = TEMPLATES["chatml"].stock.replace(
+        "message['content']", "message.mood + message['content']"
+    )
+    result = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], moody)).render(
+        Conversation(messages)
+    )
+    assert result.notes == {NOT_PRINTED.format("stamp"): 1}
+
+
+def test_arguments_are_printed_as_json_or_refused(vocabulary):
+    printed = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments }}]"
+    text = _LOOP % _TURN.replace(
+        "{{ m.content }}", "{{ m.content or '' }}" + printed + "{% endfor %}"
+    )
+    text += _ASKED % "<|im_start|>assistant\n"
+    messages = [user("Where?"), assistant(None, tool_calls=[call("a", city="Rome", now=True)])]
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], text))
+    assert said(chat.render(Conversation(messages))) == [
+        '[look_up {"city": "Rome", "now": true}]<|im_end|>'
+    ]
+    strict = text.replace("c.function.arguments }}", "dict(c.function.arguments) }}")
+    result = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], strict)).render(
+        Conversation(messages)
+    )
+    assert "of the call 'look_up' of turn 1 (assistant) as Python does" in str(result)
+
+
+def test_the_switch_that_helps_is_named(vocabulary):
+    """A prompt that opens a reasoning which is printed only if it was asked for."""
+    text = TEMPLATES["qwen3"].stock.replace(
+        "message.reasoning_content", "(message.reasoning_content if thinking else '')"
+    )
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["qwen3"], text))
+    assert text != TEMPLATES["qwen3"].stock
+    result = chat.render(Conversation(templates.REASONING))
+    assert 'chat_template_kwargs with {"thinking": true} makes it one that can' in str(result)
+    kwargs = {"thinking": True}
+    assert said(chat.render(Conversation(templates.REASONING, template_kwargs=kwargs)))
 
 
 def test_tools_that_are_not_printed(vocabulary):

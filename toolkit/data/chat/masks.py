@@ -44,9 +44,9 @@ from toolkit.data.sources.row_values import BadRow
 REFUSED = "refused by template"
 NO_STOP = "assistant turns without a stop token"
 _LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
-_SURELY = 12  # a text of more characters that stands in the rendering was printed there
-_NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+SURELY = 12  # a text of more characters that stands in the rendering was printed there
+NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
+REASONING = ("reasoning_content", "reasoning", "thinking")
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 
@@ -69,8 +69,7 @@ class Rendered:
 class Search:
     """The true rendering of a conversation, `text`, and what changed ones tell of its turns.
 
-    With `has_tools` the tools must be printed; `render(..., tools=False)` leaves them out. BadRow:
-    the template refuses the conversation, or leaves out a content, a tool call, or the tools.
+    BadRow: the template refuses the conversation. What it leaves out: see `printed.py`.
     """
 
     def __init__(
@@ -79,8 +78,6 @@ class Search:
         messages: list[Message],
         specials: Marks,
         known: Habits,
-        *,
-        has_tools: bool = False,
     ) -> None:
         self.render, self.messages, self.specials, self.known = render, messages, specials, known
         self.notes: Counter[str] = Counter()
@@ -91,7 +88,6 @@ class Search:
             raise self._refusal(error) from error
         # Two unlike words that are not in it, plain, so that no template escapes or trims them.
         self.words = [_absent(word, self.text) for word in WORDS[:2]]
-        self._check_printed(has_tools)
 
     def found(self, wanted: list[int]) -> Rendered:
         """Return the rendering with the characters of the turns `wanted`, indices of turns of the
@@ -137,33 +133,9 @@ class Search:
             except TEMPLATE_ERRORS as earlier:
                 if str(earlier) == str(error):
                     break
-        return BadRow(f"the chat template refuses {self.named(turn)}: {said}", REFUSED)
-
-    def _check_printed(self, has_tools: bool) -> None:
-        """Costs a rendering for each tool call, each short content, and the tools."""
-        calls, word = [], self.words[0]
-        for i, message in enumerate(self.messages):
-            calls += [(i, at, call) for at, call in enumerate(message.get("tool_calls") or [])]
-            content = (message.get("content") or "").strip()
-            if not content or (len(content) >= _SURELY and content in self.text):
-                continue
-            text = self.changed({i: with_content(message, word)})
-            if (content not in self.text) if text is None else (word not in text):
-                beside = " beside its tool calls" if message.get("tool_calls") else ""
-                raise _not_printed(f"content of {self.named(i)}{beside}", "content")
-        for i, at, call in calls:
-            text, mark = self.text, (name := call["function"]["name"])
-            for where in ("argument", "name"):
-                message, changed_to = with_call(self.messages[i], at, where, word, _NUMBERS[0])
-                if (changed := self.changed({i: message})) is not None:
-                    text, mark = changed, changed_to
-                    break
-            if mark not in text:
-                raise _not_printed(f"tool call {name!r} of {self.named(i)}", "tool call")
-        if has_tools and self.tried(self.messages, tools=False) == self.text:
-            advice = "use one that knows tools (data.chat_template), or leave out the column"
-            what = f"the chat template prints nothing of the tools; {advice}"
-            raise BadRow(what, "tools not printed")
+        roles = [m.get("role") for m in self.messages if m.get("role") != "system"]
+        first = ". Let it begin with a turn of the user" if roles[:1] == ["assistant"] else ""
+        return BadRow(f"the chat template refuses {self.named(turn)}: {said}{first}", REFUSED)
 
     # ---- Contents
 
@@ -218,7 +190,7 @@ class Search:
         return marks[-1].end()
 
     def _changed_calls(self, i: int) -> list[tuple[Message, str]]:
-        pairs = zip(self.words, _NUMBERS, strict=True)
+        pairs = zip(self.words, NUMBERS, strict=True)
         return [with_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
     def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
@@ -418,7 +390,7 @@ class Search:
         turns = self.messages[i + 1 :] if exactly else self.messages
         others = [(m.get("content") or "").strip() for m in turns if m["role"] != "assistant"]
         plain = pattern_of(self.specials)
-        others = [o for o in others if len(plain.sub("", o)) > _SURELY and o not in own]
+        others = [o for o in others if len(plain.sub("", o)) > SURELY and o not in own]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
         contents = said_of(self.messages[i].get("content") or "") if calls else []
@@ -440,14 +412,6 @@ class Search:
             return False
         alone = self.tried([{"role": "user", "content": self.words[0]}, self.messages[i]]) or ""
         return inside.count(header) >= max(1, alone.count(header))
-
-
-def _not_printed(what: str, kind: str) -> BadRow:
-    return BadRow(
-        f"the chat template prints nothing of the {what}; use another template "
-        "(data.chat_template), or leave out such rows (data.on_bad_row: skip)",
-        f"{kind} not printed",
-    )
 
 
 def _absent(word: str, text: str) -> str:
@@ -485,7 +449,7 @@ def with_call(message: Message, at: int, where: str, word: str, number: int) -> 
 
 def without_reasoning(message: Message) -> Message | None:
     """Return the turn without its reasoning; None where it has none."""
-    silent = {k: v for k, v in message.items() if k not in _REASONING}
+    silent = {k: v for k, v in message.items() if k not in REASONING}
     return silent if silent != message else None
 
 
@@ -493,7 +457,7 @@ def text_of(message: Message) -> str:
     """Return all that a turn says: content, reasoning, calls; their arguments as templates print
     them, each by itself or together.
     """
-    said = [message.get("content"), *(message.get(key) for key in _REASONING)]
+    said = [message.get("content"), *(message.get(key) for key in REASONING)]
     for call in message.get("tool_calls") or []:
         said += [call["function"], *_parts(call["function"]["arguments"])]
     return "\n".join(map(str, filter(None, said)))

@@ -38,7 +38,7 @@ _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
 _VERSION = 6  # part of the cache key: raise it when the same row gives other tokens or counts
-_MASKS = 2  # so of conversations: raise it when one gives another mask
+_MASKS = 3  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
