@@ -9,11 +9,19 @@ from typing import Any
 
 import datasets
 
+from toolkit import ranks
 from toolkit.config.settings import DataConfig, SourceConfig
 from toolkit.data.examples import recognise
 from toolkit.data.examples.columns import Names
 from toolkit.data.sources import instructions, lines, tables
-from toolkit.data.sources.files import What, configured, find_files, kind_of, stdlib_files
+from toolkit.data.sources.files import (
+    What,
+    configured,
+    find_files,
+    kind_of,
+    split_of,
+    stdlib_files,
+)
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.text_files import PIECES, text_tables
 from toolkit.errors import DataError
@@ -87,7 +95,8 @@ def load_sources(
     library, other rows the instructions made of them.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
-    document); a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
+    document). Of a folder as the Hub has them only the split to train on, or to evaluate on, is
+    read; a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
     the rows to train on are streams, others are read once and cached.
 
     A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
@@ -120,12 +129,14 @@ def _source(
     else:
         files = find_files(source.files, setting)
         kind = kind_of(files, setting)
+        _say_splits(source.files, setting)
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         where = f"{setting} ({files[0]}{more})"
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
             renamed.check([{"text": ""}], where)
+            _check_text(files, where)
             reader, schema = partial(text_tables), PIECES
         elif kind in ("json", "csv"):
             reader = partial(lines.line_tables, kind=kind, limit=lines.ROW_BYTES)
@@ -142,6 +153,33 @@ def _source(
         *(tuple(shard.size for shard in shards) or None, renamed),
     )
     return made if kind == "text" else _recognised(made, cfg, documents, there)
+
+
+def _say_splits(patterns: str | list[str], setting: str) -> None:
+    """Say which split is read of folders that hold several."""
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        folder = Path(pattern).expanduser()
+        split = split_of(folder, setting) if folder.is_dir() else None
+        if split is not None and (split.others or split.name != "train"):
+            others = ", ".join(f"{name} ({count})" for name, count in split.others.items())
+            left = f", not {others}" if others else ""
+            ranks.say(
+                f"data       {setting} {pattern}: split {split.name} ({len(split.files)} "
+                f"file(s)){left}"
+            )
+
+
+def _check_text(files: list[Path], where: str) -> None:
+    """Refuse JSON lines of a known format that would be read as plain text; say it of others."""
+    for file in files[:LOOK_AT]:
+        if (row := lines.first_row(file)) is None:
+            continue
+        layout = or_bad(recognise.recognise, [row])
+        advice = "let its name end in .jsonl, or put texts that look so into a column 'text'"
+        if isinstance(layout, recognise.Layout):
+            said = f"expected text, got JSON lines ({layout}); {advice}"
+            raise DataError(f"{where}: {file}: {said}")
+        ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
 def _recognised(
