@@ -736,6 +736,31 @@ def test_arguments_are_printed_as_json_or_refused(vocabulary):
     assert "of the call 'look_up' of turn 1 (assistant) as Python does" in str(result)
 
 
+STRICT_CALLS = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
+{{- raise_exception('a result without a call') }}{% endif %}
+{{- m.content or '' }}
+{%- for c in m.tool_calls or [] %}{% if loop.first %}<calls>
+{% endif %}<invoke name="{{ c.function.name }}">
+{% for k, v in c.function.arguments | items %}<parameter name="{{ k }}">{{ v }}</parameter>
+{% endfor %}</invoke>
+</calls>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": 1}], ids=["without", "with"])
+def test_a_call_and_its_result_of_a_template_that_takes_no_result_alone(vocabulary, arguments):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], STRICT_CALLS))
+    called = assistant(None, tool_calls=[call("a", **arguments)])
+    messages = [user("When?"), called, {"role": "tool", "content": "Now."}, assistant("It is now.")]
+    inner = "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in arguments.items())
+    printed = f'<calls>\n<invoke name="look_up">\n{inner}</invoke>\n</calls><|im_end|>'
+    assert said(chat.render(Conversation(messages))) == [printed, "It is now.<|im_end|>"]
+
+
 def test_the_switch_that_helps_is_named(vocabulary):
     """A prompt that opens a reasoning which is printed only if it was asked for."""
     text = TEMPLATES["qwen3"].stock.replace(

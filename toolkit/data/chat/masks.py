@@ -199,7 +199,7 @@ class Search:
         texts = [text for text in tried if text is not None]
         if len(texts) < len(changes):
             raise NotFound(f"the chat template refuses {self.named(i)} changed")
-        tails = []
+        tails: list[str] = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
                 what = f"the chat template prints {self.named(i)} {text.count(word)} times"
@@ -207,9 +207,17 @@ class Search:
             if word not in text:
                 raise NotFound(f"the chat template does not print {self.named(i)}")
             tails.append(text.rpartition(word)[2])
-        if tails[0] != tails[1] or not self.text.endswith(tails[0]):
+        follows = len(tails[0])
+        if not self.text.endswith(tails[0]) and self._bare_call(i):  # what ends an argument is new
+            follows = common_start(self.text[::-1], tails[0][::-1])
+        elif tails[0] != tails[1] or not self.text.endswith(tails[0]):
             raise NotFound(f"cannot tell where {self.named(i)} ends: what follows varies")
-        return common_start(self.text, *texts), len(self.text) - len(tails[0])
+        return common_start(self.text, *texts), len(self.text) - follows
+
+    def _bare_call(self, i: int) -> bool:
+        """Whether turn `i` ends with a call without arguments."""
+        calls = self.messages[i].get("tool_calls") or []
+        return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
     def _before_next(self, i: int, end: int) -> bool:
         """Whether the turn after turn `i` is printed after `end`, no result of a call within."""
@@ -298,10 +306,11 @@ class Search:
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
         """Return how much of what stands before any content of turn `i` is its header."""
-        if prompted or self.known.unasked or not constant.strip():
-            return 0  # after a prompt the model is to write all of it
         if self.known.prompt.strip() and constant.startswith(self.known.prompt):
-            return len(self.known.prompt)
+            return len(self.known.prompt)  # a prompt that only ended the turn before
+        words = pattern_of(self.specials, tags=True).sub("", constant).strip()
+        if (prompted and (i or not words)) or self.known.unasked or not constant.strip():
+            return 0  # after a prompt the model is to write all of it
         raise NotFound(
             f"the chat template prints {constant[:60]!r} before {self.named(i)}, and no "
             "generation prompt that tells whether the assistant says it"

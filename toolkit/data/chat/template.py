@@ -22,7 +22,16 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.habits import Habits, Marks, Message, Span, habits, pattern_of
+from toolkit.data.chat.habits import (
+    Habits,
+    Marks,
+    Message,
+    Span,
+    common_start,
+    habits,
+    pattern_of,
+    uncut,
+)
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
 from toolkit.data.chat.printed import check_printed
 from toolkit.data.examples.recognise import Conversation
@@ -160,12 +169,25 @@ class Template:
         if found is None:  # but for what the prompts hold
             asked = (search.tried(messages[:i], prompt=True) for i in every)
             prompts = [len(p) for p in asked if p is not None and search.text.startswith(p)]
-            markers = [(max([b, *(at for at in prompts if b < at < e)]), e) for b, e in markers]
+            spans = [self._inner(search.text, span, prompts, known) for span in markers]
             search.notes[UNCHECKED] += 1
-            return Rendered(search.text, markers, search.notes)
+            return Rendered(search.text, spans, search.notes)
         turns = dict(zip(every, found.spans, strict=True))
         spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
         return Rendered(found.text, spans, found.notes)
+
+    def _inner(self, text: str, span: Span, prompts: list[int], known: Habits) -> Span:
+        """Return what markers enclose, without the prompt, and white space after a stop token."""
+        begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
+        said = text[begin:end]
+        header = known.prompt[
+            : uncut(known.prompt, common_start(known.prompt, said), self.specials)
+        ]
+        ended = said.rstrip().endswith(tuple(filter(None, self.specials)))
+        return (
+            begin + (len(header) if header.strip() else 0),
+            begin + len(said.rstrip()) if ended else end,
+        )
 
     def _known(self, kwargs: dict[str, Any]) -> Habits:
         key = json.dumps(kwargs, sort_keys=True, default=repr)
