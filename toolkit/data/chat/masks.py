@@ -95,15 +95,15 @@ class Search:
         """
         spans, before = [], 0
         for i in wanted:
-            low, end, call = self._content(i)
-            stop = self._stop(i, end, call)
-            begin, exactly = self._start(i, low, end, before)
-            self._check(i, begin, stop, before, exactly)
+            low, end, call = self.content(i)
+            stop = self.stop(i, end, call)
+            begin, exactly = self.start(i, low, end, before)
+            self.check(i, begin, stop, before, exactly)
             if not exactly:
-                self._compare_prompt(i, begin, stop)
+                self.compare_prompt(i, begin, stop)
             spans.append((begin, stop))
             before = stop
-        return Rendered(self.text, spans, self.notes)
+        return Rendered(self.text, spans, +self.notes)
 
     def words_like(self, content: str) -> list[str]:
         """Return two words as long as `content`; none where it is too short."""
@@ -139,7 +139,7 @@ class Search:
 
     # ---- Contents
 
-    def _content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
+    def content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
         """Return a bound for the start of turn `i`, its end but for the stop token, and the change
         of a tool call that found it.
         """
@@ -240,7 +240,7 @@ class Search:
 
     # ---- Stop tokens
 
-    def _stop(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
+    def stop(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
         """Return where turn `i` ends with its stop token; `end` is where its content ends."""
         rest = self.text[end:]
         closings = [c for c in self.known.closings if rest.startswith(c)]
@@ -253,10 +253,13 @@ class Search:
                 what = f"{last[:60]!r} follows it at the end, {middle[:60]!r} amid a conversation"
                 raise NotFound(f"cannot tell where {self.named(i)} ends: {what}")
         closing = max(closings, key=len, default="")
-        if not any(special and closing.endswith(special) for special in self.specials):
-            self.notes[NO_STOP] += 1
+        self.notes[NO_STOP] += not self.ends_turn(closing)
         stop = end + len(closing)
         return stop if call is None or self.known.closings else self._call_end(i, end, stop)
+
+    def ends_turn(self, closing: str) -> bool:
+        """Whether a text ends with a special token."""
+        return closing.endswith(tuple(filter(None, self.specials)))
 
     def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
         """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
@@ -281,7 +284,7 @@ class Search:
 
     # ---- Starts
 
-    def _start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
+    def start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
         """Return where turn `i` begins, after its prompt, and whether all before is that prompt."""
         asked = self.tried(self.messages[:i], prompt=True)
         self.asked = asked or ""
@@ -291,7 +294,8 @@ class Search:
             header = self.known.header or self.known.prompt
             at = self.text.find(header, before, low) + len(header)
             single = header.strip() and self.text.count(header, before, low) == 1
-            if single and (at == low or header == self.known.prompt):
+            prompt = header == self.known.prompt and (i or not self._words(self.text[at:low]))
+            if single and (at == low or prompt):
                 return at, False
             raise NotFound(f"the chat template gives no prompt for {self.named(i)}")
         if not before <= len(asked) <= end:
@@ -306,15 +310,22 @@ class Search:
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
         """Return how much of what stands before any content of turn `i` is its header."""
+        if not constant.strip():
+            return 0
         if self.known.prompt.strip() and constant.startswith(self.known.prompt):
-            return len(self.known.prompt)  # a prompt that only ended the turn before
-        words = pattern_of(self.specials, tags=True).sub("", constant).strip()
-        if (prompted and (i or not words)) or self.known.unasked or not constant.strip():
+            return len(self.known.prompt)
+        if self.known.prompt.endswith(constant):  # the prompt only ended the turn before
+            return len(constant)
+        if (prompted or self.known.unasked) and (i or not self._words(constant)):
             return 0  # after a prompt the model is to write all of it
         raise NotFound(
             f"the chat template prints {constant[:60]!r} before {self.named(i)}, and no "
             "generation prompt that tells whether the assistant says it"
         )
+
+    def _words(self, text: str) -> str:
+        """Return a text without special tokens, tags, and white space around it."""
+        return pattern_of(self.specials, tags=True).sub("", text).strip()
 
     def _after_the_turn_before(self, i: int) -> int:
         """Return where turn `i` begins, from what follows the turn before, here and in the prompt.
@@ -365,6 +376,7 @@ class Search:
         constant = tries[0][shared:]
         if (
             len({*tries}) != 1
+            or (self._words(prompt[shared:]) and self._words(constant))  # the headers differ
             or not prompt[header:shared].strip()
             or held < shared
             or (constant and not constant.strip())
@@ -379,7 +391,7 @@ class Search:
 
     # ---- Checks
 
-    def _compare_prompt(self, i: int, begin: int, end: int) -> None:
+    def compare_prompt(self, i: int, begin: int, end: int) -> None:
         """Refuse a turn of which the prompt holds the beginning; note a last one whose prompt the
         text does not hold: earlier ones may be printed otherwise than they were asked for.
         """
@@ -392,7 +404,7 @@ class Search:
         if i == len(self.messages) - 1 and loose_start(asked, self.text)[0] < len(asked):
             self.notes[OTHER_PROMPT] += 1
 
-    def _check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
+    def check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
         """Refuse a span that is empty, overlaps the one before, or holds what others said."""
         own, inside = text_of(self.messages[i]), self.text[begin:end]
         # All before a turn that begins after its very prompt is that prompt.

@@ -22,6 +22,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from toolkit.data.chat.alike import found_alike
 from toolkit.data.chat.habits import (
     Habits,
     Marks,
@@ -156,11 +157,11 @@ class Template:
         search = Search(render, messages, self.specials, known)
         search.notes += check_printed(search, wanted, has_tools=bool(tools))
         if not (self.has_markers and wanted):
-            return search.found(wanted)
+            return found_alike(search, wanted) or search.found(wanted)
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         found = None
         try:
-            found = search.found(every)
+            found = found_alike(search, every) or search.found(every)
         except NotFound:
             if every != wanted:
                 raise
@@ -171,7 +172,7 @@ class Template:
             prompts = [len(p) for p in asked if p is not None and search.text.startswith(p)]
             spans = [self._inner(search.text, span, prompts, known) for span in markers]
             search.notes[UNCHECKED] += 1
-            return Rendered(search.text, spans, search.notes)
+            return Rendered(search.text, spans, +search.notes)
         turns = dict(zip(every, found.spans, strict=True))
         spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
         return Rendered(found.text, spans, found.notes)
