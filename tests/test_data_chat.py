@@ -836,7 +836,9 @@ def test_the_switch_that_helps_is_named(vocabulary):
     chat = Chat(tokenizer_of(vocabulary, TEMPLATES["qwen3"], text))
     assert text != TEMPLATES["qwen3"].stock
     result = chat.render(Conversation(templates.REASONING))
-    assert 'chat_template_kwargs with {"thinking": true} makes it one that can' in str(result)
+    assert 'A column chat_template_kwargs with {"thinking": true} makes it one that can' in str(
+        result
+    )
     kwargs = {"thinking": True}
     assert said(chat.render(Conversation(templates.REASONING, template_kwargs=kwargs)))
 

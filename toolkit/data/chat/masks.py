@@ -133,9 +133,12 @@ class Search:
             except TEMPLATE_ERRORS as earlier:
                 if str(earlier) == str(error):
                     break
+        refuses = f"the chat template refuses {self.named(turn)}: {said}"
+        return BadRow(f"{refuses}{self._begins_with_answer()}", REFUSED)
+
+    def _begins_with_answer(self) -> str:
         roles = [m.get("role") for m in self.messages if m.get("role") != "system"]
-        first = ". Let it begin with a turn of the user" if roles[:1] == ["assistant"] else ""
-        return BadRow(f"the chat template refuses {self.named(turn)}: {said}{first}", REFUSED)
+        return ". Let it begin with a turn of the user" if roles[:1] == ["assistant"] else ""
 
     # ---- Contents
 
@@ -297,7 +300,8 @@ class Search:
             prompt = header == self.known.prompt and (i or not self._words(self.text[at:low]))
             if single and (at == low or prompt):
                 return at, False
-            raise NotFound(f"the chat template gives no prompt for {self.named(i)}")
+            said = f"the chat template gives no prompt for {self.named(i)}"
+            raise NotFound(f"{said}{self._begins_with_answer()}")
         if not before <= len(asked) <= end:
             raise NotFound(f"the prompt for {self.named(i)} ends in another turn")
         constant = self.text[len(asked) : low]

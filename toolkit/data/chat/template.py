@@ -134,7 +134,7 @@ class Template:
             if name in self.text and name not in given:
                 switched = replace(conversation, template_kwargs={**given, name: value})
                 if isinstance(self._of_spellings(switched, wanted), Rendered):
-                    way = f"a column chat_template_kwargs with {json.dumps({name: value})}"
+                    way = f"A column chat_template_kwargs with {json.dumps({name: value})}"
                     return BadRow(f"{found}. {way} makes it one that can be used", found.reason)
         return found
 
