@@ -828,6 +828,23 @@ def test_a_call_and_its_result_of_a_template_that_takes_no_result_alone(vocabula
     assert said(chat.render(Conversation(messages))) == [printed, "It is now.<|im_end|>"]
 
 
+def test_markers_that_cannot_be_checked_hold_no_header_and_no_space_behind_the_turn(vocabulary):
+    """Where what follows a turn depends on its words, only the markers tell its edges."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+        "{% else %}{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n"
+        "{% endgeneration %}FOLLOWS{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    for follows, notes in (("{{ m.content[0] }}\n", {template_module.UNCHECKED: 1}), ("", {})):
+        changed = text.replace("FOLLOWS", follows)
+        chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], changed))
+        result = chat.render(Conversation(PLAIN))
+        assert said(result) == [m["content"] + "<|im_end|>" for m in PLAIN[1::2]]
+        assert result.notes == notes | ({} if notes else {masks.OTHER_PROMPT: 1})
+
+
 def test_the_switch_that_helps_is_named(vocabulary):
     """A prompt that opens a reasoning which is printed only if it was asked for."""
     text = TEMPLATES["qwen3"].stock.replace(

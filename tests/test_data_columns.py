@@ -3,15 +3,20 @@ themselves, weights of turns, older names of calls, and what is not used.
 """
 
 import json
+import re
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from conftest import ROOT, save_byte_tokenizer
+from transformers import AutoTokenizer
 
 from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
 from toolkit.data.sources.rows import load_sources
+from toolkit.data.tokens.encode import LATE_COLUMN, Encoder, encode
 from toolkit.errors import ConfigError, DataError
 
 
@@ -116,6 +121,12 @@ def test_rows_of_public_data_sets_need_no_rewriting(tmp_path, name, ending):
         assert (repr(column) in str(source.layout).partition("not used: ")[2]) == (
             column not in used and column not in ("tools", "instruction")
         )
+
+
+def test_the_documented_names_are_those_that_were_tried():
+    page = (ROOT / "docs" / "howto" / "data_formats.md").read_text("utf-8")
+    shown = [yaml.safe_load(cell) for cell in re.findall(r"^\| .* \| `(\{.*\})` \|$", page, re.M)]
+    assert shown == [columns for name, (_, columns, _) in PUBLIC.items() if name != "text"]
 
 
 def test_a_source_has_names_of_its_own(tmp_path):
@@ -244,6 +255,18 @@ def test_older_names_of_calls_and_tools(tmp_path):
     row["messages"][1]["tool_calls"] = [{"function": CALL}]
     with pytest.raises(Exception, match=r"tool_calls or the older function_call .* got both"):
         examples(source_of(tmp_path, [row]))
+
+
+def test_a_column_that_later_rows_have_is_counted(tmp_path):
+    rows = [{"prompt": Q, "completion": A, "id": i} for i in range(120)]
+    rows[110] |= {"hint": "x"}
+    rows[111] |= {"hint": "x", "left": 1}
+    source = source_of(tmp_path, rows, columns={"left": None})
+    assert str(source.layout).endswith("; not used: 'id'")
+    tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "tokenizer"))
+    made = encode(source, Encoder(tokenizer, FinetuneDataConfig(), 300))
+    assert made.counts.notes == {LATE_COLUMN.format("hint"): 2}
+    assert made.counts.kept == 120
 
 
 def test_a_tree_of_messages_is_refused(tmp_path):

@@ -174,7 +174,8 @@ class Template:
             search.notes[UNCHECKED] += 1
             return Rendered(search.text, spans, +search.notes)
         turns = dict(zip(every, found.spans, strict=True))
-        spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
+        around = (*self.specials, known.prompt, known.header)
+        spans = _by_markers(found.text, turns, markers, wanted, around)
         return Rendered(found.text, spans, found.notes)
 
     def _inner(self, text: str, span: Span, prompts: list[int], known: Habits) -> Span:

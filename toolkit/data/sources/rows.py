@@ -44,6 +44,7 @@ class DataSource:
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
     names: Names = Names({}, {}, {}, ())  # noqa: RUF009 - it is frozen
+    seen: frozenset[str] = frozenset()  # columns that are used, or said not to be
 
     def files_digest(self) -> str:
         """Return a digest of names and sizes of the files, in order; the folder may move."""
@@ -68,7 +69,11 @@ class DataSource:
 
     def example(self, stored: dict[str, Any]) -> recognise.Example:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
-        return recognise.example_of(self.row(stored), self.layout)
+        return self.example_of(self.read(stored))
+
+    def example_of(self, row: dict[str, Any]) -> recognise.Example:
+        """Return what is to be learned of what `read` gave; raise BadRow as `example` does."""
+        return recognise.example_of(self.names.renamed(row), self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
         """Return where the `number`-th row of the source, or of a shard of a stream, stands."""
@@ -212,4 +217,5 @@ def _recognised(
     wanted = dict.fromkeys((*used, lines.RAW, lines.FAULT, *_OF_FILES))
     columns = [name for name in wanted if name in source.rows.column_names]
     layout = replace(layout, unused=() if documents else unused)
-    return replace(source, layout=layout, rows=source.rows.select_columns(columns))
+    seen = frozenset((*used, *left, *names.left_out))
+    return replace(source, layout=layout, rows=source.rows.select_columns(columns), seen=seen)

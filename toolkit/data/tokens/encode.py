@@ -34,6 +34,8 @@ from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 from toolkit.formats.synced_files import replacing
 
+LATE_COLUMN = "rows with a column {!r}, which the first rows do not have and nothing uses"
+
 _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
@@ -120,8 +122,14 @@ class Encoder:
         """Return the example of each stored row, or where it stands and why it is left out; with
         `on_bad_row` `error` a bad row is a DataError.
         """
-        results = self.batch([or_bad(source.example, row) for row in stored])
-        for at, (row, result) in enumerate(zip(stored, results, strict=True)):
+        read = [or_bad(source.read, row) for row in stored]
+        results = self.batch(
+            [row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read]
+        )
+        for at, (row, values, result) in enumerate(zip(stored, read, results, strict=True)):
+            if isinstance(values, dict) and not isinstance(result, BadRow):
+                for name in values.keys() - source.seen if source.seen else ():
+                    result.notes[LATE_COLUMN.format(name)] = 1
             if not isinstance(result, BadRow):
                 continue
             said = f"{source.place(row, first + at)}: {result}"
