@@ -18,7 +18,7 @@ import copy
 import json
 import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import compress, pairwise
 from pathlib import Path
@@ -121,7 +121,7 @@ class TextTokenizer:
         not edges of its tokens. See [Note: tokens across an edge].
         """
         batch = backend.encode_batch([text for text, _ in pairs], add_special_tokens=False)
-        texts = [_Encoded(text, e, backend) for (text, _), e in zip(pairs, batch, strict=True)]
+        texts = [self._encoded(text, e) for (text, _), e in zip(pairs, batch, strict=True)]
         apart, heads = set[int](), []
         for at, (text, (_, spans)) in enumerate(zip(texts, pairs, strict=True)):
             if any(text.across(edge) for span in spans for edge in span):
@@ -151,11 +151,11 @@ class TextTokenizer:
                 return BadRow(f"{what}; end the prompt with a word", "edge within a word")
             if begin:  # up to its first added token, whose section is as any other
                 head = going_on.encode(text[begin:end], add_special_tokens=False)
-                parts.append((begin, _Encoded(text[begin:end], head, backend).up_to_added()))
+                parts.append((begin, self._encoded(text[begin:end], head).up_to_added()))
                 begin += len(parts[-1][1].text)
             if begin < end:
                 rest = backend.encode(text[begin:end], add_special_tokens=False)
-                parts.append((begin, _Encoded(text[begin:end], rest, backend)))
+                parts.append((begin, self._encoded(text[begin:end], rest)))
         firsts = np.cumsum([0, *(len(part.ids) for _, part in parts)])
 
         def at(edge: int) -> int:
@@ -165,6 +165,15 @@ class TextTokenizer:
         found = [(at(begin), at(end)) for begin, end in spans]
         ids = np.concatenate([part.ids for _, part in parts])
         return TokenSpans(ids, [(first, last) for first, last in found if first < last])
+
+    def _encoded(self, text: str, encoded: Encoding) -> "_Encoded":
+        assert self.backend is not None
+        return _Encoded(text, encoded, self.backend.id_to_token, self._added)
+
+    @cached_property
+    def _added(self) -> np.ndarray:
+        assert self.backend is not None
+        return np.array([*self.backend.get_added_tokens_decoder()], np.int32)
 
     @cached_property
     def _going_on(self) -> tuple[Tokenizer, Tokenizer, bool]:
@@ -229,10 +238,11 @@ def _without_space(part: Any) -> Any:
 class _Encoded:
     """A text, its tokens, and the characters of each."""
 
-    def __init__(self, text: str, encoded: Encoding, backend: Tokenizer) -> None:
+    def __init__(
+        self, text: str, encoded: Encoding, named: Callable[[int], str | None], added: np.ndarray
+    ) -> None:
         self.text, self.ids = text, np.array(encoded.ids, np.int32)
-        self._encoded, self._named = encoded, backend.id_to_token
-        self._added = backend.get_added_tokens_decoder()
+        self._encoded, self._named, self._added = encoded, named, added
 
     def marked(self, spans: Sequence[Span]) -> TokenSpans:
         found = [(self.at(begin), self.at(end)) for begin, end in spans]
@@ -252,15 +262,18 @@ class _Encoded:
         stands between: tokens do not depend on what is before an added one.
         """
         at = self.at(edge)
-        first = next((i for i in range(at - 1, -1, -1) if int(self.ids[i]) in self._added), None)
+        first = max(self._of_added(at), default=None)
         if not edge or first == at - 1:
             return None
         begin = 0 if first is None else self._chars(first)[0]
         return self.text[begin:edge], self.ids[first or 0 : at].tolist()
 
+    def _of_added(self, end: int) -> list[int]:
+        return np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
+
     def up_to_added(self) -> "_Encoded":
         """Return what stands before the first added token."""
-        at = next((i for i, n in enumerate(self.ids.tolist()) if n in self._added), len(self.ids))
+        at = min(self._of_added(len(self.ids)), default=len(self.ids))
         short = copy.copy(self)
         short.text = self.text[: self._chars(at)[0]] if at < len(self.ids) else self.text
         short.ids = self.ids[:at]
