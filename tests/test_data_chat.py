@@ -766,6 +766,8 @@ def test_reasoning_is_printed_or_the_row_refused(name, vocabulary):
         assert result.notes == {EARLIER_REASONING: 1}
     else:
         assert result.reason == "reasoning not printed"
+        whole = Chat(tokenizer_of(vocabulary, TEMPLATES[name]), supervise="all")
+        assert whole.render(Conversation(templates.REASONING)).reason == result.reason
     assert said(without) == expected(name, silent)
 
 

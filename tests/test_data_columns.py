@@ -13,6 +13,7 @@ import yaml
 from conftest import ROOT, save_byte_tokenizer
 from transformers import AutoTokenizer
 
+from toolkit import config
 from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
 from toolkit.data.sources.rows import load_sources
@@ -158,6 +159,26 @@ def test_pretraining_reads_a_column_of_another_name(tmp_path):
 def test_names_that_are_not_there(tmp_path, columns, error, said):
     with pytest.raises(error, match=said):
         source_of(tmp_path, [{"q": Q, "a": A}], columns=columns)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_refusal_names_all_columns(tmp_path, ending):
+    with pytest.raises(
+        DataError, match=r"got ('prompt'|'response'), ('prompt'|'response')\. Known"
+    ):
+        source_of(tmp_path, [{"prompt": Q, "response": A}], ending)
+
+
+def test_the_setting_is_read_and_written(tmp_path):
+    file = tmp_path / "a.yaml"
+    settings = {"columns": {"reasoning_content": None, "prompt": "q"}}
+    settings["sources"] = [{"files": "a", "columns": {"human": "user"}}]
+    file.write_text(yaml.safe_dump({"data": settings, "output_dir": "o"}), "utf-8")
+    cfg = config.parse(config.FinetuneConfig, ["--config", str(file), "--model.name_or_path", "x"])
+    assert cfg.data.columns == settings["columns"]
+    assert cfg.data.sources[0].columns == {"human": "user"}
+    file.write_text(config.dump(cfg), "utf-8")
+    assert config.load(config.FinetuneConfig, file) == cfg
 
 
 def test_names_for_a_file_of_text(tmp_path):

@@ -155,10 +155,10 @@ class Template:
         known = self._known(conversation.template_kwargs)
         render = partial(self._text, tools=tools, kwargs=conversation.template_kwargs)
         search = Search(render, messages, self.specials, known)
-        search.notes += check_printed(search, wanted, has_tools=bool(tools))
+        every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
         if not (self.has_markers and wanted):
             return found_alike(search, wanted) or search.found(wanted)
-        every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         found = None
         try:
             found = found_alike(search, every) or search.found(every)

@@ -206,8 +206,10 @@ def _recognised(
     layout_of = recognise.document_layout if documents else recognise.recognise
     names, rows = source.names, [row for _, row in readable]
     names.check([dict.fromkeys(there), *rows], source.where)
+    taken = {*names.columns.values(), *names.left_out}
+    unread = {name: None for name in there if name not in taken}  # to be named in a refusal
     try:
-        layout = layout_of([*map(names.renamed, rows)], cfg.text_column)
+        layout = layout_of([{**unread, **names.renamed(row)} for row in rows], cfg.text_column)
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
