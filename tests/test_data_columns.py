@@ -135,8 +135,17 @@ def test_a_source_has_names_of_its_own(tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": Q}) + "\n")
     named = [("a", {"prompt": "q", "completion": "a"}), ("b", {})]
     files = [SourceConfig(files=str(tmp_path / f"{n}.jsonl"), columns=c) for n, c in named]
-    sources = load_sources(FinetuneDataConfig(sources=files, columns={"text": "body"}))
+    cfg = FinetuneDataConfig(sources=files, columns={"text": "body"})
+    sources = load_sources(cfg)
     assert [e for source in sources for e in examples(source)] == [PromptCompletion(Q, A), Text(Q)]
+
+
+def test_rows_that_have_the_name_already_need_no_other(tmp_path):
+    """As files to evaluate on may have it."""
+    for columns in ({"prompt": "q", "completion": "a"}, {"messages": "talk", "content": "says"}):
+        row = {"prompt": Q, "completion": A} if "prompt" in columns else {"messages": ASKED}
+        expected = PromptCompletion(Q, A) if "prompt" in columns else Conversation(ASKED)
+        assert examples(source_of(tmp_path, [row], columns=columns)) == [expected]
 
 
 def test_pretraining_reads_a_column_of_another_name(tmp_path):
@@ -185,7 +194,7 @@ def test_names_for_a_file_of_text(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=r"data.columns names 'q', the rows have 'text'"):
         load_sources(
-            FinetuneDataConfig(train_files=[str(tmp_path / "a.txt")], columns={"text": "q"})
+            FinetuneDataConfig(train_files=[str(tmp_path / "a.txt")], columns={"prompt": "q"})
         )
 
 

@@ -17,7 +17,7 @@ EARLIER_REASONING = "earlier answers whose reasoning the chat template does not 
 NOT_PRINTED = "conversations with a key {!r} of turns that the chat template does not print"
 Changed = Callable[[str], Message]  # the turn with a word in the place of one of its parts
 _MANY = 8  # short contents from which on they are looked at together
-_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
+_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
 _END_OF_THOUGHT = re.compile(r"</[^<>\s]+>|\[/[A-Z_]+\]|◁/\w+▷")
 _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
 
@@ -126,7 +126,12 @@ def _with_thought(message: Message, said: str, word: str) -> Message:
 
 def _unused_keys(search: Search) -> Counter[str]:
     """Return the keys of turns without which the template prints the same."""
-    keys = dict.fromkeys(key for message in search.messages for key in message if key not in _KEYS)
+    keys = dict.fromkeys(
+        key
+        for message in search.messages
+        for key in message
+        if key not in _KEYS and (key, message["role"]) != ("name", "tool")
+    )
 
     def unused(without: Sequence[str]) -> bool:
         messages = [{k: v for k, v in m.items() if k not in without} for m in search.messages]

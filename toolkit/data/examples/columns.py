@@ -51,12 +51,14 @@ class Names:
         return cls(columns, keys, roles, left_out)
 
     def check(self, rows: Sequence[Row], where: str) -> None:
-        """Raise DataError for a name that none of the first rows has."""
+        """Raise DataError for a name that none of the first rows has, nor the toolkit's for it."""
         seen = dict.fromkeys(name for row in rows for name in row)
         turns = [turn for row in rows for name in seen for turn in _turns(row.get(name))]
         inner = dict.fromkeys(key for turn in turns for key in turn)
-        for theirs in {*self.columns.values(), *self.keys}:
-            if theirs not in seen and (theirs not in inner or theirs not in self.keys):
+        pairs = [(theirs, ours, seen) for ours, theirs in self.columns.items()]
+        pairs += [(theirs, ours, {**seen, **inner}) for theirs, ours in self.keys.items()]
+        for theirs, ours, there in pairs:
+            if theirs not in there and ours not in there:
                 of_turns = f"; turns have {named(inner)}" if inner else ""
                 what = f"data.columns names {theirs!r}, the rows have {named(seen)}{of_turns}"
                 raise DataError(f"{where}: {what}")
