@@ -491,8 +491,12 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
             "checkpoint.save_steps must be an integer of at least 1, got 0",
         ),
         ("train: {max_steps: 0}", "train.max_steps must be an integer of at least 1, or -1"),
-        ("data: {sources: [{files: a, weight: 0}]}", "got 0"),
-        ("data: {sources: [{files: a, max_repeats: -1}]}", "got -1"),
+        (
+            "data: {sources: [{files: b}, {files: a, weight: 0}]}",
+            "data.sources[1].weight must be a number above 0 or empty, got 0",
+        ),
+        ("data: {sources: [{files: a, weight: .nan}]}", "data.sources[0].weight must be a number"),
+        ("data: {sources: [{files: a, max_repeats: -1}]}", "max_repeats must be a number above 0"),
         (
             "data: {sources: [{files: a, weight: 1}, {files: b}]}",
             "data.sources: give every source a weight, or none",

@@ -95,7 +95,7 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
         "turn_null": (turns(None), "expected a turn (a mapping) in 'messages[2]', got null"),
         "no_role": (turns({"content": "a"}), "expected 'role' and 'content' in 'messages[2]'"),
         "sharegpt_turn": (turns({"from": "gpt", "value": "a"}), "got 'from', 'value'"),
-        "unknown_role": (turns({"role": "bot", "content": "a"}), "in 'messages[2]', got str 'bot'"),
+        "unknown_role": (turns({"role": "cat", "content": "a"}), "in 'messages[2]', got str 'cat'"),
         "role_null": (turns({"role": None, "content": "a"}), "in 'messages[2]', got null"),
         "role_list": (turns({"role": ["user"], "content": "a"}), "got list ['user']"),
         "no_content": (turns({"role": "user"}), "expected 'content' in 'messages[2]'"),
@@ -112,15 +112,18 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
         "blank_answer": (turns({"role": "assistant", "content": " \n"}), "an answer in turn 2"),
         "null_answer": (turns({"role": "assistant", "content": None}), "an answer in turn 2"),
         "old_call": (
-            turns({"role": "assistant", "content": None, "function_call": {"name": "f"}}),
-            "an answer in turn 2",
+            turns({"role": "assistant", "content": None, "function_call": {}}),
+            "expected text in 'messages[2].tool_calls[0].function.name', got null",
         ),
         "no_answer": ({"messages": [ASK, ASK]}, "a turn of the assistant to learn from"),
         "call_of_user": (
             turns({"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}),
             "tool_calls in turns of the assistant only",
         ),
-        "calls_text": (turns({"role": "assistant", "tool_calls": "f()"}), "expected a list in"),
+        "calls_text": (
+            turns({"role": "assistant", "tool_calls": "f()"}),
+            "JSON text in 'messages[2].tool",
+        ),
         "call_text": (turns({"role": "assistant", "tool_calls": ["f()"]}), "tool call (a mapping)"),
         "call_no_name": (
             call(arguments={}),
@@ -140,11 +143,11 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
             turns() | {"chat_template_kwargs": {"tools": []}},
             "which the toolkit sets",
         ),
-        "weight_0": (turns(ANSWER | {"weight": 0}), "got weight 0 in 'messages[2]'"),
+        "weight_half": (turns(ANSWER | {"weight": 0.5}), "expected 0 or 1 in 'messages[2].weight'"),
     },
     "sharegpt": {
         "no_value": (share({"from": "gpt"}), "expected 'from' and 'value' in 'conversations[2]'"),
-        "unknown_from": (share({"from": "bot", "value": "a"}), "got str 'bot'"),
+        "unknown_from": (share({"from": "cat", "value": "a"}), "got str 'cat'"),
         "from_number": (share({"from": 1, "value": "a"}), "got int 1"),
         "value_null": (share({"from": "gpt", "value": None}), "'conversations[2].value', got null"),
         "empty_value": (share({"from": "gpt", "value": ""}), "an answer in turn 2"),
@@ -457,7 +460,7 @@ COLUMNS = {
     "null_answer": ([turn(content=None)], "expected an answer in turn 0"),
     "empty_answer": ([turn(content=b"")], "expected an answer in turn 0"),
     "no_answer": ([turn(b"user")], "a turn of the assistant to learn from"),
-    "unknown_role": ([turn(b"bot")], "got str 'bot'"),
+    "unknown_role": ([turn(b"cat")], "got str 'cat'"),
 }
 
 

@@ -7,7 +7,6 @@ import datetime
 import json
 import random
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import chat_templates as templates
@@ -21,12 +20,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
+from toolkit.data.chat.alike import found_alike
 from toolkit.data.chat.habits import habits
 from toolkit.data.chat.masks import Rendered
+from toolkit.data.chat.printed import EARLIER_REASONING, NOT_PRINTED, check_printed
 from toolkit.data.chat.template import Chat, learned_turns
 from toolkit.data.examples.recognise import Conversation
-from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encode import ACROSS, Encoder
+from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError
 
 CONVERSATIONS = {
@@ -37,6 +38,7 @@ CONVERSATIONS = {
     "reasoning": templates.REASONING,
     "think_tags": templates.THINK_TAGS,
 }
+THINKING = ("qwen3",)  # whose templates print a reasoning_content
 CALLS = {"calls": templates.CALLS, "ends_with_call": templates.ENDS_WITH_CALL}
 
 
@@ -79,6 +81,8 @@ def takes(name: str, conversation: list[dict]) -> bool:
 def conversations(name: str) -> dict[str, Conversation]:
     template = TEMPLATES[name]
     plain = {k: Conversation(c) for k, c in CONVERSATIONS.items() if takes(name, c)}
+    if name not in THINKING:
+        del plain["reasoning"]
     if template.calls:
         tools = TOOLS if template.tools else None
         plain |= {k: Conversation(c, tools=tools) for k, c in CALLS.items()}
@@ -105,14 +109,13 @@ def test_what_is_learned_is_what_the_assistant_says(name, vocabulary):
     for (kind, chat), text, tokens in zip(chats.items(), rendered, encoded, strict=True):
         turns = expected(name, chat.messages)
         assert said(text) == turns, kind
-        # DeepSeek's prompt opens a reasoning that these answers do not have.
-        assert not text.notes or (name == "deepseek" and set(text.notes) == {masks.OTHER_PROMPT})
+        # DeepSeek's prompt opens a reasoning that these lack; both drop earlier ones.
+        notes = {masks.OTHER_PROMPT} if name == "deepseek" else set()
+        notes |= {EARLIER_REASONING} if kind in ("reasoning", "think_tags") else set()
+        allowed = notes if name in (*THINKING, "deepseek") else set()
+        assert set(text.notes) <= allowed, kind
         # From the tokens, and all others are exactly the rest.
         decoded = [tokenizer.decode(tokens.input_ids[b:e]) for b, e in tokens.spans]
-        of_tokens = Counter(tokens.notes) - text.notes
-        if kind == "spaced" and of_tokens:  # a token of the header's and the answer's newline
-            assert of_tokens == {ACROSS: 1}
-            turns = ["  indented\n" + turns[0].removeprefix("\n  indented\n"), *turns[1:]]
         assert decoded == turns, kind
         assert tokenizer.decode(tokens.input_ids) == text.text, kind
         if template.bos and template.bos != template.eos:
@@ -177,6 +180,58 @@ def test_a_turn_costs_a_few_renderings(name, vocabulary):
         found = masks.Search(render, messages, specials, known).found(turns)
         assert [found.text[b:e] for b, e in found.spans] == expected(name, messages), kind
         assert len(tries) <= 10 * len(turns), kind
+
+
+def long_talk(name: str, pairs: int) -> list[dict]:
+    """A long conversation, of short and long contents with space around them."""
+    rng, says = random.Random(name), ["Yes.", "a", "An answer of some length.", "two\n\nlines"]
+    says += [] if name in ("llama3", "gemma", "qwen3") else [" spaced "]
+    turns = [turn for i in range(pairs) for turn in (user(f"{i}?"), assistant(rng.choice(says)))]
+    return [{"role": "system", "content": "Be brief."}, *turns] if TEMPLATES[name].system else turns
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_long_conversation_costs_a_few_renderings_in_all(name, vocabulary):
+    template, tries = TEMPLATES[name], []
+    tokenizer, messages = tokenizer_of(vocabulary, template), long_talk(name, 40)
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    specials = tuple(tokenizer.all_special_tokens)
+    render = plain_render(template, tokenizer, tries)
+    known = habits(render, specials, template.bos, template.eos)
+    one_by_one = masks.Search(render, messages, specials, known).found(turns)
+    tries.clear()
+    search = masks.Search(render, messages, specials, known)
+    check_printed(search, turns, has_tools=False)
+    found = found_alike(search, turns)
+    assert found == one_by_one
+    assert said(found) == expected(name, messages)
+    assert len(tries) < 120
+    assert found_alike(search, turns[:10]) is None  # of few each is looked at
+
+
+@pytest.mark.parametrize("name", ["chatml", "zephyr"])
+def test_a_turn_that_is_printed_otherwise_is_found_by_itself(name, vocabulary):
+    """Only turn 35 has another header and stop token, which no turn that is tried tells."""
+    template, messages = TEMPLATES[name], long_talk("zephyr", 40)[1:]
+    for change in (".replace('assistant', 'assistant odd')", " + ' (odd)'"):
+        mark = "message['role']" if change.startswith(".") else "message['content']"
+        odd = template.stock.replace(mark, f"({mark}{change} if loop.index == 36 else {mark})")
+        assert odd != template.stock
+        tokenizer = tokenizer_of(vocabulary, template, odd)
+        chat = Chat(tokenizer)
+        result = chat.render(Conversation(messages))
+        known = chat.templates["default"]._known({})
+        render = lambda m, prompt=False, odd=odd, tokenizer=tokenizer: render_jinja_template(  # noqa: E731
+            [m], chat_template=odd, add_generation_prompt=prompt, **tokenizer.special_tokens_map
+        )[0][0]
+        search = masks.Search(render, messages, tuple(tokenizer.all_special_tokens), known)
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        assert found_alike(search, turns) is None
+        one_by_one = or_bad(search.found, turns)
+        if isinstance(one_by_one, BadRow):
+            assert str(result).startswith(str(one_by_one))
+        else:
+            assert said(result) == said(one_by_one)
 
 
 def awkward(name: str, rng: random.Random) -> list[dict]:
@@ -631,7 +686,41 @@ REFUSED = {
             "{% endif %}",
         ),
         PLAIN,
-        "prints something else for turn 1 (assistant)",
+        "only a part, of the content of turn 1 (assistant)",
+    ),
+    "cut": (
+        _LOOP % _TURN.replace("m.content", "m.content[:10]"),
+        PLAIN,
+        "content of turn 0 (user)",
+    ),
+    "no_reasoning": (
+        TEMPLATES["llama3"].stock,
+        templates.REASONING,
+        "nothing of the reasoning of turn 3 (assistant); use another (data.chat_template), or",
+    ),
+    "no_thought": (
+        _LOOP % _TURN.replace("m.content", "m.content.split('</think>')[-1]"),
+        templates.THINK_TAGS[:2],
+        "nothing of the reasoning of turn 1 (assistant)",
+    ),
+    "begins_with_the_assistant": (
+        TEMPLATES["gemma"].stock,
+        PLAIN[1:],
+        ". Let it begin with a turn of the user",
+    ),
+    "header_of_the_length": (
+        _LOOP
+        % "### Turn {{ loop.index }} of {{ messages|length }} ({{ m.role }})\n{{ m.content }}</s>"
+        + "{% if add_generation_prompt %}### Turn {{ messages|length + 1 }} of "
+        "{{ messages|length + 1 }} (assistant)\n{% endif %}",
+        PLAIN[:4],
+        "goes on with '2 (assistant)",
+    ),
+    "system_text_of_the_template_in_the_first_turn": (
+        _LOOP % _TURN.replace("{{ m.content", "{{ 'Be good. ' * loop.first + m.content")
+        + _ASKED % "<|im_start|>assistant\n",
+        PLAIN[1:],
+        "prints 'Be good. ' before turn 0",
     ),
     "no_prompt_and_words": (
         _LOOP % _TURN.replace("{{ m.content", "{{ 'Sure! ' * (m.role == 'assistant') + m.content"),
@@ -664,6 +753,113 @@ def test_refused(case, vocabulary):
     # The next one is not harmed, and the template is to blame, not the process.
     chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
     assert said(chat.render(Conversation(PLAIN))) == expected("chatml", PLAIN)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reasoning_is_printed_or_the_row_refused(name, vocabulary):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES[name]))
+    result = chat.render(Conversation(templates.REASONING))
+    silent = [{k: m[k] for k in ("role", "content")} for m in templates.REASONING]
+    without = chat.render(Conversation(silent))
+    if name in THINKING:
+        assert "Three and three." in said(result)[-1]
+        assert result.notes == {EARLIER_REASONING: 1}
+    else:
+        assert result.reason == "reasoning not printed"
+        whole = Chat(tokenizer_of(vocabulary, TEMPLATES[name]), supervise="all")
+        assert whole.render(Conversation(templates.REASONING)).reason == result.reason
+    assert said(without) == expected(name, silent)
+
+
+def test_keys_of_turns_that_are_not_printed_are_counted(vocabulary):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
+    messages = [{**m, "stamp": i, "mood": "glad"} for i, m in enumerate(PLAIN)]
+    unused = {NOT_PRINTED.format(key): 1 for key in ("stamp", "mood")}
+    result = chat.render(Conversation(messages))
+    assert said(result) == expected("chatml", PLAIN)
+    assert result.notes == unused
+    moody = TEMPLATES["chatml"].stock.replace(
+        "message['content']", "message.mood + message['content']"
+    )
+    result = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], moody)).render(
+        Conversation(messages)
+    )
+    assert result.notes == {NOT_PRINTED.format("stamp"): 1}
+
+
+def test_arguments_are_printed_as_json_or_refused(vocabulary):
+    printed = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments }}]"
+    text = _LOOP % _TURN.replace(
+        "{{ m.content }}", "{{ m.content or '' }}" + printed + "{% endfor %}"
+    )
+    text += _ASKED % "<|im_start|>assistant\n"
+    messages = [user("Where?"), assistant(None, tool_calls=[call("a", city="Rome", now=True)])]
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], text))
+    assert said(chat.render(Conversation(messages))) == [
+        '[look_up {"city": "Rome", "now": true}]<|im_end|>'
+    ]
+    strict = text.replace("c.function.arguments }}", "dict(c.function.arguments) }}")
+    result = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], strict)).render(
+        Conversation(messages)
+    )
+    assert "of the call 'look_up' of turn 1 (assistant) as Python does" in str(result)
+
+
+STRICT_CALLS = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
+{{- raise_exception('a result without a call') }}{% endif %}
+{{- m.content or '' }}
+{%- for c in m.tool_calls or [] %}{% if loop.first %}<calls>
+{% endif %}<invoke name="{{ c.function.name }}">
+{% for k, v in c.function.arguments | items %}<parameter name="{{ k }}">{{ v }}</parameter>
+{% endfor %}</invoke>
+</calls>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": 1}], ids=["without", "with"])
+def test_a_call_and_its_result_of_a_template_that_takes_no_result_alone(vocabulary, arguments):
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], STRICT_CALLS))
+    called = assistant(None, tool_calls=[call("a", **arguments)])
+    messages = [user("When?"), called, {"role": "tool", "content": "Now."}, assistant("It is now.")]
+    inner = "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in arguments.items())
+    printed = f'<calls>\n<invoke name="look_up">\n{inner}</invoke>\n</calls><|im_end|>'
+    assert said(chat.render(Conversation(messages))) == [printed, "It is now.<|im_end|>"]
+
+
+def test_markers_that_cannot_be_checked_hold_no_header_and_no_space_behind_the_turn(vocabulary):
+    """Where what follows a turn depends on its words, only the markers tell its edges."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+        "{% else %}{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n"
+        "{% endgeneration %}FOLLOWS{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    for follows, notes in (("{{ m.content[0] }}\n", {template_module.UNCHECKED: 1}), ("", {})):
+        changed = text.replace("FOLLOWS", follows)
+        chat = Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"], changed))
+        result = chat.render(Conversation(PLAIN))
+        assert said(result) == [m["content"] + "<|im_end|>" for m in PLAIN[1::2]]
+        assert result.notes == notes | ({} if notes else {masks.OTHER_PROMPT: 1})
+
+
+def test_the_switch_that_helps_is_named(vocabulary):
+    """A prompt that opens a reasoning which is printed only if it was asked for."""
+    text = TEMPLATES["qwen3"].stock.replace(
+        "message.reasoning_content", "(message.reasoning_content if thinking else '')"
+    )
+    chat = Chat(tokenizer_of(vocabulary, TEMPLATES["qwen3"], text))
+    assert text != TEMPLATES["qwen3"].stock
+    result = chat.render(Conversation(templates.REASONING))
+    assert 'A column chat_template_kwargs with {"thinking": true} makes it one that can' in str(
+        result
+    )
+    kwargs = {"thinking": True}
+    assert said(chat.render(Conversation(templates.REASONING, template_kwargs=kwargs)))
 
 
 def test_tools_that_are_not_printed(vocabulary):

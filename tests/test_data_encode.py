@@ -8,7 +8,6 @@ import random
 import signal
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import datasets
 import numpy as np
@@ -26,7 +25,6 @@ from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
 from toolkit.data.tokens.encode import (
-    ACROSS,
     Counts,
     EncodedExample,
     Encoder,
@@ -143,6 +141,25 @@ def test_special_tokens_of_the_tokenizer_stand_around_texts_not_around_chats(tok
     assert learned(framed, pair.input_ids, pair.spans) == ["c<|endoftext|>"]
     assert framed.decode(talk.input_ids).startswith("<|im_start|>user\nd<|im_end|>\n")
     assert learned(framed, talk.input_ids, talk.spans) == ["e<|im_end|>"]
+
+
+def test_what_begins_a_text_is_not_put_before_it_twice(tokenizer, tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.save_pretrained(tmp_path)
+    framed = AutoTokenizer.from_pretrained(tmp_path)
+    bos = ("<|im_start|>", framed.convert_tokens_to_ids("<|im_start|>"))
+    framed.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[bos]
+    )
+    encoder = OneByOne(framed, config(), 300)
+    begun, pair = Text("<|im_start|>a"), PromptCompletion("<|im_start|>a", "b")
+    assert framed.decode(encoder(begun).input_ids) == "<|im_start|>a<|endoftext|>"
+    example = encoder(pair)
+    assert framed.decode(example.input_ids) == "<|im_start|>ab<|endoftext|>"
+    assert learned(framed, example.input_ids, example.spans) == ["b<|endoftext|>"]
+    inner = encoder(Text("a<|im_start|>"))
+    assert framed.decode(inner.input_ids) == "<|im_start|>a<|im_start|><|endoftext|>"
 
 
 def test_tokens_are_taken_with_their_labels(tokenizer):
@@ -267,22 +284,25 @@ def merging(tmp_path_factory):
     return out
 
 
-def test_a_token_across_the_edge_is_not_learned(merging):
+def test_an_answer_is_learned_whole_after_the_tokens_of_its_prompt(merging):
     for tokenizer in merging:
         encoder = OneByOne(tokenizer, config(), 400)
-        for prompt, completion, rest, across in (
-            ("The answer is", " forty two.", " forty two.<|endoftext|>", 0),
-            ("The answer is ", "forty two.", " two.<|endoftext|>", 1),
-            ("The answer is for", "ty two.", " two.<|endoftext|>", 1),
-            ("ü🤖", "🤖 two.", "🤖 two.<|endoftext|>", 0),
-            ("", "The answer", "The answer<|endoftext|>", 0),
+        for prompt, completion, cut in (
+            ("The answer is", " forty two.", False),
+            ("The answer is ", "forty two.", True),
+            ("The answer is for", "ty two.", True),
+            ("The answer is  ", "two.", True),
+            ("ü🤖", "🤖 two.", False),
+            ("", "The answer", False),
         ):
             example = encoder(PromptCompletion(prompt, completion))
+            rest = f"{completion}<|endoftext|>"
             assert learned(tokenizer, example.input_ids, example.spans) == [rest], prompt
-            assert example.notes == ({ACROSS: across} if across else {})
-            # As the model meets it: one text, then the end.
+            ((begin, end),) = example.spans
+            assert example.input_ids[:begin].tolist() == tokenizer(prompt)["input_ids"], prompt
+            assert (end, example.notes) == (len(example.input_ids), {})
             whole = tokenizer(prompt + completion)["input_ids"]
-            assert example.input_ids.tolist() == [*whole, EOS]
+            assert (example.input_ids.tolist() != [*whole, EOS]) == cut, prompt
 
 
 def test_white_space_of_the_prompt_is_not_learned_where_offsets_leave_it_out():
@@ -310,27 +330,25 @@ def test_white_space_of_the_prompt_is_not_learned_where_offsets_leave_it_out():
     expected = TextTokenizer(tokenizers[False]).encode(texts, spans)
     found = TextTokenizer(tokenizers[True]).encode(texts, spans)
     for case, one, two in zip(cases, expected, found, strict=True):
-        assert (one.spans, one.across) == (two.spans, two.across), case
-    assert found[0].across == 1
+        assert (one.ids.tolist(), one.spans) == (two.ids.tolist(), two.spans), case
     assert TextTokenizer(tokenizers[True]).around() == ([71], [])
 
 
-def test_every_edge_against_the_offsets(merging):
-    """All spans of a text with awkward white space, by hand from offsets that hold all of it."""
+def test_every_span_of_a_text_is_learned_whole(merging):
+    """With awkward white space, and offsets that leave it out."""
     text = "The answer  is \n\n forty\ttwo. Is it two?\n ü🤖 is"
-    exact = merging[0](text, return_offsets_mapping=True)["offset_mapping"]
-    assert exact[0][0] == 0
-    assert all(a[1] >= b[0] for a, b in pairwise(exact))
-    assert "two?\n" in [text[a:b].strip(" ") for a, b in exact]
     for tokenizer in merging:
         spans = [[(a, b)] for a in range(len(text)) for b in range(a + 1, len(text) + 1)]
         found = TextTokenizer(tokenizer).encode([text] * len(spans), spans)
+        cuts = 0
         for ((a, b),), marked in zip(spans, found, strict=True):
-            inside = [t for t, (s, e) in enumerate(exact) if a <= s and e <= b]
-            chosen = [t for begin, end in marked.spans for t in range(begin, end)]
-            assert chosen == inside, (text[a:b], tokenizer is merging[1])
-            cut = [t for t, (s, e) in enumerate(exact) if s < a < e or s < b < e]
-            assert marked.across == len(cut)
+            ((first, last),) = marked.spans
+            ids = marked.ids.tolist()
+            assert tokenizer.decode(ids) == text
+            assert tokenizer.decode(ids[first:last]) == text[a:b], tokenizer is merging[1]
+            assert ids[:first] == tokenizer(text[:a])["input_ids"]
+            cuts += ids != tokenizer(text)["input_ids"]
+        assert 0 < cuts < len(spans)
 
 
 def test_a_tokenizer_without_offsets(merging):

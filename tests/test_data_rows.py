@@ -327,7 +327,7 @@ def test_a_data_set_by_name_of_rows_that_differ(tmp_path):
         found = read(source)
         assert [[m["role"] for m in f.messages] for f in found] == expected
         arguments = [f.messages[1]["tool_calls"][0]["function"]["arguments"] for f in found[:2]]
-        assert arguments == [{"a": 2, "b": 2}, {"where": {"city": "Łódź"}}]
+        assert arguments == [{"a": 2, "b": 2}, {"where": {"city": "Łódź"}, "n": None}]
         row = f"row 1{' of a shard' if streaming else ''} (counted from 0)"
         assert source.place(list(source.rows)[1], 1) == f"data.dataset_name {tmp_path} {row}"
     with pytest.raises(DataError, match=r"data\.dataset_name .* cannot be read"):

@@ -227,12 +227,19 @@ def _check_text(setting: str, kind: Any, text: str) -> None:
 
 
 def _check_items(value: Any, kind: Any, where: str) -> None:
-    """Refuse an unknown key of a list's item that is a section, such as one of `data.sources`."""
+    """Refuse an unknown key, or a wrong value, of a list's item that is a section, such as one of
+    `data.sources`.
+    """
     (item,) = typing.get_args(kind) if typing.get_origin(kind) is list else (None,)
     if dataclasses.is_dataclass(item) and isinstance(value, list):
         for i, entry in enumerate(value):
             if isinstance(entry, dict):
                 _check_keys(item, entry, f"{where}[{i}]")  # type: ignore[arg-type]
+                try:
+                    _parser(item).parse_object(entry)  # type: ignore[arg-type]
+                except ArgumentError as error:
+                    said = _in_plain_words(item, " ".join(str(error).split()))  # type: ignore[arg-type]
+                    raise ConfigError(f"{where}[{i}].{said}") from None
 
 
 def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:

@@ -240,6 +240,8 @@ class SourceConfig:
     weight: Positive | None = None
     """Its share of the samples, relative to the other weights; empty (for all sources or none): in
     proportion to its size, which is one pass over everything."""
+    columns: dict[str, str | None] = field(default_factory=dict)
+    """Other names in its rows, as data.columns, which it takes the place of."""
     max_repeats: Positive | None = None
     """Passes over it at most; what it would give beyond comes from the others. Empty: no limit."""
 
@@ -249,8 +251,9 @@ class DataConfig:
     """Where the text comes from and how it becomes samples."""
 
     train_files: str | list[str] = field(default_factory=list)
-    """Files or globs (.txt .md .py and other text, .jsonl .json .csv .parquet .arrow); empty, and
-    no dataset_name and no sources: built-in data made of Python's own standard library."""
+    """Files or globs (.txt .md .py and other text, .jsonl .ndjson .json .csv .tsv .parquet .arrow),
+    or folders, of a data set of the Hub its split train; empty, and no dataset_name and no sources:
+    built-in data made of Python's own standard library."""
     eval_files: str | list[str] = field(default_factory=list)
     """Files or globs to evaluate on; empty: the eval_split of the training data."""
     dataset_name: str | None = None
@@ -268,6 +271,10 @@ class DataConfig:
     ranks do not divide them. The samples depend on it, and not on the number of ranks."""
     text_column: str = "text"
     """Column that holds the text; a column `input_ids` is taken as already tokenised instead."""
+    columns: dict[str, str | None] = field(default_factory=dict)
+    """Other names in the rows: of columns (`prompt: question`), keys of turns (`content: value`)
+    and roles (`human: user`). With null a column or a key is left out: `reasoning_content: null`
+    trains without the reasoning."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What a row that cannot be used does: end the run with its file and line, or be left out and
     counted."""

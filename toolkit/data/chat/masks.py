@@ -44,9 +44,9 @@ from toolkit.data.sources.row_values import BadRow
 REFUSED = "refused by template"
 NO_STOP = "assistant turns without a stop token"
 _LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
-_SURELY = 12  # a text of more characters that stands in the rendering was printed there
-_NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+SURELY = 12  # a text of more characters that stands in the rendering was printed there
+NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
+REASONING = ("reasoning_content", "reasoning", "thinking")
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 
@@ -69,8 +69,7 @@ class Rendered:
 class Search:
     """The true rendering of a conversation, `text`, and what changed ones tell of its turns.
 
-    With `has_tools` the tools must be printed; `render(..., tools=False)` leaves them out. BadRow:
-    the template refuses the conversation, or leaves out a content, a tool call, or the tools.
+    BadRow: the template refuses the conversation. What it leaves out: see `printed.py`.
     """
 
     def __init__(
@@ -79,8 +78,6 @@ class Search:
         messages: list[Message],
         specials: Marks,
         known: Habits,
-        *,
-        has_tools: bool = False,
     ) -> None:
         self.render, self.messages, self.specials, self.known = render, messages, specials, known
         self.notes: Counter[str] = Counter()
@@ -91,7 +88,6 @@ class Search:
             raise self._refusal(error) from error
         # Two unlike words that are not in it, plain, so that no template escapes or trims them.
         self.words = [_absent(word, self.text) for word in WORDS[:2]]
-        self._check_printed(has_tools)
 
     def found(self, wanted: list[int]) -> Rendered:
         """Return the rendering with the characters of the turns `wanted`, indices of turns of the
@@ -99,15 +95,15 @@ class Search:
         """
         spans, before = [], 0
         for i in wanted:
-            low, end, call = self._content(i)
-            stop = self._stop(i, end, call)
-            begin, exactly = self._start(i, low, end, before)
-            self._check(i, begin, stop, before, exactly)
+            low, end, call = self.content(i)
+            stop = self.stop(i, end, call)
+            begin, exactly = self.start(i, low, end, before)
+            self.check(i, begin, stop, before, exactly)
             if not exactly:
-                self._compare_prompt(i, begin, stop)
+                self.compare_prompt(i, begin, stop)
             spans.append((begin, stop))
             before = stop
-        return Rendered(self.text, spans, self.notes)
+        return Rendered(self.text, spans, +self.notes)
 
     def words_like(self, content: str) -> list[str]:
         """Return two words as long as `content`; none where it is too short."""
@@ -137,37 +133,16 @@ class Search:
             except TEMPLATE_ERRORS as earlier:
                 if str(earlier) == str(error):
                     break
-        return BadRow(f"the chat template refuses {self.named(turn)}: {said}", REFUSED)
+        refuses = f"the chat template refuses {self.named(turn)}: {said}"
+        return BadRow(f"{refuses}{self._begins_with_answer()}", REFUSED)
 
-    def _check_printed(self, has_tools: bool) -> None:
-        """Costs a rendering for each tool call, each short content, and the tools."""
-        calls, word = [], self.words[0]
-        for i, message in enumerate(self.messages):
-            calls += [(i, at, call) for at, call in enumerate(message.get("tool_calls") or [])]
-            content = (message.get("content") or "").strip()
-            if not content or (len(content) >= _SURELY and content in self.text):
-                continue
-            text = self.changed({i: with_content(message, word)})
-            if (content not in self.text) if text is None else (word not in text):
-                beside = " beside its tool calls" if message.get("tool_calls") else ""
-                raise _not_printed(f"content of {self.named(i)}{beside}", "content")
-        for i, at, call in calls:
-            text, mark = self.text, (name := call["function"]["name"])
-            for where in ("argument", "name"):
-                message, changed_to = with_call(self.messages[i], at, where, word, _NUMBERS[0])
-                if (changed := self.changed({i: message})) is not None:
-                    text, mark = changed, changed_to
-                    break
-            if mark not in text:
-                raise _not_printed(f"tool call {name!r} of {self.named(i)}", "tool call")
-        if has_tools and self.tried(self.messages, tools=False) == self.text:
-            advice = "use one that knows tools (data.chat_template), or leave out the column"
-            what = f"the chat template prints nothing of the tools; {advice}"
-            raise BadRow(what, "tools not printed")
+    def _begins_with_answer(self) -> str:
+        roles = [m.get("role") for m in self.messages if m.get("role") != "system"]
+        return ". Let it begin with a turn of the user" if roles[:1] == ["assistant"] else ""
 
     # ---- Contents
 
-    def _content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
+    def content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
         """Return a bound for the start of turn `i`, its end but for the stop token, and the change
         of a tool call that found it.
         """
@@ -218,7 +193,7 @@ class Search:
         return marks[-1].end()
 
     def _changed_calls(self, i: int) -> list[tuple[Message, str]]:
-        pairs = zip(self.words, _NUMBERS, strict=True)
+        pairs = zip(self.words, NUMBERS, strict=True)
         return [with_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
     def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
@@ -227,7 +202,7 @@ class Search:
         texts = [text for text in tried if text is not None]
         if len(texts) < len(changes):
             raise NotFound(f"the chat template refuses {self.named(i)} changed")
-        tails = []
+        tails: list[str] = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
                 what = f"the chat template prints {self.named(i)} {text.count(word)} times"
@@ -235,9 +210,17 @@ class Search:
             if word not in text:
                 raise NotFound(f"the chat template does not print {self.named(i)}")
             tails.append(text.rpartition(word)[2])
-        if tails[0] != tails[1] or not self.text.endswith(tails[0]):
+        follows = len(tails[0])
+        if not self.text.endswith(tails[0]) and self._bare_call(i):  # what ends an argument is new
+            follows = common_start(self.text[::-1], tails[0][::-1])
+        elif tails[0] != tails[1] or not self.text.endswith(tails[0]):
             raise NotFound(f"cannot tell where {self.named(i)} ends: what follows varies")
-        return common_start(self.text, *texts), len(self.text) - len(tails[0])
+        return common_start(self.text, *texts), len(self.text) - follows
+
+    def _bare_call(self, i: int) -> bool:
+        """Whether turn `i` ends with a call without arguments."""
+        calls = self.messages[i].get("tool_calls") or []
+        return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
     def _before_next(self, i: int, end: int) -> bool:
         """Whether the turn after turn `i` is printed after `end`, no result of a call within."""
@@ -260,7 +243,7 @@ class Search:
 
     # ---- Stop tokens
 
-    def _stop(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
+    def stop(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
         """Return where turn `i` ends with its stop token; `end` is where its content ends."""
         rest = self.text[end:]
         closings = [c for c in self.known.closings if rest.startswith(c)]
@@ -273,10 +256,13 @@ class Search:
                 what = f"{last[:60]!r} follows it at the end, {middle[:60]!r} amid a conversation"
                 raise NotFound(f"cannot tell where {self.named(i)} ends: {what}")
         closing = max(closings, key=len, default="")
-        if not any(special and closing.endswith(special) for special in self.specials):
-            self.notes[NO_STOP] += 1
+        self.notes[NO_STOP] += not self.ends_turn(closing)
         stop = end + len(closing)
         return stop if call is None or self.known.closings else self._call_end(i, end, stop)
+
+    def ends_turn(self, closing: str) -> bool:
+        """Whether a text ends with a special token."""
+        return closing.endswith(tuple(filter(None, self.specials)))
 
     def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
         """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
@@ -301,7 +287,7 @@ class Search:
 
     # ---- Starts
 
-    def _start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
+    def start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
         """Return where turn `i` begins, after its prompt, and whether all before is that prompt."""
         asked = self.tried(self.messages[:i], prompt=True)
         self.asked = asked or ""
@@ -311,9 +297,11 @@ class Search:
             header = self.known.header or self.known.prompt
             at = self.text.find(header, before, low) + len(header)
             single = header.strip() and self.text.count(header, before, low) == 1
-            if single and (at == low or header == self.known.prompt):
+            prompt = header == self.known.prompt and (i or not self._words(self.text[at:low]))
+            if single and (at == low or prompt):
                 return at, False
-            raise NotFound(f"the chat template gives no prompt for {self.named(i)}")
+            said = f"the chat template gives no prompt for {self.named(i)}"
+            raise NotFound(f"{said}{self._begins_with_answer()}")
         if not before <= len(asked) <= end:
             raise NotFound(f"the prompt for {self.named(i)} ends in another turn")
         constant = self.text[len(asked) : low]
@@ -326,14 +314,22 @@ class Search:
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
         """Return how much of what stands before any content of turn `i` is its header."""
-        if prompted or self.known.unasked or not constant.strip():
-            return 0  # after a prompt the model is to write all of it
+        if not constant.strip():
+            return 0
         if self.known.prompt.strip() and constant.startswith(self.known.prompt):
             return len(self.known.prompt)
+        if self.known.prompt.endswith(constant):  # the prompt only ended the turn before
+            return len(constant)
+        if (prompted or self.known.unasked) and (i or not self._words(constant)):
+            return 0  # after a prompt the model is to write all of it
         raise NotFound(
             f"the chat template prints {constant[:60]!r} before {self.named(i)}, and no "
             "generation prompt that tells whether the assistant says it"
         )
+
+    def _words(self, text: str) -> str:
+        """Return a text without special tokens, tags, and white space around it."""
+        return pattern_of(self.specials, tags=True).sub("", text).strip()
 
     def _after_the_turn_before(self, i: int) -> int:
         """Return where turn `i` begins, from what follows the turn before, here and in the prompt.
@@ -384,6 +380,7 @@ class Search:
         constant = tries[0][shared:]
         if (
             len({*tries}) != 1
+            or (self._words(prompt[shared:]) and self._words(constant))  # the headers differ
             or not prompt[header:shared].strip()
             or held < shared
             or (constant and not constant.strip())
@@ -398,7 +395,7 @@ class Search:
 
     # ---- Checks
 
-    def _compare_prompt(self, i: int, begin: int, end: int) -> None:
+    def compare_prompt(self, i: int, begin: int, end: int) -> None:
         """Refuse a turn of which the prompt holds the beginning; note a last one whose prompt the
         text does not hold: earlier ones may be printed otherwise than they were asked for.
         """
@@ -411,14 +408,14 @@ class Search:
         if i == len(self.messages) - 1 and loose_start(asked, self.text)[0] < len(asked):
             self.notes[OTHER_PROMPT] += 1
 
-    def _check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
+    def check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
         """Refuse a span that is empty, overlaps the one before, or holds what others said."""
         own, inside = text_of(self.messages[i]), self.text[begin:end]
         # All before a turn that begins after its very prompt is that prompt.
         turns = self.messages[i + 1 :] if exactly else self.messages
         others = [(m.get("content") or "").strip() for m in turns if m["role"] != "assistant"]
         plain = pattern_of(self.specials)
-        others = [o for o in others if len(plain.sub("", o)) > _SURELY and o not in own]
+        others = [o for o in others if len(plain.sub("", o)) > SURELY and o not in own]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
         contents = said_of(self.messages[i].get("content") or "") if calls else []
@@ -440,14 +437,6 @@ class Search:
             return False
         alone = self.tried([{"role": "user", "content": self.words[0]}, self.messages[i]]) or ""
         return inside.count(header) >= max(1, alone.count(header))
-
-
-def _not_printed(what: str, kind: str) -> BadRow:
-    return BadRow(
-        f"the chat template prints nothing of the {what}; use another template "
-        "(data.chat_template), or leave out such rows (data.on_bad_row: skip)",
-        f"{kind} not printed",
-    )
 
 
 def _absent(word: str, text: str) -> str:
@@ -485,7 +474,7 @@ def with_call(message: Message, at: int, where: str, word: str, number: int) -> 
 
 def without_reasoning(message: Message) -> Message | None:
     """Return the turn without its reasoning; None where it has none."""
-    silent = {k: v for k, v in message.items() if k not in _REASONING}
+    silent = {k: v for k, v in message.items() if k not in REASONING}
     return silent if silent != message else None
 
 
@@ -493,7 +482,7 @@ def text_of(message: Message) -> str:
     """Return all that a turn says: content, reasoning, calls; their arguments as templates print
     them, each by itself or together.
     """
-    said = [message.get("content"), *(message.get(key) for key in _REASONING)]
+    said = [message.get("content"), *(message.get(key) for key in REASONING)]
     for call in message.get("tool_calls") or []:
         said += [call["function"], *_parts(call["function"]["arguments"])]
     return "\n".join(map(str, filter(None, said)))

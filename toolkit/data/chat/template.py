@@ -10,7 +10,6 @@ import json
 import logging
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,8 +22,19 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.habits import Habits, Marks, Message, Span, habits, pattern_of
+from toolkit.data.chat.alike import found_alike
+from toolkit.data.chat.habits import (
+    Habits,
+    Marks,
+    Message,
+    Span,
+    common_start,
+    habits,
+    pattern_of,
+    uncut,
+)
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
+from toolkit.data.chat.printed import check_printed
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, clean
 from toolkit.errors import DataError
@@ -33,6 +43,7 @@ from toolkit.formats import MAX_TEMPLATE_BYTES
 Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
 TODAY = datetime.datetime(2024, 7, 26, 12)  # that Llama's templates print where they have no date
 UNCHECKED = "conversations whose generation markers could not be checked"
+_SWITCHES = tuple((n, v) for v in (True, False) for n in ("thinking", "enable_thinking"))
 _MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
 _transformers_render: Callable[..., tuple[list[str], list]]
 _transformers_render = chat_template_utils.render_jinja_template  # type: ignore[assignment]
@@ -77,6 +88,8 @@ class Chat:
         try:
             wanted = learned_turns(conversation, self.supervise)
             rendered = self.templates[name].mark(conversation, wanted)
+            if isinstance(rendered, BadRow):
+                return rendered
             # A template may print what no row may hold.
             clean(rendered.text, "the rendered conversation", nul=True)
         except BadRow as bad:
@@ -106,32 +119,49 @@ class Template:
             chat_template_utils._compile_jinja_template(text)
         except TemplateSyntaxError as error:
             what = f"line {error.lineno}: {error.message}"
-            raise DataError(f"the chat template cannot be used: {what}") from error
+            advice = "give another with data.chat_template"
+            raise DataError(f"the chat template cannot be used: {what}; {advice}") from error
 
-    def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered:
-        """Return what `Search` finds of the first spelling that it takes, or raise a BadRow."""
+    def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered | BadRow:
+        """Return what `Search` finds of the first spelling that it takes, or why of none: with the
+        switch of the template that would help, where one does.
+        """
+        found = self._of_spellings(conversation, wanted)
+        if isinstance(found, Rendered):
+            return found
+        given = conversation.template_kwargs
+        for name, value in _SWITCHES:
+            if name in self.text and name not in given:
+                switched = replace(conversation, template_kwargs={**given, name: value})
+                if isinstance(self._of_spellings(switched, wanted), Rendered):
+                    way = f"A column chat_template_kwargs with {json.dumps({name: value})}"
+                    return BadRow(f"{found}. {way} makes it one that can be used", found.reason)
+        return found
+
+    def _of_spellings(self, conversation: Conversation, wanted: list[int]) -> Rendered | BadRow:
         refusal: BadRow | None = None
         for messages in _spellings(conversation.messages):
             try:
                 return self._marked(replace(conversation, messages=messages), wanted)
-            except NotFound:
-                raise  # of this very text; another spelling would be another text
+            except NotFound as error:
+                return error  # of this very text; another spelling would be another text
             except BadRow as error:
                 if refusal is None or refusal.reason == REFUSED:
                     refusal = error
-        raise refusal or BadRow("no messages")
+        return refusal or BadRow("no messages")
 
     def _marked(self, conversation: Conversation, wanted: list[int]) -> Rendered:
         messages, tools = conversation.messages, conversation.tools
         known = self._known(conversation.template_kwargs)
         render = partial(self._text, tools=tools, kwargs=conversation.template_kwargs)
-        search = Search(render, messages, self.specials, known, has_tools=bool(tools))
-        if not (self.has_markers and wanted):
-            return search.found(wanted)
+        search = Search(render, messages, self.specials, known)
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
+        if not (self.has_markers and wanted):
+            return found_alike(search, wanted) or search.found(wanted)
         found = None
         try:
-            found = search.found(every)
+            found = found_alike(search, every) or search.found(every)
         except NotFound:
             if every != wanted:
                 raise
@@ -140,11 +170,26 @@ class Template:
         if found is None:  # but for what the prompts hold
             asked = (search.tried(messages[:i], prompt=True) for i in every)
             prompts = [len(p) for p in asked if p is not None and search.text.startswith(p)]
-            markers = [(max([b, *(at for at in prompts if b < at < e)]), e) for b, e in markers]
-            return Rendered(search.text, markers, Counter([UNCHECKED]))
+            spans = [self._inner(search.text, span, prompts, known) for span in markers]
+            search.notes[UNCHECKED] += 1
+            return Rendered(search.text, spans, +search.notes)
         turns = dict(zip(every, found.spans, strict=True))
-        spans = _by_markers(found.text, turns, markers, wanted, (*self.specials, known.prompt))
+        around = (*self.specials, known.prompt, known.header)
+        spans = _by_markers(found.text, turns, markers, wanted, around)
         return Rendered(found.text, spans, found.notes)
+
+    def _inner(self, text: str, span: Span, prompts: list[int], known: Habits) -> Span:
+        """Return what markers enclose, without the prompt, and white space after a stop token."""
+        begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
+        said = text[begin:end]
+        header = known.prompt[
+            : uncut(known.prompt, common_start(known.prompt, said), self.specials)
+        ]
+        ended = said.rstrip().endswith(tuple(filter(None, self.specials)))
+        return (
+            begin + (len(header) if header.strip() else 0),
+            begin + len(said.rstrip()) if ended else end,
+        )
 
     def _known(self, kwargs: dict[str, Any]) -> Habits:
         key = json.dumps(kwargs, sort_keys=True, default=repr)
@@ -283,10 +328,15 @@ def _check_transformers() -> None:
 def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
     """Return the indices of the assistant's turns that are learned; of `all` none in particular."""
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-    if supervise in ("all", "last_assistant"):
-        return turns[-1:] if supervise == "last_assistant" else []
+    if supervise == "all" and conversation.context:
+        said = f"got a weight of 0 for turns {sorted(conversation.context)}"
+        raise BadRow(f"expected turns that all count (data.supervise all), {said}", "weight of 0")
+    if supervise == "all":
+        return []
+    if supervise == "last_assistant":
+        return [i for i in turns[-1:] if i not in conversation.context]
     first = 0 if supervise == "assistant" else conversation.supervised_from  # before: a prompt
-    return [i for i in turns if i >= first]
+    return [i for i in turns if i >= first and i not in conversation.context]
 
 
 def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dict[str, str]:

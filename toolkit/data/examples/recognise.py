@@ -5,13 +5,15 @@
     prompt/completion  `prompt` and `completion`: two texts, or two lists of turns
     conversation       `messages`, `conversations` or `conversation`: a list of turns, each with
                        `role` and `content` (and `tool_calls`) or, after ShareGPT, `from` and
-                       `value`; or Alpaca's `instruction`, `input`, `output`. A list may be JSON
-                       text, as in a CSV file. Beside it: `tools`, `chat_template_kwargs`, and for
-                       ShareGPT and Alpaca `system`
+                       `value`; or Alpaca's `instruction`, `input`, and `output` or `tool_calls`. A
+                       list may be JSON text, as in a CSV file. Beside it: `tools` or the older
+                       `functions`, `chat_template_kwargs`, and for ShareGPT and Alpaca `system`
     already tokenised  `input_ids`, with `labels`, `completion_mask` or `assistant_masks`
 
-A content in parts of text becomes one text, arguments of a tool call in JSON text a mapping,
-ShareGPT's names roles, as templates expect them. All else in a turn is passed on as it came.
+A content in parts of text becomes one text, arguments of a tool call in JSON text a mapping, a
+`function_call` one of `tool_calls`, other names of a role that role, as templates expect them. A
+turn with a `weight` of 0, or `train: false`, is context. All else in a turn is passed on as it
+came. Other names than these: see [Note: data.columns] in `columns.py`.
 """
 
 from collections import Counter
@@ -45,9 +47,10 @@ class _Shape(NamedTuple):
 
 
 _MASKS = ("labels", "completion_mask", "assistant_masks")  # columns that say what is learned
-_TURN_COLUMNS = ("messages", "conversations", "conversation")
-_CHAT = ("tools", "chat_template_kwargs")
-_OF_ALPACA = ("input", "history", "system")
+_CHAT = ("tools", "functions", "chat_template_kwargs")
+_OF_ALPACA = ("input", "history", "system", "tool_calls")
+_ANSWERS = ("output", "tool_calls")
+OF_A_TREE = ("parent_id", "role")  # columns of a message that answers another row's
 _SHAPES: dict[RowShape, _Shape] = {
     "text": _Shape("text", "text"),
     "pieces": _Shape("text", "text files"),
@@ -87,6 +90,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None  # JSON schemas
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     supervised_from: int = 0  # turns before this index are a prompt, whatever their role
+    context: frozenset[int] = frozenset()  # further turns that are not learned
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Layout:
     shape: RowShape
     columns: tuple[str, ...]  # those that every row must have, the main one first
     whole: bool = False  # whether rows are documents to pretrain on, also empty ones
+    unused: tuple[str, ...] = ()  # other columns that the first rows have
 
     @property
     def format(self) -> Format:
@@ -117,7 +122,8 @@ class Layout:
         return () if self.whole else _SHAPES[self.shape].extras
 
     def __str__(self) -> str:
-        return f"{_SHAPES[self.shape].stated}, in {' and '.join(map(repr, self.columns))}"
+        unused = f"; not used: {named(self.unused)}" if self.unused else ""
+        return f"{_SHAPES[self.shape].stated}, in {' and '.join(map(repr, self.columns))}{unused}"
 
 
 PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
@@ -129,6 +135,13 @@ def recognise(rows: Sequence[Row], text_column: str = "text") -> Layout:
     Of several formats, the first of these wins: `input_ids`, a `text_column` other than `text`,
     turns, prompt and completion, Alpaca, text; of none it is a BadRow.
     """
+    if all(name in row for row in rows for name in (*OF_A_TREE, text_column)):
+        raise BadRow(
+            "expected conversations, got single messages of a tree (parent_id, role and "
+            f"{text_column!r}, as in oasst1); write each path from a root to a leaf as one row of "
+            f"'messages', or leave parent_id out (data.columns) to learn each {text_column!r}",
+            "tree of messages",
+        )
     found = Counter(layout for row in rows if (layout := _layout_of(row, text_column)) is not None)
     if found:
         return found.most_common(1)[0][0]
@@ -137,7 +150,8 @@ def recognise(rows: Sequence[Row], text_column: str = "text") -> Layout:
         f"({text_column!r}, set by data.text_column); prompts and completions ('prompt' and "
         "'completion'); conversations ('messages' or 'conversations', or Alpaca's 'instruction' "
         "and 'output'); token ids ('input_ids', with 'labels', 'completion_mask' or "
-        "'assistant_masks'). Rename the columns, or set data.text_column",
+        "'assistant_masks'). Set data.columns, such as {prompt: question, completion: answer}, or "
+        "data.text_column",
         "unknown format",
     )
 
@@ -161,7 +175,7 @@ def document_layout(rows: Sequence[Row], text_column: str = "text") -> Layout:
 def known_columns(text_column: str = "text") -> tuple[str, ...]:
     """Return the columns that are of use in any format."""
     extras = (name for shape in _SHAPES.values() for name in shape.extras)
-    needed = ("input_ids", *_TURN_COLUMNS, "prompt", "completion", "instruction", "output")
+    needed = ("input_ids", *turns.TURN_COLUMNS, "prompt", "completion", "instruction", "output")
     return tuple(dict.fromkeys((text_column, *needed, *extras)))
 
 
@@ -171,13 +185,13 @@ def _layout_of(row: Row, text_column: str) -> Layout | None:
         return Layout("tokenised", ("input_ids", *masks))
     if text_column != "text" and text_column in row:
         return Layout("text", (text_column,))
-    if column := next((c for c in _TURN_COLUMNS if c in row), None):
+    if column := next((c for c in turns.TURN_COLUMNS if c in row), None):
         return Layout(_turn_style(row[column], column), (column,))
     if "prompt" in row and "completion" in row:
         lists = isinstance(row["completion"], list)
         return Layout("turn_lists" if lists else "prompt_completion", ("prompt", "completion"))
-    if "instruction" in row and "output" in row:
-        return Layout("alpaca", ("instruction", "output"))
+    if "instruction" in row and (answer := next((n for n in _ANSWERS if n in row), None)):
+        return Layout("alpaca", ("instruction", answer))
     return Layout("text", (text_column,)) if text_column in row else None
 
 
@@ -245,13 +259,18 @@ def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Co
             content = shown(turn.get("content"))
             what = f"expected an answer in turn {i} (assistant), got content {content}"
             raise BadRow(f"{what} and no tool_calls", "empty assistant turn")
+    context = frozenset(i for i, turn in enumerate(messages) if turn.pop("weight", 1) == 0)
     learned = [turn["role"] for turn in messages[supervised_from:]]
-    if "assistant" not in learned:
+    if not any(
+        turn["role"] == "assistant" and i >= supervised_from and i not in context
+        for i, turn in enumerate(messages)
+    ):
         roles = f"{', '.join(learned)}{' in the completion' if supervised_from else ''}"
-        what = f"expected a turn of the assistant to learn from, got the roles {roles}"
+        weights = f", and a weight of 0 for turns {sorted(context)}" if context else ""
+        what = f"expected a turn of the assistant to learn from, got the roles {roles}{weights}"
         raise BadRow(what, "no assistant turn")
     tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
-    return Conversation(messages, tools, kwargs, supervised_from)
+    return Conversation(messages, tools, kwargs, supervised_from, context)
 
 
 def _ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:

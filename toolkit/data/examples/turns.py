@@ -20,13 +20,15 @@ from toolkit.data.sources.row_values import (
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TURN_COLUMNS = ("messages", "conversations", "conversation")
 _CALLS = ("function_call", "tool_call")
-_SHAREGPT_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", *_CALLS), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+SPELLINGS = {  # of roles, in small letters
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "ipython"), "tool"),
 }
+_WEIGHTS = ("weight", "train", "training", "loss")  # keys that say whether a turn is learned
 _RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt"}
 
 
@@ -53,9 +55,14 @@ def from_alpaca(row: Row) -> list[Row]:
     asked = "\n\n".join(part for part in parts if part.strip())
     if not asked:
         raise BadRow("expected text in 'instruction', got none", "empty instruction")
-    said += [asked, string(row["output"], "output")]
+    calls = row.get("tool_calls")
+    said += [asked, *([string(row["output"], "output")] if calls is None else [])]
     roles = cycle(("user", "assistant"))
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    if calls is not None:
+        content = {"content": row["output"]} if row.get("output") else {}
+        answer = {"role": "assistant", **content, "tool_calls": calls}
+        messages.append(_message(answer, "the answer"))
     return _with_system(row, messages)
 
 
@@ -70,13 +77,18 @@ def _with_system(row: Row, messages: list[Row]) -> list[Row]:
 
 
 def tools_of(row: Row) -> list[dict[str, Any]] | None:
-    """Return the JSON schemas in the column `tools`, a list or JSON text; None where empty."""
-    given = [] if row.get("tools") in (None, "") else listed(row["tools"], "tools")
-    tools = [parsed(tool, f"tools[{i}]") for i, tool in enumerate(given)]
-    for i, tool in enumerate(tools):
-        if not isinstance(tool, dict) or not tool:
-            wrong(tool, f"tools[{i}]", "the JSON schema of a tool (a mapping)")
-    clean(tools, "tools")
+    """Return the JSON schemas in `tools` or the older `functions`, lists or JSON text; None where
+    they are empty.
+    """
+    tools: list[dict[str, Any]] = []
+    for name in ("tools", "functions"):
+        given = [] if row.get(name) in (None, "") else listed(row[name], name)
+        found = [parsed(tool, f"{name}[{i}]") for i, tool in enumerate(given)]
+        for i, tool in enumerate(found):
+            if not isinstance(tool, dict) or not tool:
+                wrong(tool, f"{name}[{i}]", "the JSON schema of a tool (a mapping)")
+        clean(found, name)
+        tools += found if name == "tools" else [{"type": "function", "function": f} for f in found]
     return tools or None
 
 
@@ -112,16 +124,16 @@ def _turns(value: Any, where: str, keys: tuple[str, ...], *more: str) -> Iterato
 
 
 def _message(turn: Row, where: str) -> Row:
-    role, calls = turn["role"], turn.get("tool_calls")
-    if role not in ROLES:
-        wrong(role, where, f"one of the roles {', '.join(ROLES)}", "unknown role")
-    if turn.get("weight", 1) in (0, False):
-        # To learn what the author marked as not to be learned would be worse than to stop.
-        advice = "give such rows as 'prompt' and 'completion' lists of turns"
-        what = f"expected turns that all count, got weight 0 in {where!r}; {advice}"
-        raise BadRow(what, "turn of weight 0")
-    message = dict(turn)
-    if calls is not None and calls != []:
+    message = _weighed(turn, where)
+    message["role"] = role = _role(turn["role"], where)
+    calls = turn.get("tool_calls")
+    calls = None if calls == [] else parsed(calls, f"{where}.tool_calls")
+    if (call := message.pop("function_call", None)) is not None:  # as it was before tool_calls
+        if calls:
+            said = f"expected tool_calls or the older function_call in {where!r}, got both"
+            raise BadRow(said, "two kinds of calls")
+        calls = [{"type": "function", "function": parsed(call, f"{where}.function_call")}]
+    if calls is not None:
         if role != "assistant":
             said = "expected tool_calls in turns of the assistant only, got some"
             raise BadRow(f"{said} in {where!r} ({role})", "tool calls of another role")
@@ -134,6 +146,28 @@ def _message(turn: Row, where: str) -> Row:
     if turn.get("content") is not None or role != "assistant":
         message["content"] = _content(turn.get("content"), f"{where}.content")
     return message
+
+
+def _role(name: Any, where: str) -> str:
+    role = SPELLINGS.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        wrong(name, where, f"one of the roles {', '.join(ROLES)} (data.columns)", "unknown role")
+    return role
+
+
+def _weighed(turn: Row, where: str) -> Row:
+    """Return a copy of a turn that has of `_WEIGHTS` only a `weight` of 0 where it is context."""
+    message, learned = dict(turn), True
+    for name in _WEIGHTS:
+        value = str(turn.get(name, "")).strip().lower()
+        if value in ("0", "0.0", "false"):
+            learned = False
+        elif value not in ("", "none", "1", "1.0", "true"):
+            if name == "weight":
+                wrong(turn[name], f"{where}.{name}", "0 or 1", "weight of a turn")
+            continue  # something else of this name
+        message.pop(name, None)
+    return message if learned else {**message, "weight": 0}
 
 
 def _content(value: Any, where: str) -> str:
@@ -149,16 +183,14 @@ def _content(value: Any, where: str) -> str:
 
 def _sharegpt(turn: Row, where: str) -> Row:
     name = turn["from"]
-    role = _SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        wrong(name, f"{where}.from", f"one of {', '.join(_SHAREGPT_ROLES)}", "unknown role")
+    message = {k: v for k, v in _weighed(turn, where).items() if k not in ("from", "value")}
     value = string(turn["value"], f"{where}.value")
     if name not in _CALLS:
-        return {"role": role, "content": value}
+        return {"role": _role(name, f"{where}.from"), "content": value, **message}
     found = parsed(value, f"{where}.value")
     calls = found if isinstance(found, list) else [found]
     places = (f"{where}.value[{i}]" for i in range(len(calls)))
-    return {"role": role, "tool_calls": [*map(_tool_call, calls, places)]}
+    return {"role": "assistant", **message, "tool_calls": [*map(_tool_call, calls, places)]}
 
 
 def _tool_call(call: Any, where: str) -> Row:

@@ -2,20 +2,28 @@
 
 import glob
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import datasets
 
 from toolkit.config.settings import DataConfig, SourceConfig
-from toolkit.errors import DataError
+from toolkit.errors import DataError, one_line
 
 Kind = Literal["json", "csv", "parquet", "arrow", "text"]
 What = Literal["train", "eval"]
 
 _TABULAR: tuple[Kind, ...] = ("json", "csv", "parquet", "arrow")
-DATA_ENDINGS: dict[str, Kind] = {".jsonl": "json", **{f".{kind}": kind for kind in _TABULAR}}
+DATA_ENDINGS: dict[str, Kind] = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".tsv": "csv",
+    **{f".{kind}": kind for kind in _TABULAR},
+}
 """Endings of files that hold rows; a file with any other ending is text."""
 
 _TEXT = (
@@ -25,6 +33,8 @@ TEXT_ENDINGS = [f".{name}" for name in _TEXT.split()]
 """Endings of text that are taken from beneath a folder; a file named itself may have any."""
 
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_SPLITS = {"train": ("train",), "eval": ("validation", "test", "train")}  # the first that is there
+_OF_A_SPLIT = re.compile(r"(?<![a-z0-9])(train|test|valid|validation|val|dev|eval)(?![a-z])", re.I)
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -98,8 +108,12 @@ def _matches(pattern: str, what: str) -> list[Path]:
     if path.is_file():  # before the glob: a file's own name may hold brackets
         return [path]
     if path.is_dir():
+        if (split := split_of(path, what)) is not None:
+            return split.files
         known = [*DATA_ENDINGS, *TEXT_ENDINGS]
         found = [p for p in _beneath(path) if _ending(p) in known]
+        if any(_ending(p) in DATA_ENDINGS for p in found):
+            found = [p for p in found if p.name != "README.md"]
         why = (
             f"the folder {pattern} holds no file of a known ending ({' '.join(known)}); name files "
             f"of other endings with a glob such as {pattern}/*.log"
@@ -111,6 +125,38 @@ def _matches(pattern: str, what: str) -> list[Path]:
     if not found:
         raise DataError(f"{what}: {why}")
     return found
+
+
+class Split(NamedTuple):
+    """A split of a data set in a folder, and how many files its other splits have."""
+
+    name: str
+    files: list[Path]
+    others: dict[str, int]
+
+
+def split_of(folder: Path, what: str) -> Split | None:
+    """Return the split that the setting `what` reads of a folder as the Hub has them: with a
+    README.md that names files, or files that are named after splits. None for any other folder.
+    """
+    card = folder / "README.md"
+    named = card.is_file() and card.read_bytes().startswith(b"---")
+    rows = [str(f.relative_to(folder)) for f in _beneath(folder) if _ending(f) in DATA_ENDINGS]
+    if not rows or not (named or any(map(_OF_A_SPLIT.search, rows))):
+        return None
+    try:
+        found = datasets.load_dataset_builder(str(folder.resolve())).config.data_files or {}
+    except Exception as error:  # the folder comes from outside: it may hold anything
+        advice = "name its files with a glob, or set data.dataset_name and dataset_config_name"
+        said = f"{what}: the data set in {folder} cannot be used ({one_line(error)}); {advice}"
+        raise DataError(said) from error
+    files = {str(name): [Path(file) for file in some] for name, some in found.items()}
+    wanted = _SPLITS["eval" if what == "data.eval_files" else "train"]
+    name = next((name for name in wanted if files.get(name)), None)
+    if name is None:
+        has = ", ".join(files) or "none"
+        raise DataError(f"{what}: expected a split {wanted[0]} in {folder}, found {has}")
+    return Split(name, files[name], {n: len(f) for n, f in files.items() if n != name})
 
 
 def _beneath(root: Path) -> Iterator[Path]:

@@ -23,7 +23,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from toolkit.data.sources.files import Kind
-from toolkit.data.sources.row_values import BadRow, json_value, named, shown
+from toolkit.data.sources.row_values import BadRow, json_value, named, or_bad, shown
 from toolkit.data.sources.tables import PLACE, Bounds, in_tables
 from toolkit.errors import DataError
 
@@ -47,7 +47,7 @@ def line_tables(
     if os.path.getsize(file) == 0:
         return
     cut = _csv if kind == "csv" else _lines
-    if kind == "json" and ".jsonl" not in Path(file).suffixes:
+    if kind == "json" and not _is_lines(file):
         with _open(file) as stream:
             cut = _list if _is_list(stream) else _lines
     place = "row {} (counted from 0)" if cut is _list else "line {}"
@@ -84,6 +84,22 @@ def decoded(stored: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def _is_lines(file: str) -> bool:
+    return not {".jsonl", ".ndjson"}.isdisjoint(Path(file.lower()).suffixes)
+
+
+def first_row(file: Path) -> dict[str, Any] | None:
+    """Return the first line that is not empty where it is a JSON mapping, as of JSON lines."""
+    with open(file, "rb") as stream:
+        for _, line in _bounded_lines(stream, _BLOCK):
+            if line is None:
+                return None
+            if line.strip():
+                row = or_bad(decoded, {FAULT: None, RAW: line})
+                return row if isinstance(row, dict) else None
+    return None
+
+
 def _open(file: str) -> IO[bytes]:
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     ending = Path(file).suffix.lower()
@@ -97,7 +113,7 @@ def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
     try:
         with _open(file) as stream:
             packed = not isinstance(stream, io.BufferedReader) or file.lower().endswith(".zst")
-            if packed or (".jsonl" not in Path(file).suffixes and _is_list(stream)):
+            if packed or (not _is_lines(file) and _is_list(stream)):
                 return []
     except OSError:  # its reader names what is wrong
         return []
@@ -164,7 +180,9 @@ def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
 
 
 def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
-    """Read a header and rows after RFC 4180, all values text; a row becomes a JSON mapping."""
+    """Read a header and rows after RFC 4180, all values text; a row becomes a JSON mapping. Fields
+    of .tsv are apart by tabs.
+    """
     last, cut = 0, set()
 
     def lines() -> Iterator[str]:
@@ -175,7 +193,8 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
             yield "\n" if line is None else line.decode("utf-8", "surrogateescape")
 
     csv.field_size_limit(max(csv.field_size_limit(), limit))
-    reader = csv.reader(lines(), strict=True)
+    tabs = ".tsv" in Path(file.lower()).suffixes
+    reader = csv.reader(lines(), strict=True, delimiter="\t" if tabs else ",")
     try:
         header = next(reader, [])
     except csv.Error as error:

@@ -2,17 +2,26 @@
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 
+from toolkit import ranks
 from toolkit.config.settings import DataConfig, SourceConfig
 from toolkit.data.examples import recognise
+from toolkit.data.examples.columns import Names
 from toolkit.data.sources import instructions, lines, tables
-from toolkit.data.sources.files import What, configured, find_files, kind_of, stdlib_files
+from toolkit.data.sources.files import (
+    What,
+    configured,
+    find_files,
+    kind_of,
+    split_of,
+    stdlib_files,
+)
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.text_files import PIECES, text_tables
 from toolkit.errors import DataError
@@ -34,20 +43,37 @@ class DataSource:
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
+    names: Names = Names({}, {}, {}, ())  # noqa: RUF009 - it is frozen
+    seen: frozenset[str] = frozenset()  # columns that are used, or said not to be
 
     def files_digest(self) -> str:
         """Return a digest of names and sizes of the files, in order; the folder may move."""
         return tables.digest_of([(Path(f).name, os.path.getsize(f)) for f in self.files])
 
-    def row(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a stored row; raise BadRow where it cannot be read."""
+    @cached_property
+    def _features(self) -> dict[str, Any]:
+        return dict(self.rows.features or {})
+
+    def read(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a stored row, by their own names; raise BadRow where it cannot be
+        read.
+        """
         if lines.RAW in stored:
             return lines.decoded(stored)
-        return {k: tables.plain(v, k) for k, v in stored.items() if k not in _OF_FILES}
+        of, names = self._features, [name for name in stored if name not in _OF_FILES]
+        return {name: tables.plain(stored[name], name, of.get(name)) for name in names}
+
+    def row(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a stored row; raise BadRow where it cannot be read."""
+        return self.names.renamed(self.read(stored))
 
     def example(self, stored: dict[str, Any]) -> recognise.Example:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
-        return recognise.example_of(self.row(stored), self.layout)
+        return self.example_of(self.read(stored))
+
+    def example_of(self, row: dict[str, Any]) -> recognise.Example:
+        """Return what is to be learned of what `read` gave; raise BadRow as `example` does."""
+        return recognise.example_of(self.names.renamed(row), self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
         """Return where the `number`-th row of the source, or of a shard of a stream, stands."""
@@ -74,7 +100,8 @@ def load_sources(
     library, other rows the instructions made of them.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
-    document); a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
+    document). Of a folder as the Hub has them only the split to train on, or to evaluate on, is
+    read; a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
     the rows to train on are streams, others are read once and cached.
 
     A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
@@ -98,39 +125,76 @@ def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
 ) -> DataSource:
     known = recognise.known_columns(cfg.text_column)
+    renamed = Names.of(source.columns or cfg.columns, known)
+    known, there = (*known, *recognise.OF_A_TREE, *renamed.columns.values()), list[str]()
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
-        rows = tables.read_named(source, where, known, streaming=streaming)
+        rows, there = tables.read_named(source, where, known, streaming=streaming)
     else:
         files = find_files(source.files, setting)
         kind = kind_of(files, setting)
+        _say_splits(source.files, setting)
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         where = f"{setting} ({files[0]}{more})"
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
+            renamed.check([{"text": ""}], where)
+            _check_text(files, where)
             reader, schema = partial(text_tables), PIECES
         elif kind in ("json", "csv"):
             reader = partial(lines.line_tables, kind=kind, limit=lines.ROW_BYTES)
             schema = lines.LINES
         else:
             reader = partial(tables.arrow_tables, kind=kind, columns=known)
+            there = tables.column_names(str(files[0]), kind)
         cuts: dict[str, tables.Cut] = {"json": lines.cut_lines, "parquet": tables.cut_parquet}
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
     made = DataSource(
         *(str(source.name), where, rows, replace(recognise.PIECE_LAYOUT, whole=documents)),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
-        tuple(shard.size for shard in shards) or None,
+        *(tuple(shard.size for shard in shards) or None, renamed),
     )
-    return made if kind == "text" else _recognised(made, cfg, documents)
+    return made if kind == "text" else _recognised(made, cfg, documents, there)
 
 
-def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSource:
-    """Return `source` with the layout that its first rows have."""
+def _say_splits(patterns: str | list[str], setting: str) -> None:
+    """Say which split is read of folders that hold several."""
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        folder = Path(pattern).expanduser()
+        split = split_of(folder, setting) if folder.is_dir() else None
+        if split is not None and (split.others or split.name != "train"):
+            others = ", ".join(f"{name} ({count})" for name, count in split.others.items())
+            left = f", not {others}" if others else ""
+            ranks.say(
+                f"data       {setting} {pattern}: split {split.name} ({len(split.files)} "
+                f"file(s)){left}"
+            )
+
+
+def _check_text(files: list[Path], where: str) -> None:
+    """Refuse JSON lines of a known format that would be read as plain text; say it of others."""
+    for file in files[:LOOK_AT]:
+        if (row := lines.first_row(file)) is None:
+            continue
+        layout = or_bad(recognise.recognise, [row])
+        advice = "let its name end in .jsonl, or put texts that look so into a column 'text'"
+        if isinstance(layout, recognise.Layout):
+            said = f"expected text, got JSON lines ({layout}); {advice}"
+            raise DataError(f"{where}: {file}: {said}")
+        ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
+
+
+def _recognised(
+    source: DataSource, cfg: DataConfig, documents: bool, there: list[str]
+) -> DataSource:
+    """Return `source` with the layout that its first rows have, and what it leaves of them and of
+    the columns that are `there`.
+    """
     try:
-        first = [(stored, or_bad(source.row, stored)) for stored in islice(source.rows, LOOK_AT)]
+        first = [(stored, or_bad(source.read, stored)) for stored in islice(source.rows, LOOK_AT)]
     except Exception as error:
         raise tables.as_data_error(error, source.where) from error
     if not first:
@@ -140,11 +204,20 @@ def _recognised(source: DataSource, cfg: DataConfig, documents: bool) -> DataSou
         what = f"and none of the first {len(first)} rows can be read. Is this the right file?"
         raise DataError(f"{source.place(first[0][0], 0)}: {first[0][1]}, {what}")
     layout_of = recognise.document_layout if documents else recognise.recognise
+    names, rows = source.names, [row for _, row in readable]
+    names.check([dict.fromkeys(there), *rows], source.where)
+    taken = {*names.columns.values(), *names.left_out}
+    unread = {name: None for name in there if name not in taken}  # to be named in a refusal
     try:
-        layout = layout_of([row for _, row in readable], cfg.text_column)
+        layout = layout_of([{**unread, **names.renamed(row)} for row in rows], cfg.text_column)
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
-    wanted = (*layout.columns, *layout.optional, lines.RAW, lines.FAULT, *_OF_FILES)
-    columns = [name for name in dict.fromkeys(wanted) if name in source.rows.column_names]
-    return replace(source, layout=layout, rows=source.rows.select_columns(columns))
+    used = [names.columns.get(name, name) for name in (*layout.columns, *layout.optional)]
+    left = dict.fromkeys([*there, *(name for row in rows for name in row)])
+    unused = tuple(name for name in left if name not in {*used, *names.left_out})
+    wanted = dict.fromkeys((*used, lines.RAW, lines.FAULT, *_OF_FILES))
+    columns = [name for name in wanted if name in source.rows.column_names]
+    layout = replace(layout, unused=() if documents else unused)
+    seen = frozenset((*used, *left, *names.left_out))
+    return replace(source, layout=layout, rows=source.rows.select_columns(columns), seen=seen)

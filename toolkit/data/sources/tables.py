@@ -7,6 +7,7 @@ row is decoded by itself.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ many; none where it stays whole."""
 
 FILE, PLACE = "_file", "_place"  # columns: the index of the file, where in it a row stands in words
 
-_VERSION = 1  # part of the cache key: raise it when the same files give other rows
+_VERSION = 2  # part of the cache key: raise it when the same files give other rows
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
 # Shards of a stream, so that a rank reads little but its own: so many in all, of at least so much.
 _SHARDS, _SHARD_BYTES = 256, 1 << 20
@@ -139,15 +140,15 @@ def read_files(
     """Return the rows of `shards`, in order, with `FILE` and `PLACE`.
 
     A `Dataset` is read once and cached until a file changes. A stream reads while it is iterated;
-    skipping reads tables without making rows of them. A `schema` of None is that of the reader's
-    first table, to which others are cast. A file that cannot be read or does not fit the schema is
-    a DataError that names the row; of a stream while it is iterated.
+    skipping reads tables without making rows of them. A `schema` of None is one that holds the
+    first table of each file: where a file has null, or fewer keys, others may have more. A file
+    that cannot be read or does not fit the schema is a DataError that names the row; of a stream
+    while it is iterated.
     """
     if schema is None:
-        first = next(_tables(shards, reader, None), None)
-        if first is None:
+        schema = _common(shards, reader)
+        if schema is None:
             raise DataError(f"{where}: expected examples, found no row")
-        schema = first[1].schema
     else:
         schema = schema.append(pa.field(FILE, pa.int32()))
     if not streaming:
@@ -160,6 +161,22 @@ def read_files(
         ArrowExamplesIterable(_tables, kwargs),
         info=datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema)),
     )
+
+
+def _common(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
+    """Return a schema of all files; None where none has a row."""
+    found: pa.Schema | None = None
+    for shard in {shard.number: shard for shard in shards}.values():
+        for _, table in itertools.islice(_tables([shard], reader, None), 1):
+            if found is None or found.names != table.schema.names:  # which `_tables` refuses
+                found = found or table.schema
+                continue
+            try:
+                found = pa.unify_schemas([found, table.schema], promote_options="permissive")
+            except pa.ArrowException as error:
+                what = f"has other types than the files before it: {one_line(error)}"
+                raise DataError(f"{shard.file} {what}; give it as a source of its own") from error
+    return found
 
 
 def _tables(
@@ -227,6 +244,20 @@ def _batches(
             row += len(batch)
 
 
+def column_names(file: str, kind: Kind) -> list[str]:
+    """Return the names of all columns of a Parquet or Arrow file that can be read."""
+    try:
+        if kind == "parquet":
+            return pq.read_schema(file).names
+        with pa.memory_map(file) as stream:
+            try:
+                return pa.ipc.open_stream(stream).schema.names
+            except pa.ArrowInvalid:
+                return pa.ipc.open_file(stream).schema.names
+    except (pa.ArrowException, OSError):  # its reader names what is wrong
+        return []
+
+
 def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
     """Return row groups in about `count` parts; see `Cut`."""
     try:
@@ -245,8 +276,10 @@ def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 def read_named(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
-) -> RowDataset:
-    """Return those of `columns` that a data set has, or all if none; text as bytes."""
+) -> tuple[RowDataset, list[str]]:
+    """Return those of `columns` that a data set has, or all if none, text as bytes; and the names
+    of all that it has.
+    """
     name, split = str(source.dataset_name), source.dataset_split
     folder = Path(name).expanduser()
     if folder.is_file():
@@ -272,16 +305,18 @@ def read_named(
         rows = rows.flatten_indices()
     if streaming and isinstance(rows, datasets.Dataset):
         rows = rows.to_iterable_dataset()
-    rows = rows.with_format(None).select_columns(_kept(rows.column_names, columns))
+    names = list(rows.column_names)
+    rows = rows.with_format(None).select_columns(_kept(names, columns))
     binary = datasets.Features(_binary(rows.features))
     if isinstance(rows, datasets.IterableDataset):
-        return rows.cast(binary)
-    return datasets.Dataset(
+        return rows.cast(binary), names
+    made = datasets.Dataset(
         rows.data.cast(binary.arrow_schema),
         info=datasets.DatasetInfo(features=binary),
         split=rows.split,
         fingerprint=f"{rows._fingerprint}-bytes",
     )
+    return made, names
 
 
 def as_data_error(error: BaseException, where: str) -> DataError:
@@ -307,10 +342,13 @@ def _binary(feature: Any) -> Any:
     return feature
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str, feature: Any = None) -> Any:
     """Return the value of a column with bytes as text, without the keys that Arrow filled with null
-    to give all mappings the same: all but a turn's `content`, which is null beside tool calls.
+    to give all mappings the same: all but a turn's `content`, which is null beside tool calls, and
+    those of a `feature` that keeps JSON as it is.
     """
+    if isinstance(feature, datasets.Json):
+        return value
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
@@ -320,10 +358,12 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, list):
         if value and isinstance(value[0], int):  # token ids: many, and nothing to decode
             return value
-        return [plain(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+        of_each = getattr(feature, "feature", None)
+        return [plain(inner, f"{where}[{i}]", of_each) for i, inner in enumerate(value)]
     if isinstance(value, dict):
+        of = feature if isinstance(feature, dict) else {}
         return {
-            key: plain(inner, f"{where}.{key}")
+            key: plain(inner, f"{where}.{key}", of.get(key))
             for key, inner in value.items()
             if inner is not None or (key == "content" and "role" in value)
         }

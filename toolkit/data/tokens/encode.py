@@ -34,13 +34,13 @@ from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 from toolkit.formats.synced_files import replacing
 
-ACROSS = "tokens across the edge of what is learned"
+LATE_COLUMN = "rows with a column {!r}, which the first rows do not have and nothing uses"
 
 _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
-_VERSION = 5  # part of the cache key: raise it when the same row gives other tokens or counts
-_MASKS = 2  # so of conversations: raise it when one gives another mask
+_VERSION = 6  # part of the cache key: raise it when the same row gives other tokens or counts
+_MASKS = 3  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
@@ -66,7 +66,9 @@ class EncodedExample:
     input_ids: np.ndarray  # int32 [n]; n up to `sequence_length`, of plain text any number
     spans: list[Span]  # (begin, end) of token positions that are learned, in order, disjoint
     cut_off: int = 0  # tokens cut off at its end, which are not among `input_ids`
-    notes: dict[str, int] = field(default_factory=dict)  # to be counted, by kind (see `ACROSS`)
+    notes: dict[str, int] = field(
+        default_factory=dict
+    )  # to be counted, by kind (such as `masks.NO_STOP`)
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
 
     @property
@@ -120,8 +122,14 @@ class Encoder:
         """Return the example of each stored row, or where it stands and why it is left out; with
         `on_bad_row` `error` a bad row is a DataError.
         """
-        results = self.batch([or_bad(source.example, row) for row in stored])
-        for at, (row, result) in enumerate(zip(stored, results, strict=True)):
+        read = [or_bad(source.read, row) for row in stored]
+        results = self.batch(
+            [row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read]
+        )
+        for at, (row, values, result) in enumerate(zip(stored, read, results, strict=True)):
+            if isinstance(values, dict) and not isinstance(result, BadRow):
+                for name in values.keys() - source.seen if source.seen else ():
+                    result.notes[LATE_COLUMN.format(name)] = 1
             if not isinstance(result, BadRow):
                 continue
             said = f"{source.place(row, first + at)}: {result}"
@@ -201,10 +209,10 @@ class Encoder:
     ) -> EncodedRow:
         if isinstance(tokens, BadRow):
             return tokens
-        ids, spans, across = tokens
+        ids, spans = tokens
         if not isinstance(example, Conversation):
             ids, spans = self._framed(example, ids, spans)
-        return self._fitted(example, ids, spans, notes | ({ACROSS: across} if across else {}))
+        return self._fitted(example, ids, spans, notes)
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
@@ -214,6 +222,8 @@ class Encoder:
         if not len(ids) and start and end:
             return ids, []
         before, after = self._before if start else [], self._after if end else []
+        if before and ids[: len(before)].tolist() == before:  # the text begins with them
+            before = []
         if end and self._eos and [*ids[-1:], *after][-1:] != self._eos:
             after = after + self._eos
         framed = np.concatenate([before, ids, after]).astype(np.int32)
@@ -417,6 +427,7 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     return tables.digest_of(
         _VERSION,
         source.layout,
+        source.names,
         b"" if tokenizer is None else content_of(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),

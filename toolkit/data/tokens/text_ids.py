@@ -6,21 +6,26 @@ no faster. Where all of a text is learned, `encode_batch_fast` skips the charact
 `benchmarks/tokenise.py` compares.
 
 [Note: tokens across an edge]
-A token is learned when all its characters are. One that holds the end of a prompt and the beginning
-of the answer is not: at inference the model never sees it. They are counted. Many tokenizers leave
-the white space before a word out of the offsets of its token; it is looked for in the token itself.
+At inference a prompt ends in tokens of its own, since nothing follows it. Where the tokens of the
+whole text are others (one holds the end of the prompt and the beginning of the answer, say), the
+text is cut there, and what follows is tokenised as a text that goes on: without the space that many
+tokenizers put before a text. So all characters of an answer are learned, after the tokens that
+generation sees. Many tokenizers leave the white space before a word out of the offsets of its
+token; it is looked for in the token itself.
 """
 
 import copy
+import json
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sources.row_values import BadRow
@@ -41,7 +46,6 @@ class TokenSpans(NamedTuple):
 
     ids: np.ndarray
     spans: list[Span]  # positions (begin, end) of the marked tokens, in order, disjoint
-    across: int = 0  # tokens across an edge, which are not marked
 
 
 class TextTokenizer:
@@ -100,16 +104,91 @@ class TextTokenizer:
     def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
         """Return the ids of texts that are not learned whole."""
         short = [pair for pair in pairs if len(pair[0]) <= BATCH_BYTES]
-        found = (self._in_pieces(*pair) for pair in short)
-        if self.backend is not None:
-            batch = self.backend.encode_batch([text for text, _ in short], add_special_tokens=False)
-            named, of_pairs = self.backend.id_to_token, zip(short, batch, strict=True)
-            found = (_marked(*pair, encoded, named) for pair, encoded in of_pairs)
+        if self.backend is None:
+            found = iter([self._in_pieces(*pair) for pair in short])
+        else:
+            found = iter(self._by_offsets(self.backend, short))
         said = f"expected a text of at most {BATCH_BYTES:,} characters, got"
         return [
             next(found) if len(text) <= BATCH_BYTES else BadRow(f"{said} {len(text):,}", "too long")
             for text, _ in pairs
         ]
+
+    def _by_offsets(
+        self, backend: Tokenizer, pairs: list[tuple[str, Sequence[Span]]]
+    ) -> list[TokenSpans | BadRow]:
+        """Return the ids of each whole text, or of what stands between its edges where these are
+        not edges of its tokens. See [Note: tokens across an edge].
+        """
+        batch = backend.encode_batch([text for text, _ in pairs], add_special_tokens=False)
+        texts = [self._encoded(text, e) for (text, _), e in zip(pairs, batch, strict=True)]
+        apart, heads = set[int](), []
+        for at, (text, (_, spans)) in enumerate(zip(texts, pairs, strict=True)):
+            if any(text.across(edge) for span in spans for edge in span):
+                apart.add(at)
+            else:
+                heads += [(at, *head) for begin, _ in spans if (head := text.head(begin))]
+        alone = self.lists([head for _, head, _ in heads])
+        apart |= {at for (at, _, ids), own in zip(heads, alone, strict=True) if own != ids}
+        return [
+            self._apart(text, spans) if at in apart else text.marked(spans)
+            for at, (text, (_, spans)) in enumerate(zip(texts, pairs, strict=True))
+        ]
+
+    def _apart(self, whole: "_Encoded", spans: Sequence[Span]) -> TokenSpans | BadRow:
+        """Return the ids of a text that is cut at its edges, but where an added token ends, which
+        no other reaches across.
+        """
+        backend, going_on, words = self._going_on
+        text = whole.text
+        edges = {edge for span in spans for edge in span} - {0, len(text)}
+        cuts = sorted(edge for edge in edges if whole.across(edge) or whole.head(edge))
+        parts: list[tuple[int, _Encoded]] = []  # with their first character
+        for begin, end in pairwise([0, *cuts, len(text)]):
+            if begin and words and whole.across(begin) and text[begin - 1 : begin + 1].isalnum():
+                said = f"expected a prompt that ends with a word, got {text[:begin][-20:]!r} before"
+                what = f"{said} {text[begin:][:20]!r}, of which the tokenizer would make two words"
+                return BadRow(f"{what}; end the prompt with a word", "edge within a word")
+            if begin:  # up to its first added token, whose section is as any other
+                head = going_on.encode(text[begin:end], add_special_tokens=False)
+                parts.append((begin, self._encoded(text[begin:end], head).up_to_added()))
+                begin += len(parts[-1][1].text)
+            if begin < end:
+                rest = backend.encode(text[begin:end], add_special_tokens=False)
+                parts.append((begin, self._encoded(text[begin:end], rest)))
+        firsts = np.cumsum([0, *(len(part.ids) for _, part in parts)])
+
+        def at(edge: int) -> int:
+            number = bisect_right(parts, edge, key=lambda part: part[0]) - 1
+            return int(firsts[number]) + parts[number][1].at(edge - parts[number][0])
+
+        found = [(at(begin), at(end)) for begin, end in spans]
+        ids = np.concatenate([part.ids for _, part in parts])
+        return TokenSpans(ids, [(first, last) for first, last in found if first < last])
+
+    def _encoded(self, text: str, encoded: Encoding) -> "_Encoded":
+        assert self.backend is not None
+        return _Encoded(text, encoded, self.backend.id_to_token, self._added)
+
+    @cached_property
+    def _added(self) -> np.ndarray:
+        assert self.backend is not None
+        return np.array([*self.backend.get_added_tokens_decoder()], np.int32)
+
+    @cached_property
+    def _going_on(self) -> tuple[Tokenizer, Tokenizer, bool]:
+        """The tokenizer, the same without the space that it puts before a text, and whether its
+        tokens tell the beginning or the end of a word, so that words cannot be cut.
+        """
+        assert self.backend is not None
+        content = json.loads(self.backend.to_str())
+        words = any(
+            content["model"].get(name)
+            for name in ("continuing_subword_prefix", "end_of_word_suffix")
+        )
+        for name in ("normalizer", "pre_tokenizer"):
+            content[name] = _without_space(content[name])
+        return self.backend, Tokenizer.from_str(json.dumps(content)), words
 
     def _in_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
         """Cut a text at the edges of its spans, for a tokenizer without the Rust backend, which
@@ -144,35 +223,67 @@ def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
         return b"".join(p.name.encode() + p.read_bytes() for p in files)
 
 
-def _marked(
-    text: str, spans: Sequence[Span], encoded: Encoding, named: Callable[[int], str | None]
-) -> TokenSpans:
-    """Return the tokens that hold no character outside of `spans`."""
-    ids = np.array(encoded.ids, np.int32)
-    tokens = range(len(ids))
+def _without_space(part: Any) -> Any:
+    """Return a normalizer or pre-tokenizer as JSON that puts nothing before a text."""
+    if isinstance(part, list):
+        return [_without_space(inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    off = {"add_prefix_space": False, "prepend_scheme": "never"}
+    return {key: off.get(key, _without_space(value)) for key, value in part.items()}
 
-    def chars(at: int) -> Span:  # with the white space that its offsets leave out
-        begin, end = encoded.token_to_chars(at) or (0, 0)
-        token = named(int(ids[at])) or ""
-        if begin == end or not text[begin].isspace():
-            for sign in token:
-                if sign not in _SPACES or not begin or not text[begin - 1].isspace():
+
+class _Encoded:
+    """A text, its tokens, and the characters of each."""
+
+    def __init__(
+        self, text: str, encoded: Encoding, named: Callable[[int], str | None], added: np.ndarray
+    ) -> None:
+        self.text, self.ids = text, np.array(encoded.ids, np.int32)
+        self._encoded, self._named, self._added = encoded, named, added
+
+    def marked(self, spans: Sequence[Span]) -> TokenSpans:
+        found = [(self.at(begin), self.at(end)) for begin, end in spans]
+        return TokenSpans(self.ids, [(first, last) for first, last in found if first < last])
+
+    def at(self, edge: int) -> int:
+        """Return the first token without a character before `edge`."""
+        return bisect_left(range(len(self.ids)), edge, key=lambda at: self._chars(at)[0])
+
+    def across(self, edge: int) -> bool:
+        """Whether a token has characters on both sides of `edge`."""
+        whole = bisect_right(range(len(self.ids)), edge, key=lambda at: self._chars(at)[1])
+        return whole < self.at(edge)
+
+    def head(self, edge: int) -> tuple[str, list[int]] | None:
+        """Return the text from the last added token to `edge`, and its tokens; None where none
+        stands between: tokens do not depend on what is before an added one.
+        """
+        at = self.at(edge)
+        first = max(self._of_added(at), default=None)
+        if not edge or first == at - 1:
+            return None
+        begin = 0 if first is None else self._chars(first)[0]
+        return self.text[begin:edge], self.ids[first or 0 : at].tolist()
+
+    def _of_added(self, end: int) -> list[int]:
+        return np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
+
+    def up_to_added(self) -> "_Encoded":
+        """Return what stands before the first added token."""
+        at = min(self._of_added(len(self.ids)), default=len(self.ids))
+        short = copy.copy(self)
+        short.text = self.text[: self._chars(at)[0]] if at < len(self.ids) else self.text
+        short.ids = self.ids[:at]
+        return short
+
+    def _chars(self, at: int) -> Span:  # with the white space that its offsets leave out
+        begin, end = self._encoded.token_to_chars(at) or (0, 0)
+        if begin == end or not self.text[begin].isspace():
+            for sign in self._named(int(self.ids[at])) or "":
+                if sign not in _SPACES or not begin or not self.text[begin - 1].isspace():
                     break
                 begin -= 1
         return begin, end
-
-    def after(edge: int) -> int:  # the first token with no character before `edge`
-        return bisect_left(tokens, edge, key=lambda at: chars(at)[0])
-
-    def before(edge: int) -> int:  # the first token with a character from `edge` on
-        return bisect_right(tokens, edge, key=lambda at: chars(at)[1])
-
-    out: list[Span] = []
-    across: set[int] = set()
-    for span in spans:
-        # Before an edge stand `inner` whole tokens; those up to `outer` lie across it.
-        (first_inner, first), (last, last_outer) = ((before(edge), after(edge)) for edge in span)
-        across.update(range(first_inner, first), range(last, last_outer))
-        if last > first:
-            out.append((first, last))
-    return TokenSpans(ids, out, len(across))

@@ -1,0 +1,150 @@
+"""What a chat template leaves out of a conversation: refused, or counted by name.
+
+A part that is long enough and stands in the rendering was printed. Of another, a word takes its
+place, which must then be printed: templates trim and escape what they are given.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from toolkit.data.chat.habits import Message
+from toolkit.data.chat.masks import NUMBERS, REASONING, SURELY, Search, with_call, with_content
+from toolkit.data.sources.row_values import BadRow
+
+EARLIER_REASONING = "earlier answers whose reasoning the chat template does not print"
+NOT_PRINTED = "conversations with a key {!r} of turns that the chat template does not print"
+Changed = Callable[[str], Message]  # the turn with a word in the place of one of its parts
+_MANY = 8  # short contents from which on they are looked at together
+_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
+_END_OF_THOUGHT = re.compile(r"</[^<>\s]+>|\[/[A-Z_]+\]|◁/\w+▷")
+_TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
+
+
+def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) -> Counter[str]:
+    """Return what a rendering leaves out, counted; BadRow where it leaves out, or cuts, a content,
+    a tool call, the tools, or the reasoning of the last of the turns that are `learned`.
+
+    Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
+    """
+    done = _short_contents(search)
+    for i, message in enumerate(search.messages):
+        content = (message.get("content") or "").strip()
+        if i not in done and not _printed(search, i, content, partial(with_content, message)):
+            beside = " beside its tool calls" if message.get("tool_calls") else ""
+            raise _not_printed(f"content of {search.named(i)}{beside}", "content")
+    for i, message in enumerate(search.messages):
+        for at in range(len(message.get("tool_calls") or [])):
+            _check_call(search, i, at)
+    if has_tools and search.tried(search.messages, tools=False) == search.text:
+        advice = "use one that knows tools (data.chat_template), or leave out the column"
+        what = f"the chat template prints nothing of the tools; {advice}"
+        raise BadRow(what, "tools not printed")
+    return _check_reasoning(search, learned) + _unused_keys(search)
+
+
+def _printed(search: Search, i: int, said: str, changed_to: Changed) -> bool:
+    """Whether a part of what turn `i` says is printed."""
+    if not said or (len(said) >= SURELY and said in search.text):
+        return True
+    word = [*search.words_like(said), search.words[0]][0]  # as long, since the template may cut
+    text = search.changed({i: changed_to(word)})
+    return said in search.text if text is None else word in text
+
+
+def _short_contents(search: Search) -> set[int]:
+    """Return turns whose contents are short, and printed: of many at once, in one rendering."""
+    contents = {i: (m.get("content") or "").strip() for i, m in enumerate(search.messages)}
+    words = {i: f"{search.words[0]}q{i}q" for i, c in contents.items() if 0 < len(c) < SURELY}
+    if len(words) < _MANY:
+        return set()
+    text = search.changed({i: with_content(search.messages[i], w) for i, w in words.items()})
+    return {i for i, word in words.items() if text is not None and word in text}
+
+
+def _check_call(search: Search, i: int, at: int) -> None:
+    function = search.messages[i]["tool_calls"][at]["function"]
+    text, mark = search.text, (name := function["name"])
+    for where in ("argument", "name"):
+        message, changed_to = with_call(search.messages[i], at, where, search.words[0], NUMBERS[0])
+        if (changed := search.changed({i: message})) is not None:
+            text, mark = changed, changed_to
+            break
+    if mark not in text:
+        raise _not_printed(f"tool call {name!r} of {search.named(i)}", "tool call")
+    arguments = function["arguments"]
+    if (
+        isinstance(arguments, dict)
+        and len(str(arguments)) >= SURELY
+        and str(arguments) in search.text
+    ):
+        raise BadRow(
+            f"the chat template prints the arguments of the call {name!r} of {search.named(i)} as "
+            f"Python does ({str(arguments)[:60]}), not as JSON; use another (data.chat_template)",
+            "arguments as Python",
+        )
+
+
+def _check_reasoning(search: Search, learned: Sequence[int]) -> Counter[str]:
+    notes = Counter[str]()
+    for i in learned:
+        if all(_printed(search, i, *thought) for thought in _thoughts(search, search.messages[i])):
+            continue
+        if i != learned[-1]:
+            notes[EARLIER_REASONING] += 1
+            continue
+        raise BadRow(
+            f"the chat template prints nothing of the reasoning of {search.named(i)}; use another "
+            "(data.chat_template), or train without it (data.columns: {reasoning_content: null})",
+            "reasoning not printed",
+        )
+    return notes
+
+
+def _thoughts(search: Search, message: Message) -> Iterator[tuple[str, Changed]]:
+    """Yield each reasoning of a turn, and what gives the turn with a word in its place."""
+    for key in REASONING:
+        if isinstance(said := message.get(key), str):
+            yield said.strip(), partial(_with_key, message, key)
+    content = message.get("content") or ""
+    ends = [] if content.strip() in search.text else [*_END_OF_THOUGHT.finditer(content)]
+    if ends:
+        before = content[: ends[-1].start()]
+        tag = _TAG.match(before)
+        said = before[tag.end() if tag else 0 :].strip()
+        yield said, partial(_with_thought, message, said)
+
+
+def _with_key(message: Message, key: str, word: str) -> Message:
+    return {**message, key: word}
+
+
+def _with_thought(message: Message, said: str, word: str) -> Message:
+    return with_content(message, message["content"].replace(said, word, 1))
+
+
+def _unused_keys(search: Search) -> Counter[str]:
+    """Return the keys of turns without which the template prints the same."""
+    keys = dict.fromkeys(
+        key
+        for message in search.messages
+        for key in message
+        if key not in _KEYS and (key, message["role"]) != ("name", "tool")
+    )
+
+    def unused(without: Sequence[str]) -> bool:
+        messages = [{k: v for k, v in m.items() if k not in without} for m in search.messages]
+        return search.tried(messages) == search.text
+
+    if keys and not unused([*keys]):
+        keys = {key: None for key in keys if unused([key])}
+    return Counter(map(NOT_PRINTED.format, keys))
+
+
+def _not_printed(what: str, kind: str) -> BadRow:
+    return BadRow(
+        f"the chat template prints nothing, or only a part, of the {what}; use another template "
+        "(data.chat_template), or leave out such rows (data.on_bad_row: skip)",
+        f"{kind} not printed",
+    )
