@@ -192,6 +192,15 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     return next(iter([*near_here, *near]), None)
 
 
+def nearest(cls: type, section: type, walked: str, name: str) -> list[str]:
+    """Return three settings whose names are the nearest to `name`: of its section, or of all."""
+    names = [walked + f.name for f in dataclasses.fields(section)]
+    if not walked and issubclass(cls, RunConfig):
+        names = _settings(cls)  # type: ignore[arg-type]
+    by_leaf = {n.split(".")[-1]: n for n in reversed(names)}
+    return [by_leaf[n] for n in difflib.get_close_matches(name, by_leaf, n=3, cutoff=0.0)]
+
+
 def setting_of(name: str) -> str:
     """Return the setting that has the values of another tool's `name`; the name: there is none."""
     known = _settings(FinetuneConfig)
