@@ -159,14 +159,17 @@ def _program(word: str) -> str:
 def _toolkit(words: list[str]) -> None:
     if words[1] in ("train", "finetune"):
         recipe = {"train": "pretrain"}.get(words[1], words[1])
-        with mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)):
+        with (
+            mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)),
+            mock.patch("toolkit.recipes._refuse_early"),  # which looks for the files
+        ):
             recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
     else:
-        parser = cli.make_parser()
-        _, more = parser.parse_known_args(words[1:])
-        flags = [word.removeprefix("--") for word in more if word.startswith("--")]
-        if more and (words[1] != "rehearse" or not flags or not {*flags} <= settings().keys()):
-            parser.error(f"unrecognized arguments: {' '.join(more)}")
+        own, more = cli.split_settings(words[1:])
+        cli.make_parser().parse_args(own)
+        flags = {word.removeprefix("--") for word in more if word.startswith("--")}
+        if unknown := flags - settings().keys():
+            raise Wrong(f"{' '.join(words)!r}: there is no setting {min(unknown)}")
         for word, following in itertools.pairwise(words):
             if word in ("--plan", "--data", "plan") and not following.startswith("-"):
                 _either(following)

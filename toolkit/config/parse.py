@@ -88,16 +88,18 @@ def parse(
     return cfg
 
 
-def load(cls: type, file: str | Path) -> Any:
-    """Read a `cls` from a YAML file, also of an earlier version. Raises as `parse` does."""
+def load(cls: type, file: str | Path, flags: Sequence[str] = ()) -> Any:
+    """Read a `cls` from a YAML file, also of an earlier version; `flags` win over it. Raises as
+    `parse` does.
+    """
     content = _read(Path(file)) if Path(file).is_file() else {}
     section, gone = content.get(_GONE[0]), _GONE[1]
     if not isinstance(section, dict) or section.pop(gone, _GONE) is _GONE:
-        return parse(cls, ["--config", str(file)])
+        return parse(cls, ["--config", str(file), *flags])
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, Path(file).name)
         copy.write_text(yaml.safe_dump(content), encoding="utf-8")
-        return parse(cls, ["--config", str(copy)])
+        return parse(cls, ["--config", str(copy), *flags])
 
 
 def dump(cfg: Any) -> str:
