@@ -3,15 +3,19 @@
 import json
 import re
 import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, accelerate, free_port, run_recipe, save_byte_tokenizer, save_tiny_model
 
 from toolkit import recipes
 from toolkit.checkpoint import disk
 from toolkit.cli import main
+from toolkit.formats import hub_access
+from toolkit.planning.published import published
 
 LONGEST = 300
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]}
@@ -186,6 +190,55 @@ def test_advice_on_the_number_of_processes_works(start) -> None:
     assert "; start it on 2 processes with train.per_device_train_batch_size 1" in err
     uneven[-1] = "1"
     assert start("train", *uneven, "--num_processes", "2")[0] == 0
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """A Hub that nobody answers for, as without network."""
+    from huggingface_hub import constants
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    for function in (hub_access.why_unreachable, hub_access.say_unreachable):
+        function.cache_clear()
+    yield
+    for function in (hub_access.why_unreachable, hub_access.say_unreachable):
+        function.cache_clear()
+
+
+def test_without_network_a_model_of_the_hub_is_refused_in_seconds(start, no_hub) -> None:
+    begun = time.monotonic()
+    code, launched, err = start("train", "--model.name_or_path", "someone/some-model")
+    assert (code, launched) == (1, [])
+    assert "127.0.0.1 cannot be reached (Connection refused)" in err
+    assert err.count("\n") == 1
+    assert len(err) <= LONGEST
+    assert time.monotonic() - begun < 10
+
+
+def test_a_plan_of_a_ready_config_needs_no_access(no_hub, capsys, tmp_path) -> None:
+    """Its published shape comes along, which a line says; of another model there is none."""
+    flags = ["--world_size", "8", "--json"]
+    ready = str(ROOT / "recipes/configs/qwen3_0.6b_full_1gpu.yaml")
+    assert main(["inspect", "--plan", ready, *flags]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["parameters"] == 596_049_920
+    assert err.startswith("note: config.json of Qwen/Qwen3-0.6B cannot be had here; its published")
+    other = tmp_path / "other.yaml"
+    other.write_text("model: {name_or_path: someone/some-model}\n")
+    assert main(["inspect", "--plan", str(other), *flags]) == 1
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_every_ready_config_has_its_shape() -> None:
+    files = [*(ROOT / "recipes/configs").glob("*gpu.yaml")]
+    files += (ROOT / "recipes/configs").glob("*nodes.yaml")
+    names = {yaml.safe_load(file.read_text("utf-8"))["model"]["name_or_path"] for file in files}
+    assert len(names) >= 10
+    assert names <= published().keys()
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ def _plan(args: argparse.Namespace) -> int:
     memory = None if args.device_memory is None else parse_size(args.device_memory)
     if args.device_memory is not None and memory is None:
         return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
-    cfg = _load_either(args.config or args.file, args.settings)
+    cfg = _known_shape(_load_either(args.config or args.file, args.settings))
     from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
     from toolkit.sharding.unit_table import planned_ranks
 
@@ -363,6 +363,16 @@ def _load_either(file: str, settings: Sequence[str] = ()) -> Any:
         return config.load(config.FinetuneConfig, file, settings)
 
 
+def _known_shape(cfg: Any) -> Any:
+    """Return `cfg` with the shape that came with the toolkit, where the Hub gives none."""
+    from toolkit.planning import with_known_shape
+
+    found, note = with_known_shape(cfg)
+    if note:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    return found
+
+
 def _consolidate(args: argparse.Namespace) -> int:
     from toolkit.checkpoint import local_copy
     from toolkit.export import consolidate
@@ -422,7 +432,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         from toolkit.sharding.unit_table import plan_summary, render_plan
 
-        found = plan_summary(_load_either(args.plan, args.settings), args.world_size)
+        found = plan_summary(_known_shape(_load_either(args.plan, args.settings)), args.world_size)
         render = render_plan
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
