@@ -32,6 +32,10 @@ CONFIGS = {name: f"recipes/configs/{name}_tiny.yaml" for name in recipes.SETTING
 OTHERS = {
     "transformers": "a command of transformers; the chat needs a person",
     "vllm": "another tool, for GPUs",
+    "git": "another tool; what it applies the tests apply",
+    "docker": "another tool; its file is linted",
+    "nvidia-smi": "of the driver",
+    "conda": "another tool",
     "lm_eval": "another tool; its tasks are downloaded",
     "sbatch": "needs a Slurm cluster; the file is linted",
     "kubectl": "needs a Kubernetes cluster; the file is validated against its schemas",
@@ -44,6 +48,7 @@ OTHERS = {
     "export": "the shell's",
 }
 OTHER_PACKAGES = {"timm", "tensorboard", "vllm", "lm-eval", "wandb", "trackio", "mlflow", "s3fs"}
+OTHER_PACKAGES |= {"torch", "bitsandbytes", "liger-kernel", "matplotlib", "plotly"}
 
 
 class Wrong(AssertionError):
