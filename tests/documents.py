@@ -32,7 +32,6 @@ CONFIGS = {name: f"recipes/configs/{name}_tiny.yaml" for name in recipes.SETTING
 OTHERS = {
     "transformers": "a command of transformers; the chat needs a person",
     "vllm": "another tool, for GPUs",
-    "git": "another tool; what it applies the tests apply",
     "docker": "another tool; its file is linted",
     "nvidia-smi": "of the driver",
     "conda": "another tool",
@@ -225,6 +224,8 @@ def _python(words: list[str]) -> None:
 
 def _script(words: list[str]) -> None:
     """Check that a script is there and has the options; of `-c CODE`, the syntax."""
+    if words[:2] == ["-m", "venv"]:
+        return
     if words[0] == "-c":
         compile(words[1], "-c", "exec")
         return
@@ -264,14 +265,24 @@ def _make(words: list[str]) -> None:
 
 
 def _pip(words: list[str]) -> None:
+    if words[1] == "wheel":
+        words = [word for word in words if word != "dist"]  # where it goes
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = set(setup["options.extras_require"])
+
+    def known(named: str | None) -> bool:
+        return set((named or "").split(",")) - {""} <= extras
+
     for word in words[2:]:
-        own = re.fullmatch(r"(?:fsdp2-toolkit|\.)(?:\[([\w,]+)\])?", word)
-        if own and set((own[1] or "").split(",")) - {""} <= extras:
+        own = re.fullmatch(
+            r"(?:fsdp2-toolkit|\.)(?:\[([\w,]+)\])?(?: @ (?:git\+https|file):.*)?", word
+        )
+        if own and (word[0] == "." or " @ " in word) and known(own[1]):
             continue
-        if not word.startswith("-") and word not in OTHER_PACKAGES:
+        if own and own[0].startswith("fsdp2-toolkit") and " @ " not in word:
+            raise Wrong(f"pip install {word}: no index has it; name a clone, a wheel or a git URL")
+        if not word.startswith(("-", "https://")) and word not in OTHER_PACKAGES:
             raise Wrong(f"pip install {word}: no such extra, and no package that is known here")
 
 

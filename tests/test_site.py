@@ -88,6 +88,41 @@ def test_the_slurm_file() -> None:
         check(line.replace("--machine_rank", "--machine_rnk"))
 
 
+def test_the_docker_file_keeps_the_rules_of_hadolint() -> None:
+    """By the letter: what is pinned, cleaned up, run as whom."""
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    lines = [x for x in text.replace("\\\n", " ").splitlines() if x and not x.startswith("#")]
+    by_word: dict[str, list[str]] = {}
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        by_word.setdefault(word, []).append(rest)
+    assert set(by_word) == {
+        *("FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "ENTRYPOINT", "CMD"),
+    }
+    (image,) = by_word["FROM"]
+    assert re.fullmatch(r"python:3\.\d+-[a-z-]+", image)  # a tag that is not latest
+    for run in by_word["RUN"]:
+        assert "sudo" not in run
+        assert "cd " not in run
+        if "apt-get install" in run:
+            assert "--no-install-recommends --yes" in run
+            assert "rm -rf /var/lib/apt/lists/*" in run
+        if "pip install" in run:
+            assert "--no-cache-dir" in run
+            assert "==" in run or "--constraint" in run  # pinned
+    assert by_word["USER"][-1] not in ("root", "0")
+    assert all(folder.startswith("/") for folder in by_word["WORKDIR"])
+    assert json.loads(by_word["ENTRYPOINT"][0]) == ["toolkit"]
+    assert json.loads(by_word["CMD"][0]) == ["--help"]
+    extras = re.search(r"^EXTRAS=(.*)$", "\n".join(by_word["ARG"]), re.MULTILINE)
+    assert extras is not None
+    check(f"pip install '.[{extras[1]}]'")
+    pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None  # which the file takes its torch from
+    for part in ("constraints.txt", "recipes", "accelerate_configs", "toolkit"):
+        assert not re.search(rf"^{part}\b", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+
+
 def test_the_kubernetes_file() -> None:
     file = ROOT / "examples" / "kubernetes.yaml"
     service, job = yaml.safe_load_all(file.read_text("utf-8"))
