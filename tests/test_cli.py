@@ -254,3 +254,14 @@ def test_inspect_takes_settings_as_flags(tmp_path, tiny_llama, text_file, capsys
     assert "unknown setting 'model.name'" in capsys.readouterr().err
     assert main(["inspect", "run", "--seed", "2"]) == 2
     assert "--seed goes with --plan CONFIG or --data CONFIG" in capsys.readouterr().err
+
+
+def test_the_folder_with_the_nearest_name_is_suggested_first(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        folder = tmp_path / "runs" / name / "checkpoints/step-00000001"
+        folder.mkdir(parents=True)
+        (folder / "COMMIT").touch()
+    assert main(["inspect", "runs/min"]) == 1
+    said = capsys.readouterr().err
+    assert f"did you mean {tmp_path}/runs/mine or {tmp_path}/runs/demo?" in said

@@ -32,6 +32,7 @@ def toolkit(*arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.Complet
         (["train", CONFIG, "--train.max_step", "1"], TYPO),
         (["finetune", CONFIG, "--bf16", "true"], "did you mean sharding.param_dtype: bfloat16?"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
+        (["train", "recipes/configs/x.yaml"], "`toolkit recipes --copy finetune` puts the ready"),
         (["train"], "expected `toolkit train CONFIG`"),
         (
             ["train", CONFIG, "--accelerate_config", "tpu"],
@@ -71,6 +72,9 @@ def test_recipes_are_listed_and_copied_once(tmp_path, monkeypatch) -> None:
     listed = recipes.describe()
     assert any(line.startswith("pretrain    Pretrain a causal") for line in listed)
     assert any("accelerate_configs/one_node.yaml: One node of 8 GPUs" in line for line in listed)
+    assert any(
+        line.strip().startswith("llama3_8b_lora_1gpu ") and "on one GPU" in line for line in listed
+    )
     files = recipes.copy("pretrain", tmp_path)
     assert {str(file.relative_to(tmp_path)) for file in files} >= {
         "recipes/pretrain.py",

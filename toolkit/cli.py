@@ -245,6 +245,11 @@ def _convert_config(args: argparse.Namespace) -> int:
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(out.text)
     print(args.output)
+    print(
+        f"next: toolkit inspect --data {args.output}   (what is learned of the data)",
+        file=sys.stderr,
+    )
+    print(f"then: toolkit finetune {args.output} --accelerate_config one_node", file=sys.stderr)
     return 0
 
 
@@ -446,7 +451,12 @@ def _inspect(args: argparse.Namespace) -> int:
 
         with local_copy(args.path) as path:
             found = summarise(path)
-    print(json.dumps(found) if args.json else render(found), flush=True)
+    if args.json:
+        print(json.dumps(found), flush=True)
+    else:
+        from toolkit import ranks
+
+        ranks.show(render(found))
     if args.data is not None and not args.json:
         print(f"\npacking {found['packing']}: {found['why']} (read as a fine-tuning run's config)")
     return 0

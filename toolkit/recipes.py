@@ -277,7 +277,7 @@ def _launch_file(given: str) -> Path:
 
 
 def describe() -> list[str]:
-    """Return a line on each recipe, and on each Accelerate YAML."""
+    """Return a line on each recipe, each Accelerate YAML and each ready config."""
     lines = []
     for name in SETTINGS:
         text = (root() / "recipes" / f"{name}.py").read_text("utf-8")
@@ -286,6 +286,10 @@ def describe() -> list[str]:
     for name, file in launch_files().items():
         first = file.read_text("utf-8").splitlines()[0]
         lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {first.lstrip('# ').rstrip(':')}")
+    lines += ["", "Ready configs, which --copy puts into recipes/configs:"]
+    for file in sorted((root() / "recipes/configs").glob("*.yaml")):
+        first = file.read_text("utf-8").splitlines()[0]
+        lines.append(f"  {file.stem:<27}{first.lstrip('# ').rstrip(':')}")
     return lines
 
 

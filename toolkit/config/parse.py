@@ -219,7 +219,9 @@ def _config_files(args: Sequence[str]) -> list[Path]:
     for file in files:
         if not Path(file).is_file():
             what = "is not a file" if Path(file).exists() else "does not exist"
-            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()})")
+            ours = "recipes/configs" in Path(file).as_posix()  # of which a wheel has copies
+            hint = "; `toolkit recipes --copy finetune` puts the ready configs there" * ours
+            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()}){hint}")
     return [Path(f) for f in files]
 
 

@@ -152,8 +152,9 @@ class Choice:
     mask: str | None = "rows are padded"  # why one is needed; None: batches carry borders
 
     def __str__(self) -> str:
-        how = "within documents, without a mask" if self.mask is None else f"masked: {self.mask}"
-        return f"attention  {how}"
+        if self.mask is None:
+            return "attention  each document by itself, told apart by its borders (no mask needed)"
+        return f"attention  masked: {self.mask}"
 
 
 def choose_packing(
