@@ -34,6 +34,8 @@ OTHERS = {
     "vllm": "another tool, for GPUs",
     "docker": "another tool; its file is linted",
     "nvidia-smi": "of the driver",
+    "ollama": "another tool",
+    "echo": "the shell's",
     "conda": "another tool",
     "lm_eval": "another tool; its tasks are downloaded",
     "sbatch": "needs a Slurm cluster; the file is linted",
@@ -224,7 +226,7 @@ def _python(words: list[str]) -> None:
 
 def _script(words: list[str]) -> None:
     """Check that a script is there and has the options; of `-c CODE`, the syntax."""
-    if words[:2] == ["-m", "venv"]:
+    if words[:2] == ["-m", "venv"] or words[0] == "convert_hf_to_gguf.py":  # of llama.cpp
         return
     if words[0] == "-c":
         compile(words[1], "-c", "exec")
