@@ -256,7 +256,7 @@ def _parser(recipe: str) -> argparse.ArgumentParser:
     parser.add_argument("--accelerate_config", metavar="FILE", help=f"{what} default is used")
     for name, kind in _OF_THE_LAUNCHER.items():
         parser.add_argument(name, type=kind, help="as `accelerate launch` takes it")
-    again = "start again so often, from the newest checkpoint, where a rank fails or is killed"
+    again = "restart up to this many times if a rank fails or is killed, from the newest checkpoint"
     parser.add_argument("--max_restarts", type=int, default=0, help=again)
     return parser
 
