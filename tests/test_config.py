@@ -259,6 +259,24 @@ def test_every_unknown_setting_is_named_on_one_short_line(refusal, tmp_path, mon
     assert len(said) <= 300
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{files: a, weight: 0}", "weight must be a number above 0 or empty, got 0"),
+        ("{files: a, weight: -1}", "weight must be a number above 0 or empty, got -1"),
+        ("{files: a, max_repeats: 0}", "max_repeats must be a number above 0 or empty, got 0"),
+        ("{files: a, weight: much}", "weight must be a number above 0"),
+    ],
+)
+def test_a_wrong_value_of_a_source_is_named(refusal, entry, said) -> None:
+    assert f"data.sources[1]: {said}" in refusal(
+        MODEL + f"data: {{sources: [{{files: b}}, {entry}]}}"
+    )
+    assert f"data.sources[1]: {said}" in refusal(
+        MODEL, "--data.sources", f"[{{files: b}}, {entry}]"
+    )
+
+
 def test_a_config_of_another_encoding_is_one_line(tmp_path) -> None:
     file = tmp_path / "config.yaml"
     for encoding, said in (("utf-16", "in UTF-16, not in UTF-8"), ("latin-1", "another encoding")):
@@ -519,10 +537,10 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
             "data: {sources: [{files: a, weight: 1}, {files: b}]}",
             "data.sources: give every source a weight, or none",
         ),
-        ("train: {num_train_epochs: 0}", "train.num_train_epochs must be a number above 0, got 0"),
+        ("train: {num_train_epochs: 0}", "train.num_train_epochs must be a number above 0 or empty, got 0"),
         (
             "train: {num_train_epochs: .inf}",
-            "train.num_train_epochs must be a number above 0, got inf",
+            "train.num_train_epochs must be a number above 0 or empty, got inf",
         ),
         (
             "train: {per_device_train_batch_size: 0}",

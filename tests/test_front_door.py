@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -154,3 +155,14 @@ def test_a_wheel_outside_of_the_clone_trains(installed, tmp_path, text_file) -> 
     assert (
         "edited ['--config', 'recipes/configs/pretrain_tiny.yaml', '--seed', '1']" in edited.stdout
     )
+
+
+def test_installing_says_its_phases_and_a_demo_what_comes_next() -> None:
+    make = ["make", "-n", "install", "VENV=nowhere"]
+    said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    phases = [line for line in said.splitlines() if line.startswith("echo 'install ")]
+    assert [phase.split()[2] for phase in phases] == ["1", "2", "done:"]
+    demo = runpy.run_path(str(ROOT / "recipes/demo.py"))["next_command"]
+    assert demo(Path("runs/demo"), False) == "make demo-finetune"
+    assert demo(Path("runs/other"), False) == "make demo-finetune RUN=runs/other"
+    assert demo(Path("runs/demo"), True).startswith("toolkit push runs/demo-finetune-merged ")

@@ -285,6 +285,11 @@ def _check_items(value: Any, kind: Any, where: str) -> None:
                 unknown = _Unknown(item)  # type: ignore[arg-type]
                 _check_keys(item, entry, f"{where}[{i}]", unknown)  # type: ignore[arg-type]
                 unknown.refuse()
+                try:
+                    _parser(item).parse_object(entry)  # type: ignore[arg-type]
+                except ArgumentError as error:
+                    said = _in_plain_words(item, " ".join(str(error).split()))  # type: ignore[arg-type]
+                    raise ConfigError(f"{where}[{i}]: {said}") from None
 
 
 def _check_keys(cls: type, content: dict, where: str, unknown: _Unknown, prefix: str = "") -> None:
