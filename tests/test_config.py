@@ -537,10 +537,10 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
             "data: {sources: [{files: a, weight: 1}, {files: b}]}",
             "data.sources: give every source a weight, or none",
         ),
-        ("train: {num_train_epochs: 0}", "train.num_train_epochs must be a number above 0 or empty, got 0"),
+        ("train: {num_train_epochs: 0}", "train.num_train_epochs must be a number above 0, got 0"),
         (
             "train: {num_train_epochs: .inf}",
-            "train.num_train_epochs must be a number above 0 or empty, got inf",
+            "train.num_train_epochs must be a number above 0, got inf",
         ),
         (
             "train: {per_device_train_batch_size: 0}",
