@@ -26,7 +26,7 @@ _MAIN_SETTINGS = (
 )
 _NO_RESULTS = (
     *("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate"),
-    *("time", "epoch", "skipped", "wait_time"),
+    *("time", "epoch", "skipped", "data_time", "compute_time", "wait_time"),
 )
 
 
