@@ -19,10 +19,13 @@ help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'
+	@echo 'install    1 of 2: a virtual environment, $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+	@echo 'install    2 of 2: the toolkit and its packages, with torch (about 3 GB with CUDA): minutes'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+	@echo 'install    done: $(BIN)/toolkit'
 
 install: $(VENV)/.installed  ## Make .venv with the toolkit and what it needs
 

@@ -44,6 +44,13 @@ failed with one line on stderr, 2 wrong usage or a wrong setting. `toolkit train
 `toolkit finetune` take all [settings](settings.md) as flags; with `TOOLKIT_TRACEBACK=1` in the
 environment they print the traceback of an error.
 """
+CONFIGS = """# Ready configs
+
+The configs in `recipes/configs/`, by model, written by `docs/make_reference.py` from what each file
+opens with. `toolkit recipes` lists them, `toolkit recipes --copy finetune` copies them into the
+current folder. Memory is what `toolkit plan` says that each device needs; pick a device with more.
+Each file says where its hyper-parameters come from and what to change, first of all the data.
+"""
 REQUIRED = "required"
 
 
@@ -55,7 +62,42 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """Return file name -> text of the generated pages."""
-    return {"settings.md": settings_page(), "commands.md": commands_page()}
+    return {
+        "settings.md": settings_page(),
+        "commands.md": commands_page(),
+        "configs.md": configs_page(),
+    }
+
+
+def configs_page() -> str:
+    """Return the table of ready configs, from the comments at their tops."""
+    folder = Path(__file__).parent.parent / "recipes" / "configs"
+    lines = [CONFIGS, "| model | what | GPUs | memory of each | config |", "|---|---|---|---|---|"]
+    for file in sorted(folder.glob("*.yaml")):
+        text = file.read_text("utf-8")
+        planned = re.search(
+            r"# Planned: ([\d.]+) GB of each device's (\d+)GB .*--world_size (\d+)", text
+        )
+        if planned is None:  # the demos'
+            continue
+        needed, size, count = planned.groups()
+        model = yaml.safe_load(text)["model"]["name_or_path"]
+        what = what_is_trained(yaml.safe_load(text))
+        what += ", next-token loss" * (what == "all parameters" and "toolkit train" in text)
+        memory = f"{needed} GB of {size} GB"
+        lines.append(f"| {model} | {what} | {count} | {memory} | `{file.name}` |")
+    start = "toolkit finetune recipes/configs/llama3_8b_lora_1gpu.yaml --accelerate_config one_gpu"
+    lines += ["", "```bash", start, "```", "", "Those for pretraining start with `toolkit train`."]
+    return "\n".join(lines) + "\n"
+
+
+def what_is_trained(config: dict[str, Any]) -> str:
+    lora = config.get("lora") or {}
+    if lora.get("r"):
+        return "QLoRA" if lora.get("load_in_4bit") else "LoRA"
+    if config["model"].get("init") == "random":
+        return "pretraining, from random weights"
+    return "all parameters"
 
 
 def settings_page() -> str:

@@ -43,7 +43,16 @@ def main() -> int:
     failed = finetune(args.run, args.fresh) if args.finetune else pretrain(args.run, args.fresh)
     if not failed:
         print(f"time     {time.time() - begun:.0f} s")
+        print(f"next     {next_command(args.run, args.finetune)}")
     return failed
+
+
+def next_command(run: Path, finetuned: bool) -> str:
+    """Return what to type after a demo."""
+    if not finetuned:
+        return "make demo-finetune" + (f" RUN={run}" if run != Path("runs/demo") else "")
+    merged = run.with_name(run.name + "-finetune-merged")
+    return f"toolkit push {merged} --repo_id ORG/NAME --dry_run   # publishing it, first in words"
 
 
 def pretrain(run: Path, fresh: bool) -> int:

@@ -32,6 +32,11 @@ CONFIGS = {name: f"recipes/configs/{name}_tiny.yaml" for name in recipes.SETTING
 OTHERS = {
     "transformers": "a command of transformers; the chat needs a person",
     "vllm": "another tool, for GPUs",
+    "docker": "another tool; its file is linted",
+    "nvidia-smi": "of the driver",
+    "ollama": "another tool",
+    "echo": "the shell's",
+    "conda": "another tool",
     "lm_eval": "another tool; its tasks are downloaded",
     "sbatch": "needs a Slurm cluster; the file is linted",
     "kubectl": "needs a Kubernetes cluster; the file is validated against its schemas",
@@ -44,6 +49,7 @@ OTHERS = {
     "export": "the shell's",
 }
 OTHER_PACKAGES = {"timm", "tensorboard", "vllm", "lm-eval", "wandb", "trackio", "mlflow", "s3fs"}
+OTHER_PACKAGES |= {"torch", "bitsandbytes", "liger-kernel", "matplotlib", "plotly"}
 
 
 class Wrong(AssertionError):
@@ -159,14 +165,17 @@ def _program(word: str) -> str:
 def _toolkit(words: list[str]) -> None:
     if words[1] in ("train", "finetune"):
         recipe = {"train": "pretrain"}.get(words[1], words[1])
-        with mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)):
+        with (
+            mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)),
+            mock.patch("toolkit.recipes._refuse_early"),  # which looks for the files
+        ):
             recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
     else:
-        parser = cli.make_parser()
-        _, more = parser.parse_known_args(words[1:])
-        flags = [word.removeprefix("--") for word in more if word.startswith("--")]
-        if more and (words[1] != "rehearse" or not flags or not {*flags} <= settings().keys()):
-            parser.error(f"unrecognized arguments: {' '.join(more)}")
+        own, more = cli.split_settings(words[1:])
+        cli.make_parser().parse_args(own)
+        flags = {word.removeprefix("--") for word in more if word.startswith("--")}
+        if unknown := flags - settings().keys():
+            raise Wrong(f"{' '.join(words)!r}: there is no setting {min(unknown)}")
         for word, following in itertools.pairwise(words):
             if word in ("--plan", "--data", "plan") and not following.startswith("-"):
                 _either(following)
@@ -217,6 +226,8 @@ def _python(words: list[str]) -> None:
 
 def _script(words: list[str]) -> None:
     """Check that a script is there and has the options; of `-c CODE`, the syntax."""
+    if words[:2] == ["-m", "venv"] or words[0] == "convert_hf_to_gguf.py":  # of llama.cpp
+        return
     if words[0] == "-c":
         compile(words[1], "-c", "exec")
         return
@@ -256,14 +267,24 @@ def _make(words: list[str]) -> None:
 
 
 def _pip(words: list[str]) -> None:
+    if words[1] == "wheel":
+        words = [word for word in words if word != "dist"]  # where it goes
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = set(setup["options.extras_require"])
+
+    def known(named: str | None) -> bool:
+        return set((named or "").split(",")) - {""} <= extras
+
     for word in words[2:]:
-        own = re.fullmatch(r"(?:fsdp2-toolkit|\.)(?:\[([\w,]+)\])?", word)
-        if own and set((own[1] or "").split(",")) - {""} <= extras:
+        own = re.fullmatch(
+            r"(?:fsdp2-toolkit|\.)(?:\[([\w,]+)\])?(?: @ (?:git\+https|file):.*)?", word
+        )
+        if own and (word[0] == "." or " @ " in word) and known(own[1]):
             continue
-        if not word.startswith("-") and word not in OTHER_PACKAGES:
+        if own and own[0].startswith("fsdp2-toolkit") and " @ " not in word:
+            raise Wrong(f"pip install {word}: no index has it; name a clone, a wheel or a git URL")
+        if not word.startswith(("-", "https://")) and word not in OTHER_PACKAGES:
             raise Wrong(f"pip install {word}: no such extra, and no package that is known here")
 
 

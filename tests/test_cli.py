@@ -17,7 +17,7 @@ from toolkit import __version__
 from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.run_folder import recorded_root
 from toolkit.checkpoint.summary import render, summarise
-from toolkit.cli import main
+from toolkit.cli import main, split_settings
 from toolkit.errors import CheckpointError
 
 
@@ -71,6 +71,8 @@ def test_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "COMMAND" in done.stderr
+    for command in ("train", "finetune", "plan", "rehearse", "report", "push"):
+        assert f"\n    {command} " in done.stderr
 
 
 def test_wrong_usage_is_2(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,3 +226,42 @@ def test_a_relative_root_is_found_from_elsewhere(tmp_path, monkeypatch) -> None:
     (project / "runs/b").mkdir()
     (project / "runs/b/config.yaml").write_text("output_dir: other\ncheckpoint: {root: ck}\n")
     assert recorded_root(project / "runs/b") == Path("ck")  # the run was moved: here, as ever
+
+
+def test_settings_stand_anywhere_among_the_arguments_of_a_command() -> None:
+    own = ["plan", "a.yaml", "--world_size", "2", "--json"]
+    for given in (
+        [*own, "--model.name_or_path", "m", "--seed=3"],
+        ["plan", "--model.name_or_path", "m", "a.yaml", "--seed=3", *own[2:]],
+    ):
+        assert split_settings(given) == (own, ["--model.name_or_path", "m", "--seed=3"])
+    flags = ["--sharding.cpu_offload", "--json"]  # a value that is missing is no other's
+    assert split_settings(flags) == (["--json"], ["--sharding.cpu_offload"])
+
+
+def test_inspect_takes_settings_as_flags(tmp_path, tiny_llama, text_file, capsys) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {name_or_path: nowhere}\n")
+    model = ["--model.name_or_path", str(tiny_llama)]
+    assert main(["inspect", "--plan", str(file), *model, "--world_size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 2
+    data = [*model, "--data.train_files", str(text_file), "--data.sequence_length", "32"]
+    assert main(["inspect", "--data", str(file), *data, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sources"]
+    assert main(["inspect", "--plan", str(file), *model, "--seeed", "2"]) == 2
+    assert "unrecognized arguments: --seeed" in capsys.readouterr().err
+    assert main(["inspect", "--plan", str(file), "--model.name", "x"]) == 2
+    assert "unknown setting 'model.name'" in capsys.readouterr().err
+    assert main(["inspect", "run", "--seed", "2"]) == 2
+    assert "--seed goes with --plan CONFIG or --data CONFIG" in capsys.readouterr().err
+
+
+def test_the_folder_with_the_nearest_name_is_suggested_first(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        folder = tmp_path / "runs" / name / "checkpoints/step-00000001"
+        folder.mkdir(parents=True)
+        (folder / "COMMIT").touch()
+    assert main(["inspect", "runs/min"]) == 1
+    said = capsys.readouterr().err
+    assert f"did you mean {tmp_path}/runs/mine or {tmp_path}/runs/demo?" in said

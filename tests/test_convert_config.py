@@ -308,6 +308,10 @@ def test_the_command_writes_a_file_once_and_notes_to_stderr(tmp_path) -> None:
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(target), "False"]
     assert done.stderr.startswith("note: ")
+    assert done.stderr.splitlines()[-2:] == [
+        f"next: toolkit inspect --data {target}   (what is learned of the data)",
+        f"then: toolkit finetune {target} --accelerate_config one_node",
+    ]
     cfg = load(FinetuneConfig, target)
     assert cfg.model.name_or_path == yaml.safe_load(YAMLS[0].read_text())["base_model"]
     assert main(["convert-config", str(YAMLS[0]), "--output", str(target)]) == 1  # not twice

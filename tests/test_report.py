@@ -277,7 +277,7 @@ def test_a_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) 
     found = writing.importlib.util.find_spec
     missing = lambda name: None if name == "plotly" else found(name)  # noqa: E731
     monkeypatch.setattr(writing.importlib.util, "find_spec", missing)
-    with pytest.raises(ReportError, match=r"needs plotly.*pip install 'fsdp2-toolkit\[report\]'"):
+    with pytest.raises(ReportError, match=r"needs plotly.*pip install plotly matplotlib"):
         writing.write_report([str(run)])
 
 
@@ -298,11 +298,24 @@ def test_follow_ends_when_the_run_is_done(run: Path) -> None:
     assert trace(figures(text)["loss"], "loss")[0] == [*range(1, 8)]
 
 
-def test_smoothing_is_unbiased_and_skips_gaps() -> None:
+def test_smoothing_does_not_lag_and_skips_gaps() -> None:
     assert smoothed([2.0] * 9) == pytest.approx([2.0] * 9)
     assert smoothed([1.0, None, 1.0]) == pytest.approx([1.0, None, 1.0])
-    first, second = smoothed([0.0, 1.0])  # weights 2/3 and 1, over their sum
-    assert (first, second) == pytest.approx((0.0, 0.6))
+    falling = [4.0 - 0.01 * step for step in range(300)]
+    assert smoothed(falling) == pytest.approx(falling)  # an average of the past would be above
+    noisy = [value + (-1) ** i for i, value in enumerate(falling)]
+    inner = slice(20, -20)
+    assert smoothed(noisy)[inner] == pytest.approx(falling[inner], abs=0.2)
+
+
+def test_the_page_says_what_its_axes_are_and_how_long_a_run_took(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", 4, step_time=90.5)
+    page = page_of(folder)
+    drawn = figures(page)
+    assert drawn
+    assert {f["layout"]["xaxis"]["title"]["text"] for f in drawn.values()} == {"step"}
+    assert "<th>trained for</th>" in page
+    assert "<div>0:06:02</div>" in page  # four steps
 
 
 def wait_for(condition: Any) -> None:

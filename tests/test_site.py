@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 import kubernetes_validate
 import pytest
 import yaml
 from conftest import BIN, ROOT, save_byte_tokenizer, save_tiny_model
 from documents import Wrong, blocks, check
+from test_report import CHROMIUM
 
 from toolkit import config
 from toolkit.data.prepare import inspect_data
@@ -27,13 +29,31 @@ def build(site: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+def found_by(folder: Path, words: str) -> set[str]:
+    """Return the pages that the search of the site finds, opened from the folder."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
+    page = f"{(folder / 'site/index.html').as_uri()}?q={quote(words)}"
+    command = [str(CHROMIUM), *options, f"--user-data-dir={folder}/chromium", "--dump-dom", page]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    links = re.findall(r'<a href="([^"]*)" class="md-search-result__link', done.stdout)
+    return {Path(urlsplit(link).path).name for link in links}
+
+
 @pytest.mark.slow
 def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     done = build(tmp_path / "site")
     assert done.returncode == 0, done.stderr
     shown = {file.relative_to(tmp_path / "site") for file in (tmp_path / "site").rglob("*.html")}
     pages = {file.relative_to(ROOT / "docs") for file in (ROOT / "docs").rglob("*.md")}
+    pages.add(Path("changelog.md"))  # of the repository
     assert shown - {Path("404.html")} == {page.with_suffix(".html") for page in pages}
+    settings = (tmp_path / "site/reference/settings.html").read_text("utf-8")
+    assert "<code>train.<wbr>max_<wbr>steps</code>" in settings  # a table breaks it there
+    assert "<code>train.max_steps</code>" not in settings.partition("<table>")[2]
+    if CHROMIUM:
+        assert "glossary.html" in found_by(tmp_path, "gradient checkpointing")
+        assert "installation.html" in found_by(tmp_path, "docker")
+        assert found_by(tmp_path, "xyzzyx") == set()
     for page in shown:
         text = (tmp_path / "site" / page).read_text("utf-8")
         assert not LOADED.findall(text), page
@@ -51,6 +71,7 @@ def test_a_font_or_a_broken_link_would_be_found(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/index.md").write_text("# Title\n", "utf-8")
     wrong = settings.replace("font: false", "font: {text: Roboto}")
+    wrong = re.sub(r"^(hooks|extra_css):.*\n", "", wrong, flags=re.MULTILINE)
     wrong = wrong[: wrong.index("nav:")].replace("docs_dir: docs", f"docs_dir: {tmp_path}/docs")
     (tmp_path / "mkdocs.yml").write_text(wrong, "utf-8")
     done = build(tmp_path / "site", "-f", str(tmp_path / "mkdocs.yml"))
@@ -86,6 +107,41 @@ def test_the_slurm_file() -> None:
     assert f'if [ "$code" = {EXIT_CODE_PREEMPTED} ]; then' in text
     with pytest.raises(Wrong, match="machine_rnk"):
         check(line.replace("--machine_rank", "--machine_rnk"))
+
+
+def test_the_docker_file_keeps_the_rules_of_hadolint() -> None:
+    """By the letter: what is pinned, cleaned up, run as whom."""
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    lines = [x for x in text.replace("\\\n", " ").splitlines() if x and not x.startswith("#")]
+    by_word: dict[str, list[str]] = {}
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        by_word.setdefault(word, []).append(rest)
+    assert set(by_word) == {
+        *("FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "ENTRYPOINT", "CMD"),
+    }
+    (image,) = by_word["FROM"]
+    assert re.fullmatch(r"python:3\.\d+-[a-z-]+", image)  # a tag that is not latest
+    for run in by_word["RUN"]:
+        assert "sudo" not in run
+        assert "cd " not in run
+        if "apt-get install" in run:
+            assert "--no-install-recommends --yes" in run
+            assert "rm -rf /var/lib/apt/lists/*" in run
+        if "pip install" in run:
+            assert "--no-cache-dir" in run
+            assert "==" in run or "--constraint" in run  # pinned
+    assert by_word["USER"][-1] not in ("root", "0")
+    assert all(folder.startswith("/") for folder in by_word["WORKDIR"])
+    assert json.loads(by_word["ENTRYPOINT"][0]) == ["toolkit"]
+    assert json.loads(by_word["CMD"][0]) == ["--help"]
+    extras = re.search(r"^EXTRAS=(.*)$", "\n".join(by_word["ARG"]), re.MULTILINE)
+    assert extras is not None
+    check(f"pip install '.[{extras[1]}]'")
+    pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None  # which the file takes its torch from
+    for part in ("constraints.txt", "recipes", "accelerate_configs", "toolkit"):
+        assert not re.search(rf"^{part}\b", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
 
 
 def test_the_kubernetes_file() -> None:

@@ -18,6 +18,8 @@ from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
 _RECIPES = ("train", "finetune")  # commands
+_CONFIGURED = ("plan", "rehearse", "inspect")  # commands that read a config, and take settings
+_SETTINGS = "; settings may follow, as --section.field VALUE"
 _TOP = ("--output_dir", "--seed")  # settings outside of a section
 _CODE = "run Python code that comes with the model: with your rights, so read it first"
 _SHOWN = 50  # lines of a long list, at its beginning and at its end
@@ -28,14 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     parser = make_parser()
     try:
+        if not given:
+            parser.print_help(sys.stderr)
+            return 2
         # What follows a recipe is settings, which argparse does not know.
-        starts = given[:1] and given[0] in _RECIPES
-        args, more = parser.parse_known_args(given[:1] if starts else given)
-        flags = [a for a in more if a.startswith("--")]
-        known = args.run is _rehearse and all("." in f or f in _TOP for f in flags)
-        if more and not (known and flags):
-            parser.error(f"unrecognized arguments: {' '.join(more)}")
-        args.arguments, args.settings = given[1:], more
+        if given[0] in _RECIPES:
+            args = parser.parse_args(given[:1])
+            args.arguments = given[1:]
+            return args.run(args)
+        own, settings = split_settings(given) if given[0] in _CONFIGURED else (list(given), [])
+        args = parser.parse_args(own)
+        args.settings = settings
         return args.run(args)
     except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
         return stop.code if isinstance(stop.code, int) else 2
@@ -49,6 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("toolkit: interrupted", file=sys.stderr)
         return 130
+
+
+def split_settings(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what a command's own parser takes, and the settings of a run: `--section.field VALUE`
+    or `--section.field=VALUE`, wherever they stand.
+    """
+    own, settings = list[str](), list[str]()
+    taken = False  # whether a value follows
+    for argument in given:
+        name, equals, _ = argument.partition("=")
+        is_setting = name.startswith("--") and ("." in name or name in _TOP)
+        (settings if is_setting or (taken and not argument.startswith("--")) else own).append(
+            argument
+        )
+        taken = is_setting and not equals
+    return own, settings
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -160,12 +181,13 @@ def _add_inspect(command: Callable) -> None:
         "of its data (--data). One process, no weights, no GPU.",
     )
     add("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
-    add("--plan", metavar="CONFIG", help="config of a recipe (YAML): its units")
+    add("--plan", metavar="CONFIG", help=f"config of a recipe (YAML): its units{_SETTINGS}")
     add(
         "--data",
         metavar="CONFIG",
         help="config of recipes/finetune.py (YAML): samples and tokens of each source, what is "
-        "learned, what is left out and why, and the first samples with the learned text marked",
+        "learned, what is left out and why, and the first samples with the learned text marked"
+        f"{_SETTINGS}",
     )
     add(
         "--world_size",
@@ -225,6 +247,11 @@ def _convert_config(args: argparse.Namespace) -> int:
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(out.text)
     print(args.output)
+    print(
+        f"next: toolkit inspect --data {args.output}   (what is learned of the data)",
+        file=sys.stderr,
+    )
+    print(f"then: toolkit finetune {args.output} --accelerate_config one_node", file=sys.stderr)
     return 0
 
 
@@ -236,7 +263,7 @@ def _add_plan(command: Callable) -> None:
         "Needs config.json only. With --device_memory: whether it fits (exit 0 or 1) and, "
         "where it does not, the cheapest changes that make it fit, each planned anew.",
     )
-    add("config", metavar="CONFIG", nargs="?", help="config of a recipe (YAML)")
+    add("config", metavar="CONFIG", nargs="?", help=f"config of a recipe (YAML){_SETTINGS}")
     add("--config", dest="file", metavar="FILE", help="the same")
     ranks_help = "number of processes (default: dp_replicate x dp_shard of the config)"
     add("--world_size", type=int, metavar="N", help=ranks_help)
@@ -258,6 +285,8 @@ def _add_plan(command: Callable) -> None:
         "by a step of CONFIG on this machine's device; kept in XDG_CACHE_HOME/toolkit",
     )
     add("--sweep", action="store_true", help="compare meshes and recomputation")
+    longest = "find the longest sequence and the largest batch that fit: some seconds for each plan"
+    add("--longest", action="store_true", help=longest)
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -269,7 +298,7 @@ def _plan(args: argparse.Namespace) -> int:
     memory = None if args.device_memory is None else parse_size(args.device_memory)
     if args.device_memory is not None and memory is None:
         return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
-    cfg = _load_either(args.config or args.file)
+    cfg = _known_shape(_load_either(args.config or args.file, args.settings))
     from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
     from toolkit.sharding.unit_table import planned_ranks
 
@@ -284,7 +313,7 @@ def _plan(args: argparse.Namespace) -> int:
         device = device_of(args.device or "h100")
     if memory is None and args.device is not None:
         memory = int(device.memory)
-    report = plan_run(cfg, args.world_size, device, memory, sweep=args.sweep)
+    report = plan_run(cfg, args.world_size, device, memory, sweep=args.sweep, sizes=args.longest)
     print(json.dumps(report.summary()) if args.json else report.text(), flush=True)
     return 0 if report.fits else 1
 
@@ -298,8 +327,7 @@ def _add_rehearse(command: Callable) -> None:
         "export, verify, reload, generate; and ask whether the real run has its packages, its "
         "output folder, its disk and its repository. Exit 1 where a stage fails.",
     )
-    config_help = "config of a recipe (YAML); settings may follow, as --section.field VALUE"
-    add("config", metavar="CONFIG", nargs="?", help=config_help)
+    add("config", metavar="CONFIG", nargs="?", help=f"config of a recipe (YAML){_SETTINGS}")
     add("--config", dest="file", metavar="FILE", help="the same")
     add("--world_size", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
     add("--recipe", metavar="NAME", help="pretrain or finetune (default: as the config shows)")
@@ -332,14 +360,24 @@ def _rehearse(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_either(file: str) -> Any:
+def _load_either(file: str, settings: Sequence[str] = ()) -> Any:
     """Read the config of either recipe: what both know means the same to them."""
     from toolkit import config
 
     try:
-        return config.load(config.PretrainConfig, file)
+        return config.load(config.PretrainConfig, file, settings)
     except ConfigError:
-        return config.load(config.FinetuneConfig, file)
+        return config.load(config.FinetuneConfig, file, settings)
+
+
+def _known_shape(cfg: Any) -> Any:
+    """Return `cfg` with the shape that came with the toolkit, where the Hub gives none."""
+    from toolkit.planning import with_known_shape
+
+    found, note = with_known_shape(cfg)
+    if note:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    return found
 
 
 def _consolidate(args: argparse.Namespace) -> int:
@@ -411,6 +449,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     if [args.path, args.plan, args.data].count(None) != 2:
         return _fail("give one of RUN_OR_CHECKPOINT, --plan CONFIG and --data CONFIG", code=2)
+    if args.settings and args.path is not None:
+        return _fail(f"{args.settings[0]} goes with --plan CONFIG or --data CONFIG", code=2)
     if args.world_size is not None and args.plan is None:
         return _fail("--world_size goes with --plan CONFIG", code=2)
     from toolkit import config
@@ -419,21 +459,26 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         from toolkit.sharding.unit_table import plan_summary, render_plan
 
-        found = plan_summary(_load_either(args.plan), args.world_size)
+        found = plan_summary(_known_shape(_load_either(args.plan, args.settings)), args.world_size)
         render = render_plan
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
         from toolkit.data.report import render
 
         _quiet()
-        found = inspect_data(config.load(config.FinetuneConfig, args.data))
+        found = inspect_data(config.load(config.FinetuneConfig, args.data, args.settings))
     else:
         from toolkit.checkpoint import local_copy
         from toolkit.checkpoint.summary import render, summarise
 
         with local_copy(args.path) as path:
             found = summarise(path)
-    print(json.dumps(found) if args.json else render(found), flush=True)
+    if args.json:
+        print(json.dumps(found), flush=True)
+    else:
+        from toolkit import ranks
+
+        ranks.show(render(found))
     if args.data is not None and not args.json:
         print(f"\npacking {found['packing']}: {found['why']} (read as a fine-tuning run's config)")
     return 0

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 REMOVED = "[removed]"
+NOT_FSDP = "the toolkit shards with FSDP2. Use a file of accelerate_configs/"
 EXIT_CODE_PREEMPTED = 75
 """Of a run that a signal stopped, EX_TEMPFAIL of sysexits.h: the same command goes on."""
 

@@ -95,12 +95,19 @@ def say(*lines: str | None) -> None:
         show(line)
 
 
+def fits(line: str) -> bool:
+    """Return whether a line is no longer than the terminal; elsewhere every one fits."""
+    return not sys.stdout.isatty() or len(line) <= shutil.get_terminal_size().columns
+
+
 def show(line: str, file: TextIO | None = None) -> None:
     """Print a line of this process above its progress bars, where there are any; in a terminal that
-    is narrower it is broken between words. Texts of several lines stay as they are.
+    is narrower it is broken between words, as is each line of a text but for rows of a table.
     """
     stream = file or sys.stdout
-    if stream.isatty() and "\n" not in line:
+    if stream.isatty() and "\n" in line:
+        line = "\n".join(map(_broken, line.split("\n")))
+    elif stream.isatty():
         labelled = re.fullmatch(r"\w+ +", line[:11])
         if len(re.findall(" {2,}", line)) > 2:  # names and their values stay together
             line = re.sub(r"(?<! ) (?! )", "\N{NO-BREAK SPACE}", line)
@@ -113,6 +120,22 @@ def show(line: str, file: TextIO | None = None) -> None:
         ).replace("\N{NO-BREAK SPACE}", " ")
     tqdm.write(line, file=file)
     stream.flush()
+
+
+def _broken(line: str) -> str:
+    """Return a line of a text broken between words where it is longer than the terminal."""
+    columns, inner = shutil.get_terminal_size().columns, line.strip()
+    if len(line) <= columns or "  " in inner:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        inner,
+        columns,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def alike(error: ToolkitError) -> ToolkitError:

@@ -6,10 +6,12 @@ inside of the package (setup.py).
 
 import argparse
 import ast
+import difflib
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,12 +22,20 @@ from typing import Any
 import psutil
 
 from toolkit.config import CheckpointConfig, FinetuneConfig, PretrainConfig, parse
-from toolkit.errors import EXIT_CODE_PREEMPTED, ConfigError, LaunchError, ToolkitError, one_line
+from toolkit.errors import (
+    EXIT_CODE_PREEMPTED,
+    NOT_FSDP,
+    ConfigError,
+    LaunchError,
+    ToolkitError,
+    one_line,
+)
 from toolkit.parsing import read_yaml
 
 SETTINGS: dict[str, type] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
 """Recipe -> the class of its settings."""
 _LAUNCHERS = "accelerate_configs"
+_PORT = 29500  # where Accelerate lets processes meet unless told otherwise
 _REFUSED = 2  # exit code of ranks that find a setting wrong
 _OF_THE_LAUNCHER = {
     "--num_processes": int,
@@ -49,14 +59,17 @@ def root() -> Path:
 def start(recipe: str, arguments: Sequence[str]) -> int:
     """Run `accelerate launch` on a recipe; return the exit code: of the first that failed.
 
-    Settings are parsed before, as the recipe will, without torch. A copy of the recipe in the
-    current folder (`recipes/NAME.py`) is started instead of the toolkit's own.
+    Settings are parsed before, as the recipe will, without torch; then what this machine's files
+    show to be wrong is refused (`refusals`). A copy of the recipe in the current folder
+    (`recipes/NAME.py`) is started instead of the toolkit's own.
 
     Args:
         arguments: CONFIG, settings as `--section.field value`, and options of the launcher.
 
     Raises:
         ConfigError: a setting is wrong, or there is neither a config nor a model.
+        LaunchError: the launch configuration cannot be used here.
+        ToolkitError: what else the run would be refused for.
     """
     parser = _parser(recipe)
     options, given = parser.parse_known_args(arguments)
@@ -81,21 +94,76 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     launcher = ["launch"]
     if options.accelerate_config is not None:
         launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
+    yaml = _launch_settings(launcher)
+    _refuse_early(cfg, yaml | {n[2:]: v for n, v in told.items() if v is not None})
+    if _needs_port(yaml, told):
+        told["--main_process_port"] = _free_port()
     for name, value in told.items():
         launcher += [] if value is None else [name, str(value)]
     launcher += [str(script_of(recipe)), *settings]
     print(f"$ accelerate {shlex.join(launcher)}", flush=True)
-    return _launch(launcher, cfg.checkpoint, options.max_restarts)
+    return _launch(launcher, cfg.checkpoint, options.max_restarts, yaml.get("use_cpu") is True)
 
 
-def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int) -> int:
+def _launch_settings(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the content of the Accelerate YAML that `accelerate launch` will read. LaunchError: it
+    is for another engine, which Accelerate would ask to be installed.
+    """
+    from accelerate.commands.config import default_config_file
+
+    chosen = Path(arguments[2] if arguments[1:2] == ["--config_file"] else default_config_file)
+    settings = read_yaml(chosen, LaunchError) if chosen.is_file() else {}
+    found = settings if isinstance(settings, dict) else {}
+    engine = str(found.get("distributed_type") or "")
+    if engine.upper() in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise LaunchError(f"{chosen} is for {engine}; {NOT_FSDP}")
+    return found
+
+
+def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
+    """Refuse what is wrong with the run before a process starts. Raises any ToolkitError."""
+    import torch
+
+    from toolkit.refusals import check_start
+    from toolkit.training import device
+    from toolkit.training.launch import no_gpu
+
+    count, machines = launched.get("num_processes"), launched.get("num_machines")
+    world = count if isinstance(count, int) and count > 0 else None
+    kind, cpu = "cpu", launched.get("use_cpu") is True
+    if not cpu and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+        here = (world or 1) // (machines if isinstance(machines, int) and machines > 0 else 1)
+        if launched.get("gpu_ids") in (None, "all"):
+            device.choose(0, here)
+    elif not cpu and (world or 1) > 1:
+        raise no_gpu(world or 1)
+    check_start(cfg, world, kind)
+
+
+def _needs_port(yaml: dict[str, Any], told: dict[str, Any]) -> bool:
+    """Return whether the port that Accelerate would take is in use, and nobody asked for it."""
+    named = told["--main_process_port"] or yaml.get("main_process_port")
+    machines = told["--num_machines"] or yaml.get("num_machines") or 1
+    if named is not None or machines != 1:
+        return False
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", _PORT)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: bool) -> int:
     """Run `accelerate` in this process; return the exit code of the rank that failed first, or 0.
 
     What a rank has to say it has said. Signals go to the ranks, which save and end: torch's agent
     would kill them 30 s later, and start those again that one of them stopped.
     """
     from accelerate.commands import accelerate_cli
-    from accelerate.commands.config import default_config_file
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -105,9 +173,7 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int) -> int:
     others = [name for name in signals if name not in cfg.preemption_signals]
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(others)
     # Accelerate tells its processes only where it starts one (1.15), and they read its command.
-    chosen = arguments[2] if arguments[1:2] == ["--config_file"] else default_config_file
-    settings = read_yaml(Path(chosen), LaunchError) if Path(chosen).is_file() else None
-    if isinstance(settings, dict) and settings.get("use_cpu") is True:
+    if cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     for left in reversed(range(restarts + 1)):
         sys.argv = ["accelerate", *arguments]
@@ -125,7 +191,8 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int) -> int:
         except SignalException as error:  # one that the ranks do not listen to
             return 128 + int(error.sigval)
         except Exception as error:  # of a YAML that it cannot use Accelerate may raise anything
-            what = f"accelerate launch cannot start by {chosen} ({one_line(error)})"
+            by = f" by {arguments[2]}" if arguments[1:2] == ["--config_file"] else ""
+            what = f"accelerate launch cannot start{by} ({one_line(error)})"
             raise LaunchError(f"{what}; correct the file, or give another") from error
     raise AssertionError
 
@@ -189,7 +256,7 @@ def _parser(recipe: str) -> argparse.ArgumentParser:
     parser.add_argument("--accelerate_config", metavar="FILE", help=f"{what} default is used")
     for name, kind in _OF_THE_LAUNCHER.items():
         parser.add_argument(name, type=kind, help="as `accelerate launch` takes it")
-    again = "start again so often, from the newest checkpoint, where a rank fails or is killed"
+    again = "restart up to this many times if a rank fails or is killed, from the newest checkpoint"
     parser.add_argument("--max_restarts", type=int, default=0, help=again)
     return parser
 
@@ -203,13 +270,14 @@ def _launch_file(given: str) -> Path:
     """Return the YAML that is meant: a file, or the name of one of the toolkit's."""
     file = Path(given) if Path(given).is_file() else launch_files().get(given)
     if file is None:
-        known = ", ".join(launch_files())
+        near = difflib.get_close_matches(given, launch_files(), n=1)
+        known = ", ".join(launch_files()) + (f"; did you mean {near[0]}?" if near else "")
         raise ConfigError(f"--accelerate_config {given} is no file, and none of {known}")
     return file
 
 
 def describe() -> list[str]:
-    """Return a line on each recipe, and on each Accelerate YAML."""
+    """Return a line on each recipe, each Accelerate YAML and each ready config."""
     lines = []
     for name in SETTINGS:
         text = (root() / "recipes" / f"{name}.py").read_text("utf-8")
@@ -218,6 +286,10 @@ def describe() -> list[str]:
     for name, file in launch_files().items():
         first = file.read_text("utf-8").splitlines()[0]
         lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {first.lstrip('# ').rstrip(':')}")
+    lines += ["", "Ready configs, which --copy puts into recipes/configs:"]
+    for file in sorted((root() / "recipes/configs").glob("*.yaml")):
+        first = file.read_text("utf-8").splitlines()[0]
+        lines.append(f"  {file.stem:<27}{first.lstrip('# ').rstrip(':')}")
     return lines
 
 

@@ -3,3 +3,4 @@
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.coverage import coverage_lines, idle_adapter_lines
 from toolkit.adapters.lora import add_adapters, prepare_adapters
+from toolkit.adapters.targets import check_named

@@ -87,6 +87,17 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     return targets
 
 
+def check_named(model: PreTrainedModel, cfg: LoraConfig) -> None:
+    """Refuse what `cfg` names and `model` lacks, without PEFT, which starts CUDA. Raises as
+    `targets_of` does. Where experts are fused, PEFT may know names that the model has not.
+    """
+    targets = targets_of(model, cfg)
+    fused = any(p.ndim == 3 for p in model.parameters())
+    for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
+        if not fused and not _ending(pattern, targets.names):
+            raise ModelError(_unknown("lora.target_modules", pattern, targets.names))
+
+
 def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
     """Return which of `names` the patterns name: whole or their end at a dot. None may miss."""
     found: set[str] = set()

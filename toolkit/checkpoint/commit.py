@@ -36,6 +36,7 @@ promise.
 """
 
 import contextlib
+import difflib
 import errno
 import functools
 import hashlib
@@ -155,10 +156,15 @@ def did_you_mean(path: Path, *kinds: Callable[[Path], bool]) -> str:
     here = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
     for group in (list(path.parents)[:3], *below):
-        folders = [p for p in group if p.is_dir()]
+        folders = sorted((p for p in group if p.is_dir()), key=lambda p: _unlike(p, path))
         if found := [p for kind in kinds for p in folders if kind(p)]:
             return f"; did you mean {' or '.join(map(str, found[:3]))}?"
     return ""
+
+
+def _unlike(folder: Path, asked: Path) -> float:
+    """Return how unlike two names are, from 0 to 1."""
+    return 1 - difflib.SequenceMatcher(None, folder.name, asked.name).ratio()
 
 
 def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:

@@ -106,8 +106,9 @@ LEFT = {
     "there is one seed; it orders the samples too": "data_seed shuffle_seed",
     "a share of the data set that is used there; data.sources[].weight is a share of samples": """
         weight""",
-    "train.eval_steps and checkpoint.save_steps count steps": """evals_per_epoch saves_per_epoch
-        eval_delay""",
+    "set train.eval_steps, checkpoint.save_steps: an epoch's steps (samples / batch) by it": """
+        evals_per_epoch saves_per_epoch""",
+    "train.eval_steps and checkpoint.save_steps count steps": "eval_delay",
     "checkpoints are whole, so that runs resume exactly": """save_only_model save_safetensors
         save_on_each_node save_first_step""",
     "the same command on the same output_dir resumes": """resume_from_checkpoint
@@ -120,7 +121,7 @@ LEFT = {
     "the command is `toolkit finetune`, which trains": "do_train do_predict strict debug",
     "one line a logged step": """log_level log_level_replica logging_first_step
         logging_nan_inf_filter include_tokens_per_second include_num_input_tokens_seen""",
-    "fp32 products keep PyTorch's default; with bfloat16 none of weight are left": "tf32",
+    "fp32 products keep PyTorch's default; with bfloat16 hardly any remain": "tf32",
     "tokens of all devices and micro-batches count alike in any case": """
         average_tokens_across_devices num_items_in_batch""",
     "the loss never holds all logits at once": """liger_fused_linear_cross_entropy
@@ -190,6 +191,15 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     leaves = {name.split(".")[-1]: name for name in reversed(known)}
     near = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
     return next(iter([*near_here, *near]), None)
+
+
+def nearest(cls: type, section: type, walked: str, name: str) -> list[str]:
+    """Return three settings whose names are the nearest to `name`: of its section, or of all."""
+    names = [walked + f.name for f in dataclasses.fields(section)]
+    if not walked and issubclass(cls, RunConfig):
+        names = _settings(cls)  # type: ignore[arg-type]
+    by_leaf = {n.split(".")[-1]: n for n in reversed(names)}
+    return [by_leaf[n] for n in difflib.get_close_matches(name, by_leaf, n=3, cutoff=0.0)]
 
 
 def setting_of(name: str) -> str:

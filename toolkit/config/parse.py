@@ -22,11 +22,13 @@ from jsonargparse import (
     set_parsing_settings,
 )
 
-from toolkit.config.names import meant
+from toolkit.config.names import meant, nearest
 from toolkit.config.ranges import WORDS
+from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
 
+_LONGEST = 280  # characters of an error
 # A section and its setting that runs of earlier versions have in their config.yaml.
 _GONE = "train", "sync_each_batch"
 
@@ -46,8 +48,8 @@ def parse(
             over.
 
     Raises:
-        ConfigError: an unknown key (the known ones are listed), a wrong type, a file that cannot be
-            read, or settings that contradict each other.
+        ConfigError: unknown keys (all of them, with the nearest names), a wrong type, a file that
+            cannot be read, or settings that contradict each other.
         SystemExit: after `--help` and `--print_config`.
     """
     args = list(sys.argv[1:] if args is None else args)
@@ -61,9 +63,11 @@ def parse(
     parser.prog = os.path.basename(sys.argv[0])
     if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
         args = ["--config", str(default_file), *args]
+    unknown = _Unknown(cls)
     for file in _config_files(args):
-        _check_keys(cls, _read(file), str(file))
-    _check_flags(cls, args)
+        _check_keys(cls, _read(file), str(file), unknown)
+    _check_flags(cls, args, unknown)
+    unknown.refuse()
     try:
         parsed = parser.parse_args(args)
         sections = parser.instantiate(parsed)
@@ -84,16 +88,18 @@ def parse(
     return cfg
 
 
-def load(cls: type, file: str | Path) -> Any:
-    """Read a `cls` from a YAML file, also of an earlier version. Raises as `parse` does."""
+def load(cls: type, file: str | Path, flags: Sequence[str] = ()) -> Any:
+    """Read a `cls` from a YAML file, also of an earlier version; `flags` win over it. Raises as
+    `parse` does.
+    """
     content = _read(Path(file)) if Path(file).is_file() else {}
     section, gone = content.get(_GONE[0]), _GONE[1]
     if not isinstance(section, dict) or section.pop(gone, _GONE) is _GONE:
-        return parse(cls, ["--config", str(file)])
+        return parse(cls, ["--config", str(file), *flags])
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, Path(file).name)
         copy.write_text(yaml.safe_dump(content), encoding="utf-8")
-        return parse(cls, ["--config", str(copy)])
+        return parse(cls, ["--config", str(copy), *flags])
 
 
 def dump(cfg: Any) -> str:
@@ -169,13 +175,53 @@ _Dumper.add_representer(str, _text_node)
 # ---- What is checked before jsonargparse sees it
 
 
+class UnknownSettingError(ConfigError):
+    """A name is no setting; `said` is what may have been meant, and `place` where it stands."""
+
+    def __init__(self, path: str, place: str, said: str) -> None:
+        super().__init__(f"unknown setting {path!r} ({place}){said}")
+        self.path, self.place, self.said = path, place, said
+
+
+class _Unknown:
+    """The unknown settings of files and flags, refused together on one line."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls, self._found = cls, list[UnknownSettingError]()
+
+    def add(self, error: UnknownSettingError) -> None:
+        self._found.append(error)
+
+    def refuse(self) -> None:
+        """Raise a ConfigError where there is one."""
+        if not self._found:
+            return
+        names = [repr(error.path) for error in self._found]
+        whole = [name + error.said for name, error in zip(names, self._found, strict=True)]
+        places = ", ".join(dict.fromkeys(error.place for error in self._found))
+        count = f"{len(names)} unknown settings" if len(names) > 1 else "unknown setting"
+        page = "; all settings: docs/reference/settings.md, or `toolkit train --help`"
+        page = page * issubclass(self._cls, RunConfig)
+        if len(names) == 1:
+            raise ConfigError(f"{self._found[0]}{page}")
+        room = _LONGEST - len(f"{count} ({places}): {page}")
+        # As many as fit with what may have been meant, the others by name, as many as fit.
+        lists = [[*whole[:n], *names[n:]] for n in range(len(names), -1, -1)]
+        lists += [[*names[:n], f"and {len(names) - n} more"] for n in range(len(names) - 1, 0, -1)]
+        texts = ["; ".join(some) for some in lists]
+        said = next((text for text in texts if len(text) <= room), texts[-1])
+        raise ConfigError(f"{count} ({places}): {said}{page}")
+
+
 def _config_files(args: Sequence[str]) -> list[Path]:
     files = [a.split("=", 1)[1] for a in args if a.startswith("--config=")]
     files += [b for a, b in itertools.pairwise(args) if a == "--config"]
     for file in files:
         if not Path(file).is_file():
             what = "is not a file" if Path(file).exists() else "does not exist"
-            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()})")
+            ours = "recipes/configs" in Path(file).as_posix()  # of which a wheel has copies
+            hint = "; `toolkit recipes --copy finetune` puts the ready configs there" * ours
+            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()}){hint}")
     return [Path(f) for f in files]
 
 
@@ -188,7 +234,7 @@ def _read(file: Path) -> dict:
     return content
 
 
-def _check_flags(cls: type, args: Sequence[str]) -> None:
+def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
     kind, setting = None, ""
     for arg, following in zip(args, [*args, "--"][1:], strict=True):
         flag, equals, value = arg.partition("=")
@@ -196,8 +242,12 @@ def _check_flags(cls: type, args: Sequence[str]) -> None:
         if not flag.startswith("--"):
             _check_text(setting, kind, arg)
         elif flag not in ("--config", "--help", "--print_config"):
-            setting = flag.removeprefix("--").removesuffix("+")
-            kind = _check_path(cls, setting, "command line")
+            setting, kind = flag.removeprefix("--").removesuffix("+"), None
+            try:
+                kind = _check_path(cls, setting, "command line")
+            except UnknownSettingError as error:
+                unknown.add(error)
+                continue
             if dataclasses.is_dataclass(kind):
                 first = f"--{setting}.{dataclasses.fields(kind)[0].name} VALUE"
                 raise ConfigError(f"{flag} is a section of settings; give them one by one: {first}")
@@ -234,7 +284,9 @@ def _check_items(value: Any, kind: Any, where: str) -> None:
     if dataclasses.is_dataclass(item) and isinstance(value, list):
         for i, entry in enumerate(value):
             if isinstance(entry, dict):
-                _check_keys(item, entry, f"{where}[{i}]")  # type: ignore[arg-type]
+                unknown = _Unknown(item)  # type: ignore[arg-type]
+                _check_keys(item, entry, f"{where}[{i}]", unknown)  # type: ignore[arg-type]
+                unknown.refuse()
                 try:
                     _parser(item).parse_object(entry)  # type: ignore[arg-type]
                 except ArgumentError as error:
@@ -242,14 +294,18 @@ def _check_items(value: Any, kind: Any, where: str) -> None:
                     raise ConfigError(f"{where}[{i}].{said}") from None
 
 
-def _check_keys(cls: type, content: dict, where: str, prefix: str = "") -> None:
-    """Refuse the first key of a YAML mapping that `cls` does not know, with the keys it knows."""
+def _check_keys(cls: type, content: dict, where: str, unknown: _Unknown, prefix: str = "") -> None:
+    """Add the keys of a YAML mapping that `cls` does not know to those that are `unknown`."""
     for key, value in content.items():
-        known = _check_path(cls, f"{prefix}{key}", where)
+        try:
+            known = _check_path(cls, f"{prefix}{key}", where)
+        except UnknownSettingError as error:
+            unknown.add(error)
+            continue
         if dataclasses.is_dataclass(known) and not isinstance(value, dict):
             raise ConfigError(f"{prefix}{key} ({where}) is a section of settings, got {value!r}")
         if dataclasses.is_dataclass(known):
-            _check_keys(cls, value, where, f"{prefix}{key}.")
+            _check_keys(cls, value, where, unknown, f"{prefix}{key}.")
         if isinstance(value, str):
             _check_text(f"{prefix}{key}", known, value)
         _check_items(value, known, f"{where}, {prefix}{key}")
@@ -266,12 +322,12 @@ def _check_path(cls: type, path: str, where: str) -> Any:
                 raise ConfigError(
                     f"{path!r} ({where}) {what}. Use `hf auth login`, or set HF_TOKEN"
                 )
-            guess = meant(cls, here, walked, path) if hints else None
-            question = f", did you mean {guess}?" if guess else ""
-            section = walked.removesuffix(".") or "the top level"
-            listed = f"known in {section}: {', '.join(hints)}"
-            known = listed if hints else f"{section} takes a value"
-            raise ConfigError(f"unknown setting {path!r} ({where}){question}; {known}")
+            said = f"; {walked.removesuffix('.')} takes a value"
+            if hints and (guess := meant(cls, here, walked, path)):
+                said = f", did you mean {guess}?"
+            elif hints:
+                said = f"; nearest: {', '.join(nearest(cls, here, walked, part))}"
+            raise UnknownSettingError(path, where, said)
         here, walked = hints[part], f"{walked}{part}."
     return here
 

@@ -55,7 +55,7 @@ def prepare_data(
     batch does not divide, or max_repeats ends the data too early. ConfigError: a setting needs
     evaluations, and there is nothing to evaluate on.
     """
-    encoder = ranks.on_all(lambda: _encoder(cfg, model_cfg, model))
+    encoder = ranks.on_all(lambda: encoder_for(cfg, model_cfg, model))
     rows = cfg.train.micro_batch
     choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
     if choice.mask is None:
@@ -75,7 +75,7 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
         cfg = replace(cfg, train=replace(cfg.train, per_device_train_batch_size=1))
     model_cfg = own_tokenizer(model_settings(cfg))
     model = models.build_on_meta(model_cfg)
-    encoder = _encoder(cfg, model_cfg, model)
+    encoder = encoder_for(cfg, model_cfg, model)
     choice = choose_packing(cfg.data, model, cfg.train.micro_batch)
     feed = read_sources(cfg, encoder, choice, 1)
     if cfg.data.streaming:  # it can be streamed; now what is in it
@@ -85,7 +85,7 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     return supervision_report(feed, encoder.tokenizer, samples) | said
 
 
-def _encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
+def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
     """Return the encoder of the run's rows, its tokenizer with `data.chat_template` where it is
     set: that becomes part of `model.hf_assets`, so that the export answers as it was trained.
     """
@@ -152,8 +152,9 @@ class Choice:
     mask: str | None = "rows are padded"  # why one is needed; None: batches carry borders
 
     def __str__(self) -> str:
-        how = "within documents, without a mask" if self.mask is None else f"masked: {self.mask}"
-        return f"attention  {how}"
+        if self.mask is None:
+            return "attention  each document by itself, told apart by its borders (no mask needed)"
+        return f"attention  masked: {self.mask}"
 
 
 def choose_packing(

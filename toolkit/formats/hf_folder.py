@@ -14,6 +14,7 @@ from transformers.utils.hub import is_offline_mode
 
 from toolkit import ranks
 from toolkit.errors import LoadingError, ModelError, one_line
+from toolkit.formats.hub_access import say_unreachable, why_unreachable
 from toolkit.formats.named_assets import code_files, vocabulary_files
 from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
@@ -133,7 +134,7 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
     if path.is_absolute() or str(name_or_path).startswith("."):  # no Hub id
         raise ModelError(f"there is no folder {name_or_path} (current folder: {Path.cwd()})")
     beside = _is_beside(path)
-    local = beside or not ask
+    local = beside or not ask or bool(why_unreachable())
     try:
         file = cached_file(name_or_path, "config.json", revision=revision, local_files_only=local)
     except OSError as error:
@@ -142,10 +143,15 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
                 f"there is a folder {path.parent} here ({Path.cwd()}), and no {path.name} in it. "
                 f"If a model of the Hub is meant: hf download {name_or_path}"
             ) from error
+        why = why_unreachable() or str(error).strip().splitlines()[0]
+        if type(error.__cause__).__name__ == "GatedRepoError":
+            page = f"https://huggingface.co/{name_or_path}"
+            why = f"it is gated; ask for access on {page}, then `hf auth login`"
         raise ModelError(
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
-            f"that the Hub gives: {str(error).strip().splitlines()[0]}"
+            f"that the Hub gives: {why}"
         ) from error
+    say_unreachable()
     return Path(str(file)).parent
 
 
@@ -215,6 +221,7 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
     path = Path(name_or_path).expanduser()
     if path.exists() or _is_beside(path):
         return
+    why_unreachable()  # from here on the cache answers, at once
     names, folder = ["config.json", *ASSET_FILES], None
     asked = {*names}
     while names:

@@ -26,7 +26,7 @@ _MAIN_SETTINGS = (
 )
 _NO_RESULTS = (
     *("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate"),
-    *("time", "epoch", "skipped"),
+    *("time", "epoch", "skipped", "data_time", "compute_time", "wait_time"),
 )
 
 
@@ -57,7 +57,7 @@ def render(manifest: Facts, repo_id: str, digest: str) -> str:
         data_line=_data_line(data) if settings or data else "",
         main_settings={n: known.pop(n) for n in _MAIN_SETTINGS if n in known},
         settings=known,
-        results={n + at.get(n, ""): v for n, v in metrics.items() if n not in _NO_RESULTS},
+        results={n + at.get(n, ""): v for n, v in metrics.items() if not n.startswith(_NO_RESULTS)},
         changes=_changes(facts),
         versions=[f"{package} {version}" for package, version in versions.items()],
     )

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.config.settings import FinetuneConfig
+from toolkit.config.settings import (
+    FinetuneConfig,
+    FinetuneDataConfig,
+    FinetuneModelConfig,
+    FinetuneTrainConfig,
+)
 from toolkit.errors import ConfigError, ToolkitError, one_line
 from toolkit.planning.calibration import Calibration, remembered
 from toolkit.planning.devices import Device
@@ -19,6 +24,8 @@ _OF_STEPS = (
     *("per_device_train_batch_size", "reshard_after_forward", "accumulation"),
     *("activation_checkpointing", "activation_offload"),
 )
+# Sections and settings that both recipes have alike.
+_SHARED = ("sharding", "optim", "checkpoint", "metrics", "hub", "output_dir", "seed")
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,22 @@ def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
     return replace(cfg, **{section: replace(getattr(cfg, section), **settings)})
 
 
+def as_finetuning(cfg: Config) -> FinetuneConfig | None:
+    """Return the same run by `toolkit finetune`, which has adapters; None: its weights are random,
+    or one of its settings does not go with that.
+    """
+    if isinstance(cfg, FinetuneConfig) or cfg.model.init == "random":
+        return cfg if isinstance(cfg, FinetuneConfig) else None
+    with contextlib.suppress(ConfigError):
+        return FinetuneConfig(
+            model=FinetuneModelConfig(**vars(cfg.model)),
+            data=FinetuneDataConfig(**vars(cfg.data)),
+            train=FinetuneTrainConfig(**vars(cfg.train)),
+            **{name: getattr(cfg, name) for name in _SHARED},
+        )
+    return None
+
+
 def _changes(cfg: Config, world: int) -> list[_Change]:
     """Return the changes of a run, by what they usually cost, the cheapest first, without those
     that its other settings refuse.
@@ -205,7 +228,9 @@ def _changes(cfg: Config, world: int) -> list[_Change]:
             doubled = ", the global batch doubled"
         more_devices = {"sharding": {"dp_shard": -1}, "train": half}
         change(f"devices {2 * world}{doubled}", more_devices, ranks=2 * world)
-    if isinstance(cfg, FinetuneConfig):
+    tuned = as_finetuning(cfg)
+    if tuned is not None:
+        cfg = tuned
         lora = dict[str, Any]() if cfg.lora.r else {"r": 16}
         model = dict[str, Any]() if cfg.lora.r else {"dtype": None}
         if lora:

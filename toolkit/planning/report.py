@@ -12,6 +12,7 @@ from toolkit.planning.automatic import accumulated, choose, chosen_names, in_wor
 from toolkit.planning.changes import Plan, layouts, make_plan, remedies
 from toolkit.planning.devices import Device
 from toolkit.planning.estimates import reserve_of, reserves
+from toolkit.planning.longest import Longest, longest
 from toolkit.planning.meter import HOST
 from toolkit.planning.simulation import Config, State, state_of
 from toolkit.sharding.unit_table import planned_ranks
@@ -36,6 +37,8 @@ class PlanReport:
     layouts: list[Plan] = field(default_factory=list)
     chosen: str = ""
     """What `auto` became."""
+    longest: Longest | None = None
+    """The largest sizes that fit, where they were asked for."""
 
     @property
     def fits(self) -> bool:
@@ -68,7 +71,7 @@ class PlanReport:
             "not_planned": [{"change": name, "why": why} for name, why in self.failed],
             "layouts": [self._row(p) for p in self.layouts],
             "notes": list(sim.notes),
-        }
+        } | ({} if self.longest is None else {"longest": self.longest.summary()})
 
     def text(self) -> str:
         """Return all of it for people."""
@@ -113,6 +116,8 @@ class PlanReport:
         if self.layouts:
             lines += ["", "Layouts, the fastest that fits first"]
             lines += _indent(self._change_rows(self.layouts))
+        if self.longest is not None:
+            lines += ["", "The largest that fit", *_indent(list(self.longest.lines))]
         lines += [f"not planned: {name}: {why}" for name, why in self.failed]
         return "\n".join(lines)
 
@@ -219,11 +224,13 @@ def plan_run(
     memory: int | None = None,
     *,
     sweep: bool = False,
+    sizes: bool = False,
 ) -> PlanReport:
     """Return the plan of a run on `device`; with `memory`, in bytes, what makes it fit.
 
     Seconds for each layout or change that is tried: one simulated step each. `sweep` compares
-    meshes and recomputation. ConfigError: the number of processes is not known.
+    meshes and recomputation, `sizes` finds the longest sequence and the largest batch that fit,
+    into the `device` where there is no `memory`. ConfigError: the number of processes is not known.
     """
     world = planned_ranks(cfg.sharding, world_size)
     with tqdm(unit="plan", disable=None, leave=False) as bar:
@@ -247,7 +254,9 @@ def plan_run(
         if memory is not None and not plan.fits(memory):
             found, failed = remedies(plan, device, memory, say)
         compared = layouts(plan, device, memory, say) if sweep else []
-    return PlanReport(plan, last, device, memory, found, failed, compared, in_words(asked, cfg))
+        most = longest(plan, device, memory or int(device.memory), say) if sizes else None
+    said = in_words(asked, cfg)
+    return PlanReport(plan, last, device, memory, found, failed, compared, said, most)
 
 
 def _indent(lines: list[str]) -> list[str]:

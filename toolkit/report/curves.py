@@ -65,16 +65,15 @@ def panels(runs: list[RunRecord]) -> list[Panel]:
 
 
 def smoothed(values: list[float | int | None]) -> list[float | int | None]:
-    """Return the exponential moving average of `values`, corrected for its start at zero as in
-    Adam (Kingma and Ba 2015, section 3); gaps stay gaps and count for nothing.
+    """Return the mean of `values` around each, over a window that is as wide on both sides, so that
+    the curve does not lag; towards the ends it narrows. Gaps stay gaps and count for nothing.
     """
-    keep = 1 - 2 / (max(5.0, len(values) / _WINDOWS) + 1)
-    total, weight = 0.0, 0.0
+    half, last = round(max(2.0, len(values) / _WINDOWS / 2)), len(values) - 1
     found: list[float | int | None] = []
-    for value in values:
-        if value is not None:
-            total, weight = keep * total + value, keep * weight + 1
-        found.append(None if value is None else total / weight)
+    for at, value in enumerate(values):
+        reach = min(half, at, last - at)
+        around = [v for v in values[at - reach : at + reach + 1] if v is not None]
+        found.append(None if value is None else sum(around) / len(around))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from toolkit.config import FinetuneConfig, PretrainConfig, flat
@@ -21,7 +22,8 @@ class Table:
 
 def overview(runs: list[RunRecord]) -> Table:
     """Return a row for each run: how far it is, its last values."""
-    head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "memory", "last line"]
+    head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "memory", "trained for"]
+    head.append("last line")
     rows = []
     for run in runs:
         last = {k: v for line in run.lines for k, v in line.items() if number(line, k) is not None}
@@ -38,6 +40,7 @@ def overview(runs: list[RunRecord]) -> Table:
                 _value(last.get("tokens"), ",d" if isinstance(last.get("tokens"), int) else ",.0f"),
                 _value(rate, ",.0f"),
                 size_text(int(memory)) if memory is not None else "-",
+                _trained_for(run),
                 _time(at),
             ]
         )
@@ -141,6 +144,15 @@ def openings(run: RunRecord) -> dict[str, str]:
     # Learned text is green where the run wrote to a terminal, in [[...]] elsewhere.
     plain = {k: v.replace("\x1b[1;32m", "[[").replace("\x1b[0m", "]]") for k, v in texts.items()}
     return {title: text for title, text in plain.items() if text}
+
+
+def _trained_for(run: RunRecord) -> str:
+    """Return the time of a run's steps, without starts, saves and evaluations."""
+    before, seconds = 0, 0.0
+    for line in run.lines:
+        seconds += (number(line, "step_time") or 0.0) * max(0, line["step"] - before)
+        before = line["step"]
+    return str(timedelta(seconds=round(seconds))) if 0 < seconds < 2**34 else "-"
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:

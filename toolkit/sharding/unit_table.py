@@ -65,14 +65,16 @@ def unit_table(model: nn.Module, cfg: ShardingConfig) -> str:
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
     rows = unit_rows(model, cfg)
-    lines = [[*head.split(","), "prefetches"]]
+    shown = cfg.forward_prefetch or cfg.backward_prefetch  # else PyTorch's own, of each unit
+    lines = [[*head.split(","), *["prefetches"] * bool(shown)]]
     for name, indices in fold([row.name for row in rows], [replace(r, name="") for r in rows]):
         alike = rows[indices[0]]
         counts = [str(len(indices)), str(alike.modules), f"{alike.parameters:,}"]
         megabytes = [f"{n / 1e6:,.2f}" for n in (alike.bytes_sharded, alike.bytes_unsharded)]
         dtypes = [alike.stored, alike.computed, alike.reduced]
         prefetches = "- / -" if name == "(replicated)" else ahead
-        lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, prefetches])
+        more = [prefetches] * bool(shown)
+        lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, *more])
     text = "\n".join(table(lines, right={1, 2, 3, 4, 5}))
     reason = plan_of(model).root_only
     return text if reason is None else f"{text}\nonly the root is a unit: {reason}"

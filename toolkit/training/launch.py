@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
-from toolkit.errors import ConfigError, LaunchError, ToolkitError, one_line
+from toolkit.errors import NOT_FSDP, ConfigError, LaunchError, ToolkitError, one_line
 from toolkit.training import background, device, launchers, network
 from toolkit.training.faults import preemption, watchdog
 
@@ -302,17 +302,27 @@ def _uses_cpu(rank: int, world: int) -> bool:
         if alone and rank == 0:  # such as Apple's
             print(f"WARNING: torch has no collectives for {kind}: training on the CPU", flush=True)
         return alone
-    built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
     by_accelerate = launchers.by_accelerate()
     if by_accelerate and _accelerate_was_told_cpu():
         return True
     if by_accelerate and world > 1:
-        what = f"was asked for {world} processes on GPUs, and torch sees no GPU ({built})"
-        advice = "mend the driver or torch, or use accelerate_configs/cpu.yaml"
-        raise LaunchError(f"accelerate launch {what}; {advice}")
+        raise no_gpu(world)
     if rank == 0:
-        print(f"WARNING: torch sees no GPU ({built}): training on the CPU", flush=True)
+        print(f"WARNING: torch sees no GPU ({_built()}): training on the CPU", flush=True)
     return True
+
+
+def no_gpu(world: int) -> LaunchError:
+    """Return what is said where several processes are asked for on GPUs, and there is none."""
+    return LaunchError(
+        f"accelerate launch was asked for {world} processes on GPUs, and torch sees no GPU "
+        f"({_built()}); mend the driver or torch, or use accelerate_configs/cpu.yaml "
+        "(--accelerate_config cpu)"
+    )
+
+
+def _built() -> str:
+    return f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
 
 
 def _accelerate_was_told_cpu() -> bool:
@@ -381,8 +391,7 @@ def _take_yaml(notes: list[str]) -> None:
     """Refuse another engine's YAML; print notes, once; unset the variables that are translated."""
     for engine in ("DeepSpeed", "Megatron_LM"):
         if _flag(f"ACCELERATE_USE_{engine.upper()}"):
-            what = f"the launch configuration is for {engine}; the toolkit shards with FSDP2"
-            raise LaunchError(f"{what}. Use a file of accelerate_configs/")
+            raise LaunchError(f"the launch configuration is for {engine}; {NOT_FSDP}")
     for note in notes if os.environ.get("RANK", "0") == "0" else []:
         print(f"note: {note}", file=sys.stderr, flush=True)
     for name in [n for n in os.environ if accelerate_yaml.is_translated(n)]:

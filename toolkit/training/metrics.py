@@ -260,11 +260,15 @@ class Metrics:
         speed = "profiled" if rate is None else f"{rate:,.0f} tok/s"
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         memory = size_text(line["memory_peak_bytes"])
-        text = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {shown}  {speed}"
+        head = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
+        text = ""
         if "eval_loss" in line:
             text += f"  eval_loss {line['eval_loss']:.4f} (perplexity "
             text += f"{line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%})"
-        text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}  {memory}"
+        text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}"
+        whole = f"{head}  {shown}  {speed}{text}  {memory}"
+        # In a narrow terminal what the bar has, and metrics.jsonl, is left out.
+        text = whole if ranks.fits(whole) else f"{head}  {loss}  {speed}{text}"
         if self._paced is None:  # the first step compiles, and says nothing of those to come
             self._paced = step, now
         elif self._bar.disable:

@@ -409,7 +409,7 @@ class MergedCheck(ExportCheck):
     ) -> None:
         super().__init__(folder, findings, source, base)
         self.adapter, self.base = source, find_base(source, base)
-        self.verdict = f"is {self.base} merged with the adapter of"
+        self.verdict = f"this is {self.base}, merged with the adapter of"
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
         proof = MergeProof(model, self.entries, self.groups, self.findings, folder=self.base)

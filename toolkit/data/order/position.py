@@ -153,7 +153,14 @@ def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) 
         return accumulation
     each, uneven = divmod(global_batch, world_size)
     if uneven or not each:
-        cure = f"start it on {_divisors(global_batch, global_batch)} processes"
+        cure = f"start it on {_divisors(global_batch // per_device_batch)} processes"
+        if global_batch % per_device_batch:  # no number of processes goes with that batch
+            fewer = max(
+                n for n in range(1, min(world_size, global_batch) + 1) if not global_batch % n
+            )
+            size = max(n for n in range(1, per_device_batch + 1) if not global_batch // fewer % n)
+            batch = f"train.per_device_train_batch_size {size}"
+            cure = f"start it on {fewer} process{'es' * (fewer > 1)} with {batch}"
     else:
         fitting = _divisors(each, per_device_batch)
         cure = f"set train.per_device_train_batch_size to {fitting}"
@@ -163,7 +170,7 @@ def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) 
     )
 
 
-def _divisors(n: int, most: int) -> str:
-    """Return the divisors of `n` up to `most` as text; of many the largest."""
-    found = [str(d) for d in range(1, most + 1) if n % d == 0]
+def _divisors(n: int, most: int | None = None) -> str:
+    """Return the divisors of `n`, up to `most`, as text; of many the largest."""
+    found = [str(d) for d in range(1, (most or n) + 1) if n % d == 0]
     return ("... " if len(found) > 12 else "") + ", ".join(found[-12:])

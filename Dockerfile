@@ -1,0 +1,31 @@
+# The toolkit with torch for CUDA, whose wheels bring CUDA's libraries; the host needs NVIDIA's driver
+# and its container toolkit. In the clone:
+#
+#   docker build -t fsdp2-toolkit .
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD":/work fsdp2-toolkit train CONFIG --accelerate_config one_node
+#
+# For another torch (the CPU's, another CUDA, ROCm): --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+FROM python:3.11-slim-bookworm
+
+ARG TORCH_INDEX=https://pypi.org/simple
+ARG EXTRAS=qlora,report,trackers
+
+# torch.compile calls a C compiler.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes gcc g++ git \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/fsdp2-toolkit
+COPY constraints.txt ./
+RUN version="$(sed -n 's/^torch==//p' constraints.txt)" \
+    && pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple "torch==$version"
+COPY . .
+RUN pip install --no-cache-dir --constraint constraints.txt ".[$EXTRAS]"
+
+RUN useradd --create-home trainer
+USER trainer
+ENV HF_HOME=/work/.cache/huggingface
+WORKDIR /work
+ENTRYPOINT ["toolkit"]
+CMD ["--help"]

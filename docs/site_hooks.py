@@ -1,0 +1,27 @@
+"""What mkdocs does to the pages: the changelog becomes one, long names break at their dots."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+_CELL = re.compile(r"(<td>.*?</td>)", re.DOTALL)
+_CODE = re.compile(r"(<code>)(.*?)(</code>)", re.DOTALL)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add CHANGELOG.md of the repository, whose links are relative to that."""
+    text = Path(config.config_file_path).with_name("CHANGELOG.md").read_text("utf-8")
+    text = re.sub(r"\]\(docs/", "](", text)
+    files.append(File.generated(config, "changelog.md", content=text))
+    return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let code in tables break after a dot, a slash or an underscore between words."""
+
+    def broken(code: re.Match[str]) -> str:
+        return code[1] + re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", code[2]) + code[3]
+
+    return _CELL.sub(lambda cell: _CODE.sub(broken, cell[1]), html)

@@ -1,0 +1,111 @@
+"""Refuse what this machine's files show to be wrong, before a process of the run is started.
+
+Calls what the recipes call at their start, so that it says what the run would say. Reads no weight
+and starts no device: PEFT, which does, is left to the run.
+"""
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from toolkit import loading, models, training
+from toolkit.adapters import check_named
+from toolkit.checkpoint import disk
+from toolkit.checkpoint.run_folder import claim
+from toolkit.config.settings import FinetuneConfig, RunConfig, model_settings
+from toolkit.data.order.position import accumulation_for
+from toolkit.data.prepare import encoder_for
+from toolkit.data.sources.files import configured, find_files, kind_of
+from toolkit.data.sources.rows import load_sources
+from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
+from toolkit.sharding.fsdp import mesh_shape
+
+
+def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
+    """Raise what a run of `cfg` would be refused for at its start, as far as files here show it.
+
+    `world_size` is None where the number of processes is not known yet; `device` is a type of
+    torch. Seconds, most of them imports. Weights of a Hub id are not asked for. Raises ToolkitError
+    of any kind.
+    """
+    with _silence():
+        _check_ranks(cfg, world_size)
+        claim(cfg)
+        training.check_optimizer(cfg.optim, cfg.train.max_steps)
+        _find_data(cfg)
+        here = Path(cfg.model.name_or_path).expanduser().is_dir()
+        own = cfg.model if here else replace(cfg.model, init="random")
+        models.check_usable(own, cfg.data.sequence_length, device)
+        model_cfg = _tokenizer(cfg)
+        model = models.prepare(replace(model_cfg, kernels="none"))
+        if here:
+            loading.check_fits(model, cfg.model)
+        _check_rows(cfg, model, model_cfg)
+        if isinstance(cfg, FinetuneConfig) and cfg.lora.r:
+            check_named(model, cfg.lora)
+        elif world_size is not None:
+            steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
+            need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, world_size, cfg.optim)
+            disk.refuse_overflow(need, cfg.checkpoint)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Print nothing: what there is to say beside a refusal the run says."""
+    before, out, err = logging.root.manager.disable, io.StringIO(), io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check_ranks(cfg: RunConfig, world_size: int | None) -> None:
+    if world_size is None:
+        return
+    mesh_shape(world_size, cfg.sharding)
+    batch, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
+    if batch is not None:
+        accumulation_for(batch, size if isinstance(size, int) else 1, world_size)
+
+
+def _find_data(cfg: RunConfig) -> None:
+    """Refuse patterns that match no file, and kinds that do not go together."""
+    for what in ("train", "eval"):
+        for setting, source in configured(cfg.data, what):  # type: ignore[arg-type]
+            if not source.dataset_name:
+                kind_of(find_files(source.files, setting), setting)
+
+
+def _tokenizer(cfg: RunConfig) -> Any:
+    """Return the model's settings with the tokenizer of the run, where there is one already."""
+    model = own_tokenizer(model_settings(cfg))
+    if isinstance(cfg, FinetuneConfig) or model.train_tokenizer or _is_remote(cfg):
+        return model
+    return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))
+
+
+def _is_remote(cfg: RunConfig) -> bool:
+    """Return whether a source is a data set that is not a folder here."""
+    named = [source.dataset_name for _, source in configured(cfg.data)]
+    return any(name and not Path(name).expanduser().is_dir() for name in named)
+
+
+def _check_rows(cfg: RunConfig, model: PreTrainedModel, model_cfg: Any) -> None:
+    """Refuse a first row that the run would refuse, as for the want of a chat template."""
+    untrained = model_cfg.tokenizer_name_or_path is None and model_cfg.train_tokenizer
+    if untrained or _is_remote(cfg):
+        return
+    encoder = encoder_for(cfg, model_cfg, model)
+    data = replace(cfg.data, streaming=True)
+    for source in load_sources(data, documents=not isinstance(cfg, FinetuneConfig)):
+        for stored in source.rows:
+            encoder.row(source, stored, 0)
+            break
