@@ -17,6 +17,7 @@ from toolkit.config.settings import (
     model_settings,
 )
 from toolkit.data.chat import chat_templates
+from toolkit.data.ends import end_with, learned_ends
 from toolkit.data.feed.feed import Feed, Processes
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
@@ -61,6 +62,9 @@ def prepare_data(
     if choice.mask is None:
         attend_within_documents(model)
     feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, run.world_size))
+    if isinstance(cfg, FinetuneConfig) and encoder.tokenizer is not None:
+        ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
+        ranks.say(end_with(model, ends, encoder.tokenizer))
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, run)
     check_data(data, own_metrics)
     return data
