@@ -4,10 +4,11 @@
 #   docker build -t fsdp2-toolkit .
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD":/work fsdp2-toolkit train CONFIG --accelerate_config one_node
 #
-# For another torch (the CPU's, another CUDA, ROCm): --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# For another torch (the CPU's, another CUDA, ROCm): --build-arg TORCH_INDEX=URL, with the URL that the
+# selector on pytorch.org gives behind --index-url.
 FROM python:3.11-slim-bookworm
 
-ARG TORCH_INDEX=https://pypi.org/simple
+ARG TORCH_INDEX=""
 ARG EXTRAS=qlora,report,trackers
 
 # torch.compile calls a C compiler.
@@ -19,7 +20,7 @@ RUN apt-get update \
 WORKDIR /opt/fsdp2-toolkit
 COPY constraints.txt ./
 RUN version="$(sed -n 's/^torch==//p' constraints.txt)" \
-    && pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple "torch==$version"
+    && pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$version"
 COPY . .
 RUN pip install --no-cache-dir --constraint constraints.txt ".[$EXTRAS]"
 
