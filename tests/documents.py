@@ -167,7 +167,8 @@ def _toolkit(words: list[str]) -> None:
         recipe = {"train": "pretrain"}.get(words[1], words[1])
         with (
             mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)),
-            mock.patch("toolkit.recipes._refuse_early"),  # which looks for the files
+            mock.patch("toolkit.recipes._check_paths"),  # which look for the files
+            mock.patch("toolkit.recipes._refuse_early"),
         ):
             recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
     else:

@@ -40,6 +40,8 @@ def toolkit(*arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.Complet
             "none of cpu, fsdp2, multi_node, one_gpu",
         ),
         (["recipes", "--copy", "nothing"], "there are pretrain, finetune"),
+        (["train", CONFIG, "--data.train_files", "x*.txt"], "'x*.txt' matches no file"),
+        (["train", CONFIG, "--model.name_or_path", "./x"], "there is no folder ./x"),
     ],
 )
 def test_what_is_wrong_is_one_line_before_torch(arguments, said, tmp_path) -> None:
@@ -51,7 +53,8 @@ def test_what_is_wrong_is_one_line_before_torch(arguments, said, tmp_path) -> No
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         check=True,
     )  # fmt: skip
-    assert done.stdout == "2 False\n"
+    code = 1 if arguments[2:3] in (["--data.train_files"], ["--model.name_or_path"]) else 2
+    assert done.stdout == f"{code} False\n"
     assert done.stderr.startswith("toolkit: error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr

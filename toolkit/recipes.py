@@ -22,6 +22,8 @@ from typing import Any
 import psutil
 
 from toolkit.config import CheckpointConfig, FinetuneConfig, PretrainConfig, parse
+from toolkit.config.paths import check_folder
+from toolkit.data.sources.files import configured, find_files, kind_of
 from toolkit.errors import (
     EXIT_CODE_PREEMPTED,
     NOT_FSDP,
@@ -94,6 +96,7 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     launcher = ["launch"]
     if options.accelerate_config is not None:
         launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
+    _check_paths(cfg)
     yaml = _launch_settings(launcher)
     _refuse_early(cfg, yaml | {n[2:]: v for n, v in told.items() if v is not None})
     if _needs_port(yaml, told):
@@ -118,6 +121,15 @@ def _launch_settings(arguments: Sequence[str]) -> dict[str, Any]:
     if engine.upper() in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise LaunchError(f"{chosen} is for {engine}; {NOT_FSDP}")
     return found
+
+
+def _check_paths(cfg: Any) -> None:
+    """Refuse a model's folder that is not there, and files that match nothing; imports no torch."""
+    check_folder(cfg.model.name_or_path)
+    for what in ("train", "eval"):
+        for setting, source in configured(cfg.data, what):  # type: ignore[arg-type]
+            if not source.dataset_name:
+                kind_of(find_files(source.files, setting), setting)
 
 
 def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from toolkit.checkpoint.run_folder import claim
 from toolkit.config.settings import FinetuneConfig, RunConfig, model_settings
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for
-from toolkit.data.sources.files import configured, find_files, kind_of
+from toolkit.data.sources.files import configured
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
 from toolkit.sharding.fsdp import mesh_shape
@@ -38,7 +38,6 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
         _check_ranks(cfg, world_size)
         claim(cfg)
         training.check_optimizer(cfg.optim, cfg.train.max_steps)
-        _find_data(cfg)
         here = Path(cfg.model.name_or_path).expanduser().is_dir()
         own = cfg.model if here else replace(cfg.model, init="random")
         models.check_usable(own, cfg.data.sequence_length, device)
@@ -74,14 +73,6 @@ def _check_ranks(cfg: RunConfig, world_size: int | None) -> None:
     batch, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
     if batch is not None:
         accumulation_for(batch, size if isinstance(size, int) else 1, world_size)
-
-
-def _find_data(cfg: RunConfig) -> None:
-    """Refuse patterns that match no file, and kinds that do not go together."""
-    for what in ("train", "eval"):
-        for setting, source in configured(cfg.data, what):  # type: ignore[arg-type]
-            if not source.dataset_name:
-                kind_of(find_files(source.files, setting), setting)
 
 
 def _tokenizer(cfg: RunConfig) -> Any:

@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import is_offline_mode
 
 from toolkit import ranks
+from toolkit.config.paths import check_folder
 from toolkit.errors import LoadingError, ModelError, one_line
 from toolkit.formats.hub_access import say_unreachable, why_unreachable
 from toolkit.formats.named_assets import code_files, vocabulary_files
@@ -129,10 +130,7 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
-    if path.exists():
-        raise ModelError(f"model.name_or_path {path} is a file; give the folder that holds it")
-    if path.is_absolute() or str(name_or_path).startswith("."):  # no Hub id
-        raise ModelError(f"there is no folder {name_or_path} (current folder: {Path.cwd()})")
+    check_folder(str(name_or_path))
     beside = _is_beside(path)
     local = beside or not ask or bool(why_unreachable())
     try:
