@@ -96,7 +96,7 @@ LEFT = {
     "a batch is padded to its longest row; packing fills samples": """pad_to_sequence_len
         group_by_length length_column_name padding_free""",
     "evaluation rows are packed as training rows are": "eval_sample_packing eval_packing",
-    "rows are recognised by their columns (docs/finetuning.md)": """columns
+    "rows are recognised by their columns (docs/finetuning.md)": """
         remove_unused_columns label_names field_messages message_property_mappings
         field_thinking template_thinking_key message_field_role message_field_content
         field_instruction field_output field_input dataset_batch_size roles default_system_message

@@ -252,8 +252,8 @@ class DataConfig:
 
     train_files: str | list[str] = field(default_factory=list)
     """Files or globs (.txt .md .py and other text, .jsonl .ndjson .json .csv .tsv .parquet .arrow),
-    or folders, of a data set of the Hub its split train; empty, and no dataset_name and no sources:
-    built-in data made of Python's own standard library."""
+    or folders (of a data set as the Hub has it the split train); empty, and no dataset_name and no
+    sources: built-in data made of Python's own standard library."""
     eval_files: str | list[str] = field(default_factory=list)
     """Files or globs to evaluate on; empty: the eval_split of the training data."""
     dataset_name: str | None = None
