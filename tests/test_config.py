@@ -269,12 +269,10 @@ def test_every_unknown_setting_is_named_on_one_short_line(refusal, tmp_path, mon
     ],
 )
 def test_a_wrong_value_of_a_source_is_named(refusal, entry, said) -> None:
-    assert f"data.sources[1]: {said}" in refusal(
+    assert f"data.sources[1].{said}" in refusal(
         MODEL + f"data: {{sources: [{{files: b}}, {entry}]}}"
     )
-    assert f"data.sources[1]: {said}" in refusal(
-        MODEL, "--data.sources", f"[{{files: b}}, {entry}]"
-    )
+    assert f"data.sources[1].{said}" in refusal(MODEL, "--data.sources", f"[{{files: b}}, {entry}]")
 
 
 def test_a_config_of_another_encoding_is_one_line(tmp_path) -> None:

@@ -1,9 +1,8 @@
 """Which files a folder's own classes name: their code, and vocabularies under names of their own.
 
-Read from the text of the code, which does not run.
+Read from the text of the code, which is neither run nor compiled.
 """
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,10 @@ _CONFIGS = (
     *("config.json", "tokenizer_config.json", "processor_config.json"),
     *("preprocessor_config.json", "generation_config.json"),
 )
-_CODE_BYTES = 4 * 2**20
+_BYTES = 4 * 2**20  # of a config, or of a file of code
+_IMPORTS = re.compile(r"^\s*from\s+\.(\w*)[\w.]*\s+import\s+\(?([\w, \t]*)", re.MULTILINE)
+_TABLES = re.compile(r"(?i)\bvocab_files_names\b[^=\n{]*=\s*\{([^{}]*)\}")
+_VALUES = re.compile(r""":\s*["']([^"'\n]+)["']""")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -32,8 +34,7 @@ def code_files(folder: Path) -> list[str]:
         name = todo.pop()
         if name not in found and is_plain_name(name):
             found.append(name)
-            if (tree := _tree(folder / name)) is not None:
-                todo += _imported(tree)
+            todo += _imported(_text(folder / name).decode(errors="replace"))
     return sorted(found)
 
 
@@ -43,8 +44,7 @@ def vocabulary_files(folder: Path) -> list[str]:
     """
     found: set[str] = set()
     for name in code_files(folder):
-        if (tree := _tree(folder / name)) is not None:
-            found |= _vocabularies(tree)
+        found |= _vocabularies(_text(folder / name).decode(errors="replace"))
     kind = _read(folder / "tokenizer_config.json").get("tokenizer_class")
     known: Any = getattr(transformers, kind, None) if isinstance(kind, str) else None
     named = getattr(known, "vocab_files_names", None)
@@ -63,40 +63,22 @@ def _mapped_modules(folder: Path) -> Iterator[str]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    try:
+        content = parse_json(_text(file), file, ModelError)
+    except ModelError:  # whoever needs it says more
         return {}
-    content = parse_json(read_bounded(file, _CODE_BYTES, ModelError), file, ModelError)
     return content if isinstance(content, dict) else {}
 
 
-def _tree(file: Path) -> ast.Module | None:
-    if not file.is_file():
-        return None
-    try:
-        return ast.parse(read_bounded(file, _CODE_BYTES, ModelError))
-    except (SyntaxError, ValueError):  # whoever runs it says more
-        return None
+def _text(file: Path) -> bytes:
+    return read_bounded(file, _BYTES, ModelError) if file.is_file() else b"{}"
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (f"{name.partition('.')[0]}.py" for name in names)
+def _imported(code: str) -> Iterator[str]:
+    for module, names in _IMPORTS.findall(code):
+        found = [module] if module else [n.split()[0] for n in names.split(",") if n.strip()]
+        yield from (f"{name}.py" for name in found)
 
 
-def _vocabularies(tree: ast.Module) -> set[str]:
-    """Return the values of every dict that is assigned to a name such as VOCAB_FILES_NAMES."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else ()
-        named = {t.id for t in targets if isinstance(t, ast.Name)}
-        if isinstance(node, ast.Assign) and any(
-            re.fullmatch("vocab_files_names", name, re.IGNORECASE) for name in named
-        ):
-            try:
-                value = ast.literal_eval(node.value)
-            except ValueError:  # a name, of a dict that is assigned elsewhere
-                continue
-            found |= {*value.values()} if isinstance(value, dict) else set()
-    return found
+def _vocabularies(code: str) -> set[str]:
+    return {name for table in _TABLES.findall(code) for name in _VALUES.findall(table)}
