@@ -12,6 +12,7 @@ export, those that were not trained to the bit.
 # ruff: noqa: E402 - as a program it first says where the toolkit is
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -311,7 +312,9 @@ def report(results: list[dict[str, Any]]) -> str:
         *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)),
         "",
     ]
-    return "\n".join([*lines, describe("tests/published_layouts.py"), ""])
+    return "\n".join(
+        [*lines, describe("tests/published_layouts.py", "torch", "transformers", "peft"), ""]
+    )
 
 
 def said(part: Any) -> str:
@@ -319,7 +322,8 @@ def said(part: Any) -> str:
     if passed(part):
         return f"{part['gradients']:.0e} ({part['untouched']})"
     if not isinstance(part, dict):
-        return str(part).split("source is ")[-1].split("; expected")[0].replace("|", "/")
+        reason = re.search(r"has no forward for text alone \(.*?\)", str(part))
+        return "refused: " + (reason[0] if reason else str(part)[:200]).replace("|", "/")
     names = ("lost", "added", "recast", "missing")
     kinds = [f"{len(part[name])} {name}" for name in names if part[name]]
     return ", ".join(kinds) or f"loss {part['loss']:.0e}, gradients {part['gradients']:.0e}"
