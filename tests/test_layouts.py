@@ -92,9 +92,14 @@ def test_adapters_go_into_the_text_part_only(tmp_path: Path) -> None:
         )
 
 
-def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(tmp_path: Path) -> None:
+def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = build_on_meta(ModelConfig(str(layout("llama4", tmp_path))))
     assert type(model).__name__ == "Llama4ForCausalLM"
+    check_fits(model, ModelConfig(str(tmp_path)))
+    said = "text part  Llama4ForCausalLM is trained: Llama4ForConditionalGeneration has no forward"
+    assert said in capsys.readouterr().out
     whole = assets_of(model).whole
     assert whole is not None
     assert whole[0].__name__ == "Llama4ForConditionalGeneration"

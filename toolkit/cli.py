@@ -407,6 +407,8 @@ def _how_to_load(folder: Path) -> Iterator[str]:
     config = adapter["base_config"] if adapter and not _is_whole(folder) else read_config(folder)
     code = ", trust_remote_code=True" if "auto_map" in config else ""
     named = (config.get("architectures") or [""])[0]
+    if adapter and not _is_whole(folder):
+        named = adapter.get("base_class", named)
     load = f"transformers.{auto_class(named)}.from_pretrained({{!r}}{code})"
     if _is_whole(folder):
         yield load.format(str(folder))

@@ -103,12 +103,12 @@ def consolidate(
         tensors, base = SavedTensors(source), find_base(source, hf_assets)
         merged = AdapterMerge(tensors, base, override, limit, without_carried=without_carried)
         plan, read_group = merged.plan, merged.read_group
-        origin |= {"adapter": adapter_origin(hf, base_entry(source), run), "merged": True}
+        origin |= {"adapter": adapter_origin(hf, base_entry(source), plan, run), "merged": True}
         origin |= merged.carried.told()
     else:
         named, tensors = named_base(source, hf_assets), SavedTensors(source)
         plan = make_adapter_plan(hf, tensors.shapes(), override, where=where, base=named)
-        origin |= {"adapter": adapter_origin(hf, named, run)}
+        origin |= {"adapter": adapter_origin(hf, named, plan, run)}
     read: ReadGroup = read_group or functools.partial(tensors.read_group, plan)
     tensors.check()
     for family in tied_families(plan.model).values():

@@ -146,7 +146,7 @@ def _plan_live(
         entry = adapter_entry(model)
         (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
         plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)
-        return plan, {"adapter": adapter_origin(hf, entry)}
+        return plan, {"adapter": adapter_origin(hf, entry, plan)}
 
 
 def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Tensors:

@@ -324,10 +324,14 @@ def make_adapter_plan(
 
 
 def adapter_origin(
-    hf: Path, entry: dict[str, Any], run: dict[str, Any] | None = None
+    hf: Path,
+    entry: dict[str, Any],
+    plan: ExportPlan,
+    run: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what an export's manifest says of its adapter and base; of a path the last part.
-    `run`: the facts of the run, which knew whether the base was a path.
+    """Return what an export's manifest says of its adapter and base, and the class that it was
+    trained on, which may be the text part of the base's own; of a path the last part. `run`: the
+    facts of the run, which knew whether the base was a path.
     """
     config = read_config(hf)
     return {
@@ -336,6 +340,7 @@ def adapter_origin(
             "digest": entry.get("digest"),
             **({"rows": entry["rows"]} if entry.get("rows") else {}),  # resized to
         },
+        "base_class": type(plan.model).__name__,
         "base_config": read_base_config(hf),
         "settings": {name: config[name] for name in _SETTINGS if config.get(name)},
     }

@@ -30,6 +30,7 @@ from toolkit.loading.materialisation import (
 from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
+from toolkit.models.text_trial import text_fault
 from toolkit.tables import size_text
 
 
@@ -136,6 +137,10 @@ def _note_carried(
 ) -> None:
     """Say what of the checkpoint is not loaded, and note from where exports copy it."""
     assets = formats.assets_of(model)
+    if assets.whole is not None:
+        whole = assets.whole[0].__name__
+        what = f"{whole} has no forward for text alone ({text_fault(*assets.whole)})"
+        ranks.say(f"text part  {plain_name(model)} is trained: {what}")
     if assets.stored:
         kept = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
         method = assets.reader.quantization_config.quant_method
