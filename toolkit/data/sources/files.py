@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import datasets
-
 from toolkit.config.settings import DataConfig, SourceConfig
 from toolkit.errors import DataError, one_line
 
@@ -144,6 +142,8 @@ def split_of(folder: Path, what: str) -> Split | None:
     rows = [str(f.relative_to(folder)) for f in _beneath(folder) if _ending(f) in DATA_ENDINGS]
     if not rows or not (named or any(map(_OF_A_SPLIT.search, rows))):
         return None
+    import datasets  # seconds; a start from the command line refuses paths before it
+
     try:
         found = datasets.load_dataset_builder(str(folder.resolve())).config.data_files or {}
     except Exception as error:  # the folder comes from outside: it may hold anything
