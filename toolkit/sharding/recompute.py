@@ -36,6 +36,7 @@ from transformers import Cache
 
 from toolkit import ranks
 from toolkit.errors import ShardingError
+from toolkit.formats.bit_sums import bit_sums
 from toolkit.models.modes import random_state
 from toolkit.sharding.host_memory import HostMemory, OnHost
 
@@ -62,7 +63,6 @@ _KEPT_OF = {
 # B (k is the rank), attention scores (a head's width) or a depthwise convolution. LoRA's A stays:
 # its result is small, and computing it again reads the layer's whole input.
 _THIN = 256
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INSTEAD = (
     "set sharding.activation_checkpointing: none, or name other modules in "
     "sharding.activation_checkpointing_modules"
@@ -212,7 +212,7 @@ class _Keep(TorchDispatchMode):
         self._places |= dict.fromkeys(_storages(out), place)
         if self._first:
             found = [t for t in _plain(out) if not (isinstance(t, FakeTensor) or t.is_meta)]
-            self._sums += [(*place, t.detach(), _sum_of_bits(t)) for t in found]
+            self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in found]
 
     def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for i, argument in enumerate(func._schema.arguments):
@@ -249,7 +249,9 @@ class _Keep(TorchDispatchMode):
         """End the forward, which gave `out`."""
         self._ended = True
         self._drop(_storages(out))
-        changed = [not torch.equal(_sum_of_bits(t), bits) for _, _, t, bits in self._sums]
+        changed = [
+            not torch.equal(bit_sums(t.detach()[None]), bits) for _, _, t, bits in self._sums
+        ]
         for (func, index, *_), is_other in zip(self._sums, changed, strict=True):
             if is_other and self.calls[func][index][1] is not None:
                 self.layer.unseen.add(func)
@@ -312,8 +314,3 @@ def _storages(value: Any) -> set[StorageWeakRef]:
 
 def _shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    bits = tensor.detach().view(_BITS[tensor.element_size()])
-    return bits.sum(dtype=torch.int64)
