@@ -6,9 +6,13 @@ import pytest
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
 
-from toolkit import cli
-from toolkit.config.settings import ModelConfig
+from toolkit import checkpoint, cli
+from toolkit.config.settings import CheckpointConfig, ModelConfig
+from toolkit.export import consolidate
+from toolkit.loading import load_pretrained
 from toolkit.models import causal_lm
+from toolkit.verify import export as verify_export_module
+from toolkit.verify import verify_export
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,3 +86,27 @@ def test_from_training_to_a_verified_export(folder, tmp_path, monkeypatch, capsy
         causal_lm._process["trusts_code"] = False
     assert cli.main(["verify", str(run), str(out), "--logits", "--trust_remote_code"]) == 0
     assert (out / "modeling_own.py").read_text() == CODE
+
+
+def test_buffers_that_transformers_leaves_as_they_come_do_not_count(tmp_path, monkeypatch) -> None:
+    """As of code that computes them where it is built, which for transformers is on meta."""
+    made = save_tiny_model(tmp_path / "model", num_hidden_layers=2)
+    cfg = ModelConfig(str(made), dtype="float32")
+    model = causal_lm.build_on_meta(cfg)
+    load_pretrained(model, made, "cpu")
+    checkpoint.save(checkpoint.TrainState(model, step=1), tmp_path / "run", CheckpointConfig())
+    consolidate(tmp_path / "run", tmp_path / "hf")
+    own = verify_export_module.load_export
+
+    def garbled(*args):
+        loaded, info = own(*args)
+        for _, buffer in loaded.named_buffers():
+            buffer.fill_(float("nan"))
+        return loaded, info
+
+    monkeypatch.setattr(verify_export_module, "load_export", garbled)
+    report = verify_export(tmp_path / "run", tmp_path / "hf", logits=True)
+    assert report.ok, report.lines()
+    assert any("which no file holds, other values" in note for note in report.notes)
+    monkeypatch.setattr(verify_export_module, "set_buffers", lambda *_: [])  # the control
+    assert not verify_export(tmp_path / "run", tmp_path / "hf", logits=True).ok

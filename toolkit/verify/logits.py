@@ -64,6 +64,21 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@torch.no_grad()
+def set_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[str]:
+    """Give buffers of `model` that no file holds the values of `like`; return which had others.
+
+    Code that comes with a model may compute them where transformers builds it on meta: what it then
+    loads is memory as it comes.
+    """
+    changed, saved, theirs = [], model.state_dict().keys(), dict(like.named_buffers())
+    for name, buffer in model.named_buffers():
+        if name not in saved and not torch.equal(buffer, theirs[name].to(buffer.dtype)):
+            buffer.copy_(theirs[name])
+            changed.append(name)
+    return changed
+
+
 def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     """Return the base in `folder` as a reader loads it, with as many rows as `like` has: adapters
     that were trained with new tokens hold the whole of embedding and head.
