@@ -61,6 +61,7 @@ from toolkit.formats import local_tensor
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packing_probe import Verdict, keeps_apart
+from toolkit.models.text_part import untaught
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
 from toolkit.training.loss import loss_sum
 from toolkit.training.step import train_step
@@ -276,6 +277,7 @@ class _Checks:
         worst = difference(whole(self.model), whole(self.plain))
         worst = max(worst, difference(whole(self.model, True), whole(self.plain, True)))
         flags = {n for n, p in self.plain.named_parameters() if not p.requires_grad}
+        flags |= untaught(self.model) & {n for n, _ in self.model.named_parameters()}
         mine = {n for n, p in self.model.named_parameters() if not p.requires_grad}
         if flags != mine:
             raise Mismatch(f"requires_grad differs: {', '.join(sorted(flags ^ mine)[:3])}")
