@@ -120,10 +120,10 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path, monkeypatch, 
         while out.tell() < 200 << 20:
             out.write(line)
     tracemalloc.start()
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(DataError) as caught:
         next(iter(load(str(tmp_path / "a.txt"), streaming=streaming).rows.skip(2)))
-    seconds, peak = time.perf_counter() - begun, tracemalloc.get_traced_memory()[1]
+    seconds, peak = time.process_time() - begun, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert f"{tmp_path / 'a.txt'}: expected lines of at most 67,108,864 bytes" in str(caught.value)
     assert seconds < 5
