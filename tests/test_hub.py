@@ -775,6 +775,23 @@ def test_the_card_has_the_batch_and_the_evaluation(tmp_path):
     assert (result["metrics"][0]["type"], result["metrics"][0]["value"]) == ("loss", 1.5)
 
 
+def test_the_card_loads_the_class_that_config_json_names():
+    """As `toolkit consolidate` says: a model for text and images by its own auto class."""
+    named = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+    adapter = {"base": {}, "base_config": named, "settings": {"exclude_modules": "model.visual"}}
+    merged = {"adapter": adapter, "merged": True}
+    manifest = {"toolkit": "0", "tensors": {}, "files": {}}
+    for origin, config in (({}, named), (merged, named), ({"adapter": adapter}, None)):
+        card = model_card.render(manifest | {"origin": origin}, NAME, "ab" * 32, config)
+        assert "AutoModelForImageTextToText.from_pretrained(" in card
+        assert "AutoModelForCausalLM" not in card
+        assert "\npipeline_tag: image-text-to-text\n" in card
+        assert ("| exclude_modules | model.visual |" in card) == bool(origin)
+    card = model_card.render(manifest | {"origin": {}}, NAME, "ab" * 32)  # the control
+    assert "AutoModelForCausalLM.from_pretrained(" in card
+    assert "\npipeline_tag: text-generation\n" in card
+
+
 def test_the_card_has_the_versions_of_the_machine_that_trained(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     here = run_facts(tmp_path, 10)["versions"]

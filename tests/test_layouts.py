@@ -13,11 +13,13 @@ import pytest
 import tiny_models
 import torch
 from conftest import save_byte_tokenizer
+from distributed import run_ranks
 from layouts import LAYOUTS, in_fp8, save_layout
 from published_layouts import passed, run
 from safetensors.torch import load_file, save_file
 
 from toolkit import checkpoint
+from toolkit.adapters.coverage import coverage, covered_share
 from toolkit.adapters.lora import add_adapters
 from toolkit.config.settings import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, LoadingError, ModelError
@@ -28,8 +30,10 @@ from toolkit.loading.pretrained import check_fits
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.layers import decoder_layers
 from toolkit.models.peft_model import adapted_modules
-from toolkit.models.text_part import beside_text
+from toolkit.models.text_part import beside_line, beside_text
+from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.sharding.units import plan_units
+from toolkit.training.step import train_step
 from toolkit.verify import verify_export
 
 FILE = "model.safetensors"
@@ -90,6 +94,41 @@ def test_adapters_go_into_the_text_part_only(tmp_path: Path) -> None:
         add_adapters(
             build_on_meta(ModelConfig(str(tmp_path))), LoraConfig(r=2, target_modules=["linear_1"])
         )
+
+
+def test_coverage_counts_what_text_runs_through_and_the_rest_is_said(tmp_path: Path) -> None:
+    model = build_on_meta(ModelConfig(str(layout("qwen3_5", tmp_path))))
+    adapted = add_adapters(model, LoraConfig(r=2))
+    rows = coverage(adapted)
+    idle = {row.name for row in rows if row.part == "layer" and not row.trained}
+    assert idle == {f"model.language_model.layers.{i}.linear_attn.conv1d.weight" for i in range(3)}
+    assert {row.name.split(".")[1] for row in rows if row.part == "beside"} == {"visual"}
+    assert covered_share(rows) > 0.97  # 0.18 where the tower counts
+    tower = sum(p.numel() for p in model.get_submodule("model.visual").parameters())
+    said = f"frozen     model.visual: {tower / 1e6:,.1f} M parameters that text does not reach"
+    assert beside_line(adapted) == said
+    text = layout("qwen3", tmp_path / "text")
+    assert beside_line(build_on_meta(ModelConfig(str(text)))) == ""
+
+
+def _accumulated(rank: int, world: int, source: str, accumulation: str) -> list[float]:
+    cfg, sharding = ModelConfig(source), ShardingConfig(accumulation=accumulation)
+    model = add_adapters(build_on_meta(cfg), LoraConfig(r=2))
+    apply_fsdp(model, init_mesh("cpu", world, sharding), sharding)
+    load_pretrained(model, Path(source), "cpu")
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    ids = torch.arange(64).view(4, 1, 16) + rank
+    batches = [{"input_ids": row, "labels": row} for row in ids]
+    return [train_step(model, optimizer, batches, max_grad_norm=1.0).loss.item() for _ in range(2)]
+
+
+def test_gradients_are_accumulated_beside_a_tower_that_nothing_gathers(tmp_path: Path) -> None:
+    source = str(layout("qwen3_5", tmp_path))
+    once, each = (
+        run_ranks(_accumulated, 2, source, way)[0] for way in ("reduce_once", "reduce_each")
+    )
+    assert once == pytest.approx(each, rel=1e-2)
 
 
 def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(

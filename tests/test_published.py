@@ -30,6 +30,17 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     assert sum(p.numel() for p in model_of(name).parameters()) == PUBLISHED[name].parameters
 
 
+def test_the_hub_counts_the_layer_that_predicts_one_more_token() -> None:
+    """Of Qwen3.5, whose `mtp.*` no class loads: an attention layer, a projection of two states to
+    one, three norms. The figure is `safetensors.total` of the Hub's API for Qwen/Qwen3.5-9B.
+    """
+    name = "Qwen/Qwen3.5-9B"
+    layer = model_of(name).model.language_model.layers[3]
+    width = PUBLISHED[name].config["text_config"]["hidden_size"]
+    mtp = sum(p.numel() for p in layer.parameters()) + 2 * width**2 + 3 * width
+    assert PUBLISHED[name].parameters + mtp == 9_653_104_368
+
+
 # ---- Model FLOPs ---------------------------------------------------------------------------------
 
 LENGTH = 4096

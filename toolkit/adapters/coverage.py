@@ -11,6 +11,7 @@ from toolkit.formats import local_tensor
 from toolkit.models import peft_model
 from toolkit.models.layers import numbers_of_experts
 from toolkit.models.patterns import numbered
+from toolkit.models.text_part import untaught
 from toolkit.tables import fold, table
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -24,7 +25,7 @@ class CoverageRow:
     shape: tuple[int, ...]
     how: str  # `LoRA`, `rsLoRA` or `DoRA`, `in full`, or `-`: stays as it is
     trained: int  # elements that are trained for it
-    part: str  # `layer`, `experts` (routed), `router`, or `embedding` (the head too)
+    part: str  # `layer`, `experts` (routed), `router`, `embedding` (the head too), or `beside`
 
     @property
     def elements(self) -> int:
@@ -40,7 +41,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     with peft_model.unwrapped_base(model) as base:
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
-        experts = numbers_of_experts(base)
+        experts, beside = numbers_of_experts(base), untaught(base)
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
             owner = base.get_submodule(path)
@@ -48,6 +49,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
             if len(shape) < 2 or "bias" in leaf:  # experts have a bias each, stacked
                 continue
             part = "embedding" if id(parameter) in outside else _part(name, owner, shape, experts)
+            part = "beside" if name in beside else part  # text does not run through it
             how, trained = "-", 0
             if name in copied:
                 how, trained = "in full", copied[name].numel()
@@ -60,7 +62,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
 
 def covered_share(rows: Iterable[CoverageRow]) -> float:
     """Return the share, by elements, of the matrices between embedding and head that learn."""
-    counted = [row for row in rows if row.part != "embedding"]
+    counted = [row for row in rows if row.part not in ("embedding", "beside")]
     total = sum(row.elements for row in counted)
     return sum(row.elements for row in counted if row.trained) / total if total else 0.0
 

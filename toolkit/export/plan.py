@@ -51,7 +51,7 @@ _WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.jso
 # What a reader of the export may want to know of adapter_config.json.
 _SETTINGS = (
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
-    *("target_modules", "target_parameters", "modules_to_save"),
+    *("target_modules", "target_parameters", "exclude_modules", "modules_to_save"),
 )
 
 TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -13,6 +13,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit.errors import scrub
+from toolkit.models.classes import auto_class
 
 Facts = dict[str, Any]
 _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
@@ -24,21 +25,31 @@ _MAIN_SETTINGS = (
     *("optim.max_grad_norm", "model.dtype", "sharding.param_dtype", "lora.r", "lora.lora_alpha"),
     "seed",
 )
+# Class of transformers that loads the model -> the Hub's name of what it does.
+_TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForMultimodalLM": "any-to-any",
+}
 _NO_RESULTS = (
     *("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate"),
     *("time", "epoch", "skipped", "data_time", "compute_time", "wait_time"),
 )
 
 
-def render(manifest: Facts, repo_id: str, digest: str) -> str:
+def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = None) -> str:
     """Return the model card (README.md) of an export with this manifest, whose file has the sha256
-    `digest`; the facts of its run are in origin.run, where they are known.
+    `digest`; the facts of its run are in origin.run, where they are known. `config`: its
+    config.json, where it is a whole model.
     """
     origin, name = manifest["origin"], repo_id.split("/")[-1]
     facts, adapter = dict(origin.get("run") or {}), origin.get("adapter") or {}
     if adapter:
         facts.setdefault("base_model", adapter["base"])
     relation = None if not adapter else "finetune" if origin.get("merged") else "adapter"
+    named = (adapter.get("base_config") if relation == "adapter" else config) or {}
+    trained = adapter.get("base_class") if relation == "adapter" else None
+    auto = auto_class(trained or (named.get("architectures") or [""])[0])
     base, data = facts.get("base_model") or {}, facts.get("data") or {}
     metrics = {n: v for n, v in (facts.get("metrics") or {}).items() if v is not None}
     logged_at = (facts.get("logged_at") or {}).items()
@@ -46,12 +57,13 @@ def render(manifest: Facts, repo_id: str, digest: str) -> str:
     settings = facts.get("hyperparameters") or {}
     known = {n: v for n, v in settings.items() if v not in (None, [], {})}
     versions = facts.get("versions") or {"toolkit": manifest["toolkit"]}
-    front = _front(base, data, metrics, name, relation).to_yaml()
+    front = _front(base, data, metrics, name, relation, _TASKS[auto]).to_yaml()
     body = _TEMPLATE.render(
         {"name": name, "repo_id": repo_id, "digest": digest, "origin": origin, "facts": facts},
         base=base,
         adapter=adapter,
         unmerged=relation == "adapter",
+        auto=auto,
         parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
         dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),
         data_line=_data_line(data) if settings or data else "",
@@ -74,9 +86,11 @@ def is_unedited(card: str) -> bool:
 
 
 def _front(
-    base: Facts, data: Facts, metrics: Facts, name: str, relation: str | None
+    base: Facts, data: Facts, metrics: Facts, name: str, relation: str | None, task: str
 ) -> ModelCardData:
-    """Return the front matter; `relation`: of an adapter, merged or not, to its base."""
+    """Return the front matter; `relation`: of an adapter, merged or not, to its base; `task`: the
+    Hub's name of what the model does.
+    """
     front: Facts = {}
     # The Hub refuses a card whose base model or data set is not one of its own.
     if base.get("hub_id") and base.get("init") == "pretrained":
@@ -101,7 +115,7 @@ def _front(
     ]
     return ModelCardData(
         library_name="peft" if relation == "adapter" else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=task,
         license=base.get("license"),
         tags=["fsdp2", "fsdp2-toolkit", *(["lora"] if relation else [])],
         model_name=name if results else None,

@@ -12,6 +12,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
 from toolkit.formats import BLOCK, export_manifest, hasher, plain_file
+from toolkit.formats import read_config as read_model_config
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
 from toolkit.verify import verify_export
@@ -47,8 +48,8 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
         more = f" (and {len(report.findings) - 1} more)" if len(report.findings) > 1 else ""
         what = f"{report.lines()[0]}{more}; see `toolkit verify {folder}`, or consolidate again"
         raise ExportError(f"{folder} is not published, it does not verify: {what}")
-    config = folder / CONFIG_FILE
-    base = read_json(config, ExportError)["base_model_name_or_path"] if config.is_file() else None
+    config, whole = folder / CONFIG_FILE, not (folder / CONFIG_FILE).is_file()
+    base = None if whole else read_json(config, ExportError)["base_model_name_or_path"]
     if base is not None and is_path(base, folder):
         what = f"{CONFIG_FILE} names its base by a path, {base!r}"
         advice = "Export again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
@@ -64,6 +65,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     for name, entry in manifest["files"].items():
         if any(entries[name][k] != entry[k] for k in ("size", export_manifest.file_hash(manifest))):
             raise ExportError(f"{folder / name} changed after it was verified; consolidate again")
+    shape = read_model_config(folder) if whole else None
     raw = (folder / export_manifest.FILE).read_bytes()
     own_card = (folder / CARD).is_file()
     if own_card:
@@ -73,7 +75,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
             raise ExportError(f"{folder / CARD} is not UTF-8 ({error}); save it as that") from None
     else:
         try:
-            card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest())
+            card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest(), shape)
         except Exception as error:  # facts of a run from outside: they may be of any shape
             what = f"the facts of its run in {export_manifest.FILE} make no model card"
             advice = f"consolidate again, or put a {CARD} of your own there"

@@ -41,6 +41,18 @@ def untaught(model: nn.Module) -> set[str]:
     return {name for name, p in named if id(p) not in kept} if used else set()
 
 
+def beside_line(model: nn.Module) -> str:
+    """Return what a run says of what lies beside the text part; "" where nothing does."""
+    base = base_of(model)
+    found = {name: base.get_submodule(name) for name in beside_text(base)}
+    total = sum(p.numel() for module in found.values() for p in module.parameters())
+    if not total:
+        return ""
+    return (
+        f"frozen     {', '.join(found)}: {total / 1e6:,.1f} M parameters that text does not reach"
+    )
+
+
 def _text_modules(base: nn.Module) -> list[nn.Module]:
     """Return decoder, embedding and head of a model for more than text; else nothing."""
     config = getattr(base, "config", None)

@@ -39,6 +39,9 @@ class Accumulation:
     def __init__(self, model: nn.Module, cfg: ShardingConfig) -> None:
         self._model = model
         self._units: list[Any] = [m for m in model.modules() if hasattr(m, "unshard")]
+        # These have no gradient to keep for later. FSDP would look for one also where no forward
+        # gathers the unit, as a tower for images of which only the text is trained, and fail.
+        self._frozen = {m for m in self._units if not any(p.requires_grad for p in m.parameters())}
         self._reduce_size = getattr(torch, cfg.reduce_dtype).itemsize
         self._gathered_size = getattr(torch, cfg.param_dtype).itemsize
         asked = cfg.accumulation
@@ -59,7 +62,7 @@ class Accumulation:
         last, keep = index == count - 1, self.keep and count > 1
         reduced = last or sync_each or bool(self.reduce_each)
         for unit in self._units:
-            unit.set_requires_gradient_sync(reduced, recurse=False)
+            unit.set_requires_gradient_sync(reduced or unit in self._frozen, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or not keep, recurse=False)
             if keep:

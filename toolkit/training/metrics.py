@@ -31,7 +31,7 @@ from toolkit.models import quantise
 from toolkit.models.layers import decoder_layers, routed_shares
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
-from toolkit.models.text_part import untaught
+from toolkit.models.text_part import beside_line, untaught
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import mesh_shape, plan_of
 from toolkit.sharding.unit_table import ledger_line, unit_table
@@ -292,6 +292,7 @@ def begin(
         shards = 1
     opening = [
         f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
+        beside_line(model),
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe(model, shards),
         *unit_table(model, cfg.sharding).splitlines(),

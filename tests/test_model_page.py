@@ -1,0 +1,109 @@
+"""The how-to on a model for text and images: its commands are run, and print what it shows.
+
+The model has the published layout of Qwen3.5 and random weights; what varies from machine to
+machine (times, sizes, losses) is not compared, whole numbers are.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import layouts
+import pytest
+from chat_templates import CHATML
+from conftest import ROOT, save_byte_tokenizer
+from distributed import run_toolkit
+from documents import blocks
+from transformers import AutoTokenizer
+
+PAGE = ROOT / "docs" / "howto" / "qwen3_5_from_plan_to_hub.md"
+ROWS = [
+    (
+        "When did Virgin Australia start operating?",
+        "It began on 31 August 2000.",
+        "31 August 2000.",
+    ),
+    ("Which is a species of fish? Tope or Rope", "", "Tope"),
+    ("Name three colours.", "", "Red, green and blue."),
+    ("How many days has a leap year?", "", "366 days."),
+]
+# Decimals, amounts, and what follows from the machine.
+_VARIES = re.compile(r"\d[\d,]*\.\d+(e[+-]?\d+)?|[\d,.]+ ([kMGT]?B|bytes|tok/s|s)\b|\d\d:\d\d")
+
+
+def save_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write Qwen3.5's layout with a tokenizer of bytes, whose turns are those of ChatML."""
+    larger = {"text_config": {"vocab_size": 320, "max_position_embeddings": 256}}
+    layout = dataclasses.replace(layouts.LAYOUTS["qwen3_5"], settings=larger)
+    monkeypatch.setitem(layouts.LAYOUTS, "qwen3_5", layout)
+    layouts.save_layout("qwen3_5", folder)
+    tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(folder))
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    tokenizer.chat_template = CHATML.replace("«", "").replace("»", "")
+    tokenizer.save_pretrained(folder)
+
+
+def run(line: str, folder: Path) -> str:
+    words = shlex.split(line)[1:]
+    if words[0] not in ("finetune", "rehearse"):
+        done = run_toolkit(*words, cwd=folder)
+    else:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "toolkit", *words]
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=500
+        )
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout.replace(f"{ROOT}/", "").replace(f"{folder}/", "")
+
+
+def stable(text: str) -> list[str]:
+    """Return the lines of an output with what varies, and the widths of columns, taken out."""
+    return [" ".join(_VARIES.sub("#", line).split()) for line in text.splitlines()]
+
+
+def missing(shown: str, said: str) -> list[str]:
+    """Return the lines of `shown` that are not in `said`, in this order; `...` stands for some."""
+    left, gone = iter(stable(said)), []
+    for line in stable(shown):
+        if line and line != "..." and line not in left:
+            gone.append(line)
+            left = iter(stable(said))
+    return gone
+
+
+def test_a_wrong_line_of_the_page_is_found() -> None:
+    said = "carried    15 tensors: mtp.* (15), of 2.5 kB\nstep 3/6  loss 5.1"
+    assert not missing("carried    15 tensors: mtp.* (15), of 2.7 kB\n...\nstep 3/6 loss 6.2", said)
+    assert missing("carried    14 tensors: mtp.* (15), of 2.5 kB", said)
+    assert missing("step 3/6  loss 5.1\ncarried    15 tensors: mtp.* (15), of 2.5 kB", said)
+
+
+@pytest.mark.slow
+def test_the_page_on_qwen3_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "Qwen3.5-tiny", monkeypatch)
+    names = ("instruction", "context", "response", "category")
+    rows = [dict(zip(names, (*row, "closed_qa"), strict=True)) for row in ROWS * 3]
+    (tmp_path / "dolly.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    shown, ran, wrong = list(blocks(PAGE)), 0, []
+    for block, following in zip(shown, [*shown[1:], None], strict=True):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, "utf-8")
+        said = ""
+        for line in block.lines():
+            if "recipes/configs" not in line and line.startswith(
+                "toolkit"
+            ):  # else of test_published
+                said += run(line, tmp_path)
+                ran += 1
+        if said and following is not None and following.language == "text":
+            wrong += [f"{block.line}: {line}" for line in missing(following.text, said)]
+    assert ran == 8
+    assert not wrong, "\n".join(wrong)
