@@ -202,6 +202,7 @@ def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterat
             group = group_of[name]
             values = read_group(group) if group.sources else plan.copied(group)
             held = {plan.names[n]: value for n, value in values.items()}
+            del values  # each tensor goes when it is written
         yield held.pop(name)
 
 
