@@ -213,7 +213,7 @@ def launch() -> None:
             mock.patch("subprocess.Popen", started),
             mock.patch("torch.distributed.run.run", elastic),
             # It asks for GPUs, which are not looked for here.
-            mock.patch("toolkit.recipes._refuse_early", lambda *_: None),
+            mock.patch("toolkit.recipes._refuse_early"),
         ):
             command("train", "pretrain.yaml", "--accelerate_config", "other/accelerate.yaml")
     finally:
