@@ -2,7 +2,7 @@
 # and its container toolkit. In the clone:
 #
 #   docker build -t fsdp2-toolkit .
-#   docker run --rm --gpus all --shm-size 8g -v "$PWD":/work fsdp2-toolkit train CONFIG --accelerate_config one_node
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD":/data fsdp2-toolkit train CONFIG --accelerate_config one_node
 #
 # For another torch (the CPU's, another CUDA, ROCm): --build-arg TORCH_INDEX=URL, with the URL that the
 # selector on pytorch.org gives behind --index-url.
@@ -26,7 +26,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt ".[$EXTRAS]"
 
 RUN useradd --create-home trainer
 USER trainer
-ENV HF_HOME=/work/.cache/huggingface
-WORKDIR /work
+ENV HF_HOME=/data/.cache/huggingface
+WORKDIR /data
 ENTRYPOINT ["toolkit"]
 CMD ["--help"]
