@@ -88,7 +88,7 @@ def hangs(place) -> None:
 
 def sleeps(place) -> None:
     begun = time.monotonic()
-    time.sleep(2)
+    time.sleep(4)  # longer than a process takes to start
     place.record("slept", None, begun=begun, ended=time.monotonic())
 
 
