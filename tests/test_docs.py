@@ -197,6 +197,8 @@ def lines_of(page: Path, heading: str, end: str = "\n## ") -> list[str]:
 def test_the_tutorial(tmp_path: Path, text_file: Path) -> None:
     page = ROOT / "docs" / "tutorial.md"
     shutil.copyfile(text_file, tmp_path / "mine.txt")
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "Two."}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n", "utf-8")
     for block in blocks(page):
         if block.title:
             (tmp_path / block.title).write_text(block.text, "utf-8")
