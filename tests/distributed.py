@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks and hand back what each returned."""
 
 import atexit
+import faulthandler
 import importlib
 import os
 import pickle
@@ -194,7 +195,8 @@ def _raise(folder: str, rank: int, code: int, pid: int) -> None:
     if said.exists():
         raise ProcessRaisedException(said.read_text(), rank, pid)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    raise ProcessExitedException(f"rank {rank} {how}", rank, pid, code)
+    stacks = Path(folder, f"{rank}.stacks").read_text().split("Extension modules")[0]
+    raise ProcessExitedException(f"rank {rank} {how}\n{stacks}".rstrip(), rank, pid, code)
 
 
 def _name(fn: Callable[..., Any]) -> tuple[str, str]:
@@ -210,6 +212,7 @@ def _entry(
 ) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
+    faulthandler.enable(os.open(f"{folder}/{rank}.stacks", os.O_CREAT | os.O_WRONLY))
     try:
         if group:
             store = dist.FileStore(f"{folder}/store", world)

@@ -88,8 +88,18 @@ def hangs(place) -> None:
 
 def sleeps(place) -> None:
     begun = time.monotonic()
-    time.sleep(4)  # longer than a process takes to start
+    time.sleep(2)
     place.record("slept", None, begun=begun, ended=time.monotonic())
+
+
+def meets(place) -> None:
+    """Go on as soon as two such cases run at once; fail where the other does not come."""
+    begun = time.monotonic()
+    (place.out / f"{place.name} is here").touch()
+    while len(list(place.out.glob("* is here"))) < 2:
+        assert time.monotonic() < begun + 60, "nothing ran beside it"
+        time.sleep(0.05)
+    place.record("met", None, begun=begun, ended=time.monotonic())
 
 
 def case(name, fn, seconds=0.0, **more):
@@ -176,25 +186,47 @@ def test_nothing_runs_beside_a_timed_case(tmp_path):
     import gpu_ledger
 
     cases = [
-        case("weights_a", sleeps, 2, host=True),
+        case("weights_a", meets, 2, host=True),
         case("timed, of a", sleeps, 2, needs=("a",), timed=True),
         case("host", sleeps, 2, host=True),
-        case("long", sleeps, 60),
+        case("long", meets, 60),  # the device does not wait for the weights
         case("device", sleeps, 1),
     ]
     gpu.run_cases(cases, call_of(tmp_path, tiny=False, seconds=600.0))
     results = gpu_ledger.read_results(tmp_path / "results.jsonl")
     assert {r["status"] for r in results if "status" in r} == {"ended"}
     when = {r["case"]: (r["begun"], r["ended"]) for r in results if "begun" in r}
+    begun, ended = when.pop("timed, of a")
+    assert all(end <= begun or ended <= begin for begin, end in when.values())
+    assert begun >= when["weights_a"][1]
 
-    def together(one: str, two: str) -> bool:
-        return when[one][0] < when[two][1] and when[two][0] < when[one][1]
 
-    timed = "timed, of a"
-    assert not any(together(timed, other) for other in when if other != timed)
-    assert when[timed][0] > when["weights_a"][1]
-    assert together("weights_a", "long")  # the device does not wait for the weights
-    assert together("host", "device")
+def test_what_starts_beside_what_runs():
+    import gpu
+
+    timed = case("timed", passes, 2, needs=("a",), timed=True)
+    host, device = case("host", passes, 2, host=True), case("device", passes, 1)
+    needed = {"timed": 2.0, "host": 2.0, "device": 1.0}
+
+    def chosen(pending, *running, ready=(), apart=True):
+        found = gpu.next_case(pending, list(running), set(ready), needed, apart=apart)
+        return found.name if found else None
+
+    def runs(one, rest=0.0):
+        return gpu.Running(one, None, time.monotonic(), rest, 0.0, Path())
+
+    assert chosen([timed, host, device]) == "host"  # the weights are not there yet
+    assert chosen([timed, host, device], ready="a") == "timed"
+    assert chosen([timed, host, device], runs(device)) == "host"
+    assert chosen([timed, host, device], runs(host)) == "device"
+    assert chosen([host], runs(host)) is None
+    assert chosen([host], runs(host), apart=False) == "host"
+    assert chosen([host], runs(host), runs(device)) is None
+    assert chosen([host, device], runs(timed)) is None
+    # A timed case whose turn it is waits for what runs, and for nothing that would take longer.
+    assert chosen([timed, host], runs(device, rest=60), ready="a") == "host"
+    assert chosen([timed, host], runs(device, rest=1), ready="a") is None
+    assert chosen([timed], runs(device), ready="a") is None
 
 
 # ---- What is owed --------------------------------------------------------------------------------
