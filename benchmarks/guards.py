@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,14 +33,12 @@ from toolkit.checkpoint import TrainState
 from toolkit.config.settings import ModelConfig, OptimConfig
 from toolkit.loading.pretrained import init_weights
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.collective_times import times_of
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training.faults import preemption, watchdog
 from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.faults.guards import Guards
 from toolkit.training.faults.integrity import Integrity
 from toolkit.training.faults.spikes import Spikes, watch
-from toolkit.training.faults.stragglers import Stragglers
 from toolkit.training.metrics import Metrics
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import train_step
@@ -51,15 +48,11 @@ BARE, AGAIN = "nothing is watched", "nothing, once more"
 
 
 def nothing(model: nn.Module, state: TrainState) -> Guards:
-    times: Any = times_of(model)
-    times.on = False
     return Guards(BadSteps(3), state=state)
 
 
 def default(model: nn.Module, state: TrainState) -> Guards:
-    return Guards(
-        BadSteps(3), Integrity(state), Stragglers(times_of(model), lambda: 0.0), state=state
-    )
+    return Guards(BadSteps(3), Integrity(state), lambda: 0.0, state)
 
 
 def and_spikes(model: nn.Module, state: TrainState) -> Guards:

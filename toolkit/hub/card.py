@@ -33,7 +33,7 @@ _TASKS = {
 }
 _NO_RESULTS = (
     *("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate"),
-    *("time", "epoch", "skipped", "data_time", "compute_time", "wait_time"),
+    *("time", "epoch", "skipped", "data_time", "data_time_max"),
 )
 
 

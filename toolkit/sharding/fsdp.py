@@ -37,7 +37,6 @@ from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import Accumulation, frozen_fits
-from toolkit.sharding.collective_times import time_collectives
 from toolkit.sharding.compiled import compile_forward
 from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.prefetch import Prefetch
@@ -139,7 +138,6 @@ def apply_fsdp(
     for part in {model, base_of(model)}:
         vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
     vars(model)["accumulation"] = Accumulation(model, cfg)
-    time_collectives(model, replicas=mesh.ndim > 1)
     if cfg.forward_prefetch or cfg.backward_prefetch:
         units = {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]}
         vars(model)["prefetch"] = Prefetch(model, units, cfg)

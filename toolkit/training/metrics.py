@@ -189,11 +189,7 @@ class Metrics:
             torch.accelerator.synchronize(self.device)  # steps under way are not part of the pause
         begun = time.perf_counter()
         try:
-            with (
-                record_function(PAUSE),
-                self.guards.pause(),
-                watchdog.patient("evaluation, save or export"),
-            ):
+            with record_function(PAUSE), watchdog.patient("evaluation, save or export"):
                 yield
         finally:
             self._paused += time.perf_counter() - begun
@@ -246,7 +242,7 @@ class Metrics:
             line |= {"tokens_per_second": rate, "step_time": step_time}
             if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(self.device))):
                 line["mfu"] = rate * self.flops_per_token / (peak * ranks.world_size())
-        line |= self.guards.line(step, line.get("step_time"))
+        line |= self.guards.line(step, max(1, self._steps))
         self._seconds, self._steps = 0.0, 0
         return line | {"memory_peak_bytes": most}
 

@@ -21,7 +21,6 @@ from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.sharding.accumulation import accumulation_of
-from toolkit.sharding.collective_times import timed
 from toolkit.training.faults import watchdog
 from toolkit.training.faults.spikes import spikes_of
 from toolkit.training.loss import loss_sum, supervised_tokens
@@ -74,8 +73,7 @@ def train_step(
     world = dist.get_world_size() if accumulation is not None and dist.is_initialized() else 1
     tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
     if world > 1:
-        with timed(model, tokens.device):  # of the step's first collective: slow data show here
-            dist.all_reduce(tokens)
+        dist.all_reduce(tokens)
     scale = world / tokens.clamp(min=1).float()
     total = torch.zeros((), device=tokens.device)
     for i, batch in enumerate(micro_batches):
@@ -90,8 +88,7 @@ def train_step(
     bad_here = ~torch.isfinite(total)
     if world > 1:
         _average_replicated(model, world)
-        with timed(model, total.device):
-            dist.all_reduce(total)
+        dist.all_reduce(total)
     with record_function(OPTIMIZER):
         grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
         fine = torch.isfinite(total) & torch.isfinite(grad_norm)

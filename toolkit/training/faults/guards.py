@@ -1,7 +1,7 @@
-"""What watches the numbers of a run: bad steps, the bits of its state, the times of its ranks."""
+"""Guards of a run's numbers: bad steps, changed bits, and how long ranks wait for data."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,46 +10,52 @@ from torch import nn
 from toolkit import ranks
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.sharding.collective_times import times_of
 from toolkit.training.faults import spikes
 from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.faults.integrity import Integrity
 from toolkit.training.faults.spikes import Spikes
-from toolkit.training.faults.stragglers import Stragglers
+
+_NANO = 10**9
 
 
-@dataclass(frozen=True)
+@dataclass
 class Guards:
     """All of them, as the metrics of a run call them; what is None is not watched."""
 
     bad_steps: BadSteps = field(default_factory=BadSteps)
     integrity: Integrity | None = None
-    stragglers: Stragglers | None = None
+    waited: Callable[[], float] | None = None  # seconds that this rank has waited for data so far
     state: Any = None
+
+    def __post_init__(self) -> None:
+        self._before = 0.0 if self.waited is None else self.waited()
 
     def take(self, step: int, stats: Any) -> None:
         """Take the `StepStats` of `step`; does not wait."""
         self.bad_steps.take(step, stats)
-        for one in (self.integrity, self.stragglers):
-            if one is not None:
-                one.take(step)
+        if self.integrity is not None:
+            self.integrity.take(step)
 
-    def line(self, step: int, step_time: float | None) -> dict[str, float]:
-        """Return what a line of metrics after `step` has of the ranks' times; None: not timed.
+    def line(self, step: int, steps: int) -> dict[str, float]:
+        """Return the keys that a line of metrics gets after `step`, `steps` after the last line.
 
         Collective, one small exchange; waits for the device. TrainingError: the bits of a rank's
         state, or where it stands, are not as they should be.
         """
         bits = [] if self.integrity is None else self.integrity.numbers()
-        times = [] if self.stragglers is None else self.stragglers.numbers(step_time)
-        if not bits and not times:
+        waits = []
+        if self.waited is not None:
+            now = self.waited()
+            waits, self._before = [int((now - self._before) / steps * _NANO)], now
+        if not bits and not waits:
             return {}
-        rows = ranks.gather_integers(bits + times)
+        rows = ranks.gather_integers(bits + waits)
         if self.integrity is not None:
             self.integrity.judge(step, [row[: len(bits)] for row in rows])
-        if self.stragglers is None:
+        if not waits:
             return {}
-        return self.stragglers.judge([row[len(bits) :] for row in rows])
+        seconds = [row[-1] / _NANO for row in rows]
+        return {"data_time": statistics.median(seconds), "data_time_max": max(seconds)}
 
     def before_save(self, step: int) -> None:
         """Raise a `TrainingError` where what would be saved after `step` is not to be; put into the
@@ -62,12 +68,6 @@ class Guards:
         if self.state is not None and (watched := spikes.spikes_of(self.state.model)) is not None:
             self.state.extra[spikes.KEY] = watched.state_dict()
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leave the collectives inside out of the times."""
-        with self.stragglers.pause() if self.stragglers else nullcontext():
-            yield
-
 
 def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: Any) -> Guards:
     """Return what watches a run from `state` on; have its optimizer and model watched."""
@@ -78,9 +78,5 @@ def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: Any) 
         kept, device = state.extra.get(spikes.KEY, {}), data.run.device
         spikes.watch(model, Spikes(train.skip_spikes, train.spike_window, device, kept))
     integrity = None if train.check_steps == 0 else Integrity(state, train.check_steps)
-    stragglers = None
-    if (times := times_of(model)) is not None and ranks.world_size() > 1:
-        sampled = 1 if data.run.device.type == "cpu" else train.logging_steps
-        stragglers = Stragglers(times, lambda: feed.waited, sampled)
     bad_steps = BadSteps(train.max_bad_steps, data.samples_of, state)
-    return Guards(bad_steps, integrity, stragglers, state)
+    return Guards(bad_steps, integrity, lambda: feed.waited, state)
