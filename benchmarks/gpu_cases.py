@@ -195,15 +195,12 @@ def memory_settings(place: Place) -> None:
     offload = offload | {"activation_checkpointing": "selective"}
     variants["activation_offload, selective"] = {"sharding": offload}
     variants["cpu_offload, pinned"] = {"sharding": {"cpu_offload": True}}
-    variants["cpu_offload, pageable"] = {"sharding": {"cpu_offload": True, "pin_memory": False}}
     compare(place, small(place), variants)
 
 
 def unit_settings(place: Place) -> None:
     settings_of: dict[str, dict[str, Any]] = {
         "embedding_units": {"embedding_units": True},
-        "layers_per_unit 2": {"layers_per_unit": 2},
-        "sublayer_units": {"sublayer_units": True},
         "reshard_after_forward false": {"reshard_after_forward": False},
         "accumulation keep_gathered": {"accumulation": "keep_gathered"},
         "accumulation reduce_each": {"accumulation": "reduce_each"},

@@ -48,7 +48,7 @@ from toolkit.config.settings import (
 )
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.prepare import prepare_data
-from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
+from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.training.metrics import training_flops
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def settings(
         ),
         "checkpoint": (CheckpointConfig, {}),
         "lora": (LoraConfig, {}),
-        "metrics": (MetricsConfig, {"disable_tqdm": True}),
+        "metrics": (MetricsConfig, {}),
     }
     made = {name: cls(**(own | changes.get(name, {}))) for name, (cls, own) in base.items()}
     return FinetuneConfig(**made, output_dir=str(place.out), seed=SEED)
@@ -305,7 +305,6 @@ class ToolkitLoop:
         self.model.train()
         smoothing = self.cfg.train.label_smoothing_factor
         for step, micro_batches in self.data.steps(after=after):
-            unshard_early(self.model)
             stats = training.train_step(
                 self.model,
                 self.optimizer,

@@ -45,7 +45,7 @@ from toolkit.config.settings import CheckpointConfig
 from toolkit.formats import local_tensor
 from toolkit.formats.layout import part_of
 from toolkit.models.peft_model import model_tensors
-from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
+from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.training import device, launch
 
 # ---- One of eight --------------------------------------------------------------------------------
@@ -82,7 +82,6 @@ def as_one_of_8(place: Place, rank: int, rows: int, sharding: dict[str, Any]) ->
         batch = {"input_ids": ids, "labels": ids}
 
         def step() -> None:
-            unshard_early(model)
             training.train_step(model, optimizer, [batch], max_grad_norm=1.0)
 
         # Compiled here: with the notes' dispatch mode nothing would be, and each operation would

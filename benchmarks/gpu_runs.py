@@ -124,7 +124,6 @@ def finetune_run(place: Place) -> None:
         "train__per_device_train_batch_size": 2,
         "train__eval_steps": 2,
         "train__eval_prompts": ["What is 3 plus 4?"],
-        "train__eval_max_new_tokens": 4,
         "checkpoint__save_steps": 2,
         "checkpoint__export_steps": 4,
     }
@@ -190,8 +189,6 @@ def preempted(place: Place) -> None:
     base = place.work / place.name
     steps = 60 if place.tiny else 400
     flags = plain_run(place, train__max_steps=steps, train__profile_steps=[4, 6])
-    if place.cuda:
-        flags["train__memory_snapshot"] = True
     run = Path(flags["output_dir"])
     launcher = "one_gpu" if place.cuda else "cpu"
     command = ["-m", "toolkit", "train", str(config_file(base / "config.yaml", **flags))]

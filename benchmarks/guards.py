@@ -56,7 +56,7 @@ def default(model: nn.Module, state: TrainState) -> Guards:
 
 
 def and_spikes(model: nn.Module, state: TrainState) -> Guards:
-    watch(model, Spikes(1e6, 128, torch.device("cpu"), {}))  # decides, and skips none
+    watch(model, Spikes(1e6, torch.device("cpu"), {}))  # decides, and skips none
     return default(model, state)
 
 
@@ -148,7 +148,6 @@ def trained(
         tokens_per_step=2 * size * length,
         flops_per_token=1.0,
         logging_steps=BLOCK,
-        disable_tqdm=True,
         guards=guards(model, TrainState(model, optimizer, scheduler)),
     )
     model.train()

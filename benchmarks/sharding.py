@@ -47,8 +47,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sharded (the default)": {},
     "reshard_after_forward: true": {"reshard_after_forward": True},
     "reshard_after_forward: false": {"reshard_after_forward": False},
-    "sublayer_units": {"sublayer_units": True},
-    "layers_per_unit: 2": {"layers_per_unit": 2},
     "embedding_units": {"embedding_units": True},
     "forward_prefetch: 2, backward_prefetch: 2": {"forward_prefetch": 2, "backward_prefetch": 2},
     "activation_checkpointing: full": {"activation_checkpointing": "full"},

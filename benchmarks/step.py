@@ -149,7 +149,6 @@ def with_toolkit(run: launch.Run, folder: str, length: int, size: int, steps: in
         tokens_per_step=2 * size * length,
         flops_per_token=1.0,
         logging_steps=BLOCK,
-        disable_tqdm=True,
     )
     model.train()
     stream = iter(loader)

@@ -115,7 +115,7 @@ def with_toolkit(
     from toolkit.data.order.position import train_batches
     from toolkit.loading import load_pretrained
     from toolkit.models import build_on_meta
-    from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
+    from toolkit.sharding import apply_fsdp, init_mesh
     from toolkit.training import build_optimizer, build_scheduler, train_step
     from toolkit.training.metrics import Metrics
 
@@ -143,12 +143,10 @@ def with_toolkit(
         tokens_per_step=windows.numel() // steps,
         flops_per_token=1.0,
         logging_steps=1,
-        disable_tqdm=True,
     )
     model.train()
     times, losses = [], []
     for step in range(1, steps + 1):
-        unshard_early(model)
         stats = train_step(model, optimizer, list(islice(stream, ACCUMULATION)))
         rate = float(scheduler.get_last_lr()[0])
         scheduler.step()

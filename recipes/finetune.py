@@ -17,7 +17,7 @@ from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import FinetuneConfig, model_settings
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens.tokenizer import own_tokenizer
-from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
+from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.training import Run
 
 DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
@@ -60,7 +60,6 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     first = state.step + 1
     run.say(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
-        unshard_early(model)
         stats = training.train_step(
             model, optimizer, micro_batches, max_grad_norm=cfg.optim.max_grad_norm, loss=loss
         )

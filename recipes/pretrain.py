@@ -16,7 +16,7 @@ from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import PretrainConfig
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens.tokenizer import prepare_tokenizer
-from toolkit.sharding import apply_fsdp, init_mesh, unshard_early
+from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.training import Run
 
 DEMO = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
@@ -51,7 +51,6 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     for step, micro_batches in data.steps(after=state.step):
-        unshard_early(model)
         stats = training.train_step(
             model,
             optimizer,

@@ -51,7 +51,7 @@ import dead_disk  # noqa: E402
 import file_trace  # noqa: E402
 import warm  # noqa: E402
 
-LAST, EVERY, BEST = 2, 4, 1  # retention of every save here: newest, every fourth step, best
+LAST, BEST = 2, 1  # retention of every save here: newest, best
 
 
 def main() -> int:
@@ -121,9 +121,7 @@ class Stage:
         warm.give_forks_a_thread_pool()
         self.folder, self.tracer = folder, tracer
         self.checkpoint, self.commit, self.consolidate = checkpoint, commit, consolidate
-        self.cfg = CheckpointConfig(
-            save_steps=1, save_total_limit=LAST, save_permanent_steps=EVERY, keep_best=BEST
-        )
+        self.cfg = CheckpointConfig(save_steps=1, save_total_limit=LAST, keep_best=BEST)
         write_model_config(folder / "model")
         self.model_cfg = ModelConfig(str(folder / "model"), init="random")
         self.model = models.build_on_meta(self.model_cfg)
@@ -285,7 +283,7 @@ def retained(steps: set[int]) -> set[int]:
     """Return what must stay of `steps`; written apart from the toolkit's own rule."""
     newest = sorted(steps)[-LAST:]
     best = sorted(steps, key=lambda step: (eval_loss(step), -step))[:BEST]
-    return {*newest, *best, *(step for step in steps if step % EVERY == 0)}
+    return {*newest, *best}
 
 
 class Expectation:

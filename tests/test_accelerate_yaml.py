@@ -154,14 +154,14 @@ def test_a_key_becomes_a_setting(translated, tmp_path, fsdp, sharding) -> None:
 @pytest.mark.parametrize(
     ("fsdp", "said"),
     [
-        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, ["NO_WRAP", "sharding.layers_per_unit"]),
+        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, ["NO_WRAP", "sharding.layer_classes"]),
         (
             {
                 "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
                 "fsdp_min_num_params": 1000,
                 "fsdp_transformer_layer_cls_to_wrap": "LlamaMLP",  # which Accelerate ignores then
             },
-            ["SIZE_BASED_WRAP: each decoder layer", "sharding.sublayer_units"],
+            ["SIZE_BASED_WRAP: each decoder layer", "sharding.layer_classes"],
         ),
         ({"fsdp_backward_prefetch": "NO_PREFETCH"}, ["NO_PREFETCH", "sharding.backward_prefetch"]),
         ({"fsdp_backward_prefetch": "BACKWARD_POST"}, ["BACKWARD_POST: FSDP2 always gathers"]),

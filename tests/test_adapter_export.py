@@ -604,7 +604,7 @@ def test_an_adapter_with_new_tokens(trained, tmp_path: Path) -> None:
     model = alone(
         tmp_path,
         source,
-        ModelConfig(name_or_path=str(source), resize_embeddings=True, pad_to_multiple_of=96),
+        ModelConfig(name_or_path=str(source), resize_embeddings=96),
         LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=both),
     )
     rows = vocabulary_size(model.get_base_model())

@@ -553,7 +553,7 @@ def test_data_that_is_empty(start, tmp_path) -> None:
 
 def test_data_that_is_damaged(start, tmp_path) -> None:
     done = start(*rows(tmp_path / "a.jsonl", {"body": "text"}))
-    refused(done, "expected a column 'text'", "got 'body'", "set data.text_column")
+    refused(done, "expected a column 'text'", "got 'body'", "set data.columns to {text: NAME}")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     done = start(*rows(tmp_path / "chat.jsonl", {"messages": turns}))
     refused(done, "got 'messages'", "conversations", "recipes/finetune.py")

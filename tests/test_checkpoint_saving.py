@@ -724,14 +724,13 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
         ({}, 100, 4),
         ({}, 20, 2),
         ({}, None, 4),
-        ({"save_permanent_steps": 50}, 100, 6),
         ({"keep_best": True}, 100, 5),
         ({"save_total_limit": None}, 95, 10),
     ):
         changed = CheckpointConfig(**{"save_steps": 10, "save_total_limit": 3, **changes})
         assert disk.checkpoints_kept(changed, max_steps) == expected, changes
     # Those that were there and are gone, to an archive, are not needed again.
-    every = CheckpointConfig(save_steps=100, save_total_limit=None, save_permanent_steps=None)
+    every = CheckpointConfig(save_steps=100, save_total_limit=None)
     for steps, expected in (
         ((), 100),
         ((9900,), 2),
@@ -739,9 +738,8 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
         ((10_000,), 1),
     ):
         assert disk.checkpoints_kept(every, 10_000, steps) == expected, steps
-    limited = CheckpointConfig(save_steps=100, save_total_limit=2, save_permanent_steps=1000)
-    assert disk.checkpoints_kept(limited, 10_000, (9800, 9900)) == 3  # and 10,000 is permanent
-    assert disk.checkpoints_kept(limited, 10_000, (9000, 9800)) == 4
+    limited = CheckpointConfig(save_steps=100, save_total_limit=2)
+    assert disk.checkpoints_kept(limited, 10_000, (9800, 9900)) == 3
 
     def need(free: int) -> disk.DiskEstimate:
         with mock.patch.object(disk.shutil, "disk_usage") as usage:

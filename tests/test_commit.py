@@ -353,10 +353,8 @@ def test_leftovers_go_before_the_next_save_needs_their_room(tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-def keeping(
-    last: int | None = 2, every: int | None = None, best: int = 0, **more: Any
-) -> CheckpointConfig:
-    return CheckpointConfig(1, last, every, best, **more)
+def keeping(last: int | None = 2, best: int = 0, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(1, last, best, **more)
 
 
 def test_what_retention_keeps():
@@ -369,16 +367,10 @@ def test_what_retention_keeps():
     assert left(keeping(last=3), none) == [6, 7, 8]
     assert left(keeping(last=1), none) == [7, 8]  # never fewer than two
     assert left(keeping(last=0), none) == [7, 8]
-    assert left(keeping(last=2, every=3), none) == [3, 6, 7, 8]
     losses = {1: 5.0, 2: 1.0, 3: None, 4: 1.0, 5: float("nan"), 6: 3.0, 7: 4.0, 8: 9.0}
     assert left(keeping(best=1), losses) == [4, 7, 8]  # of equals the newer
     assert left(keeping(best=2), losses) == [2, 4, 7, 8]
-    assert left(keeping(best=1, greater_is_better=True), losses) == [7, 8]
-    assert left(keeping(best=2, greater_is_better=True), losses) == [1, 7, 8]
-    assert left(
-        keeping(best=3, metric_for_best_model="accuracy", greater_is_better=False), losses
-    ) == [7, 8]
-    assert left(keeping(best=1, every=5), losses) == [4, 5, 7, 8]
+    assert left(keeping(best=3, metric_for_best_model="accuracy"), losses) == [7, 8]
     assert left(keeping(last=4), {1: None}) == [1]
     assert left(CheckpointConfig(), {}) == []
 
@@ -388,22 +380,20 @@ def test_retention_keeps_what_each_rule_names_and_two_at_least():
     for _ in range(500):
         steps = chance.sample(range(100), chance.randint(0, 12))
         verified = {s: {"eval_loss": chance.random()} for s in steps if chance.random() < 0.7}
-        last, every = chance.choice((1, 2, 3, 5)), chance.choice((None, 2, 7))
-        best = chance.randint(0, 3)
-        left = set(verified) - expendable(verified, keeping(last, every, best))
+        last, best = chance.choice((1, 2, 3, 5)), chance.randint(0, 3)
+        left = set(verified) - expendable(verified, keeping(last, best))
         assert len(left) >= min(2, len(verified))
         assert left >= set(sorted(verified)[-last:])
-        assert all(s in left for s in verified if every and s % every == 0)
         assert left >= set(sorted(verified, key=lambda s: verified[s]["eval_loss"])[:best])
-        assert len(left) <= max(2, last) + best + (100 if every else 0)
+        assert len(left) <= max(2, last) + best
 
 
 def test_prune_reads_the_metrics_and_deletes(tmp_path):
-    policy = keeping(last=2, every=4, best=1)
+    policy = keeping(last=2, best=1)
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8], start=1):
         save(tmp_path, step, metrics={"eval_loss": loss})
         prune(tmp_path, policy)
-    assert list(commit.committed_steps(tmp_path)) == [2, 4, 6, 7]
+    assert list(commit.committed_steps(tmp_path)) == [2, 6, 7]
     prune(tmp_path, CheckpointConfig())
     prune(tmp_path, keeping(last=None))
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
@@ -508,20 +498,17 @@ def test_the_config_says_which_metric_is_best():
         ("accuracy", "eval_accuracy", True),
     ):
         assert CheckpointConfig(metric_for_best_model=name).best_metric() == (metric, greater)
-    assert CheckpointConfig(greater_is_better=True).best_metric() == ("eval_loss", True)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         (["--checkpoint.save_total_limit", "1"], "must be an integer of at least 2"),
-        (["--checkpoint.save_permanent_steps", "700"], "must be a multiple of save_steps 500"),
-        (["--checkpoint.save_permanent_steps", "0"], "must be an integer of at least 1"),
         (["--checkpoint.keep_best", "true"], "needs an evaluation at each save"),
         (["--checkpoint.keep_best", "2", "--train.eval_steps", "300"], "multiple of train.eval_"),
         (["--checkpoint.keep_best", "-1"], "keep_best must be true or false or an integer"),
         (
-            ["--checkpoint.save_total_limit", "null", "--checkpoint.save_permanent_steps", "500"],
+            ["--checkpoint.save_total_limit", "null", "--checkpoint.keep_best", "1"],
             "all checkpoints are kept",
         ),
     ],
@@ -533,6 +520,5 @@ def test_settings_that_cannot_mean_what_they_say(settings, said):
 
 def test_settings_that_fit():
     flags = ["--checkpoint.keep_best", "2", "--train.eval_steps", "250"]
-    flags += ["--checkpoint.save_permanent_steps", "1000"]
     cfg = config.parse(PretrainConfig, ["--model.name_or_path", "x", *flags])
     assert cfg.checkpoint.keep_best == 2

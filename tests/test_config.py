@@ -236,7 +236,7 @@ def test_an_unknown_setting_is_named_with_the_nearest_ones(refusal, tmp_path) ->
     assert "did you mean optim.learning_rate?" in said
     assert said.endswith("all settings: docs/reference/settings.md, or `toolkit train --help`")
     said = refusal(MODEL, "--optim.lrr", "1")
-    assert "unknown setting 'optim.lrr' (command line); nearest: optim.min_lr_rate, optim.l" in said
+    assert "unknown setting 'optim.lrr' (command line); nearest: optim.l" in said
     assert "'optimizer' (" in refusal(MODEL + "optimizer: {learning_rate: 1}")
     assert "unknown setting 'train.max-steps'" in refusal(MODEL, "--train.max-steps", "1")
     assert "data.train_files takes a value" in refusal(MODEL, "--data.train_files.a", "b")
@@ -569,7 +569,6 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
             "optim.max_grad_norm must be a number of at least 0, got inf",
         ),
         ("optim: {adam_beta1: 1}", "optim.adam_beta1 must be a number from 0 to below 1, got 1"),
-        ("optim: {min_lr_rate: 2}", "optim.min_lr_rate must be a number from 0 to 1, got 2"),
         ("sharding: {dp_shard: 0}", "sharding.dp_shard must be an integer of at least 1, or -1"),
         (
             "sharding: {activation_checkpointing: full, activation_offload: true, "

@@ -19,8 +19,9 @@ from transformers import BitsAndBytesConfig
 
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, load
-from toolkit.config.converting import Conversion, convert, convert_config
-from toolkit.config.names import ELSEWHERE, LEFT, leaves_of
+from toolkit.config.names import ELSEWHERE, leaves_of
+from toolkit.convert.converter import Conversion, convert, convert_config
+from toolkit.convert.tables_of_tools import LEFT
 from toolkit.errors import ConfigError
 
 FOREIGN = sorted((ROOT / "tests/foreign_configs").glob("*_*.*"))
@@ -114,7 +115,10 @@ def test_values_mean_what_they_meant() -> None:
         (
             "axolotl",
             {"cosine_min_lr_ratio": 0.1, "lr_scheduler": "cosine"},
-            {"optim.lr_scheduler_type": "cosine_with_min_lr", "optim.min_lr_rate": 0.1},
+            {
+                "optim.lr_scheduler_type": "cosine_with_min_lr",
+                "optim.lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            },
         ),
         ("axolotl", {"learning_rate": "2e-5"}, {"optim.learning_rate": 2e-5}),
         ("axolotl", {"datasets": [{"path": "a.jsonl"}]}, {"data.train_files": "a.jsonl"}),
@@ -158,7 +162,7 @@ def test_values_mean_what_they_meant() -> None:
         (
             "axolotl",
             {"datasets": [{"path": "a.jsonl", "type": "completion", "field": "body"}]},
-            {"data.supervise": None, "data.text_column": "body"},
+            {"data.supervise": None, "data.columns": {"text": "body"}},
         ),
         (
             "axolotl",
@@ -168,13 +172,22 @@ def test_values_mean_what_they_meant() -> None:
                     {"path": "b.jsonl", "type": "completion", "field": "body"},
                 ]
             },
-            {"data.supervise": None, "data.text_column": None},
+            {
+                "data.supervise": None,
+                "data.sources": [
+                    {"files": "a.jsonl"},
+                    {"files": "b.jsonl", "columns": {"text": "body"}},
+                ],
+            },
         ),
         (
             "trainer",
             {"lr_scheduler_type": "cosine_warmup_with_min_lr"}
             | {"lr_scheduler_kwargs": {"min_lr_rate": 0.2, "warmup_lr_rate": 0.1}},
-            {"optim.lr_scheduler_type": "cosine_warmup_with_min_lr", "optim.min_lr_rate": 0.2},
+            {
+                "optim.lr_scheduler_type": "cosine_warmup_with_min_lr",
+                "optim.lr_scheduler_kwargs": {"min_lr_rate": 0.2, "warmup_lr_rate": 0.1},
+            },
         ),
         (
             "trainer",
@@ -211,7 +224,6 @@ def test_values_mean_what_they_meant() -> None:
         ({"torch_dtype": "bfloat16"}, "the optimizer updates weights of that dtype"),
         ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "constant_with_warmup has one"),
         ({"load_best_model_at_end": True}, "all checkpoints are kept, the best one among them"),
-        ({"datasets": [{"path": "o/a", "field": "b"}, {"path": "o/b"}]}, "one for all sources"),
         ({"load_in_8bit": True, "use_peft": True}, "lora.load_in_4bit: true is the nearest"),
         ({"early_stopping_patience": 3}, "needs train.eval_steps"),
         ({"report_to": "all"}, "one of tensorboard"),
@@ -262,7 +274,8 @@ def test_a_script_calls_peft_and_bitsandbytes_with_their_own_defaults(tmp_path) 
     out = convert_config(script)
     lora = {k.removeprefix("lora."): v for k, v in out.settings.items() if k.startswith("lora.")}
     assert lora.pop("load_in_4bit") is True
-    assert lora == {"r": 16, "lora_alpha": 8, "bnb_4bit_quant_type": "fp4"}
+    assert lora == {"r": 16, "lora_alpha": 8}
+    assert "bnb_4bit_quant_type fp4: nf4 is what there is" in out.notes
     peft = LoraConfig(r=16)
     assert (peft.lora_alpha, peft.lora_dropout) == (8, 0.0)
     assert BitsAndBytesConfig(load_in_4bit=True).bnb_4bit_quant_type == "fp4"

@@ -315,7 +315,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def settings(policy: str, files: str = "") -> FinetuneDataConfig:
-    return FinetuneDataConfig(train_files=files, on_bad_row=policy, dataset_num_proc=1)
+    return FinetuneDataConfig(train_files=files, on_bad_row=policy)
 
 
 # The other shapes of conversations come to the same; each takes seconds to start its processes.

@@ -57,7 +57,7 @@ def tokenizer(tmp_path_factory):
 
 
 def config(**changes) -> FinetuneDataConfig:
-    return replace(FinetuneDataConfig(sequence_length=64, dataset_num_proc=1), **changes)
+    return replace(FinetuneDataConfig(sequence_length=64), **changes)
 
 
 def written(tmp_path, rows: list, name: str = "rows.jsonl"):
@@ -427,7 +427,10 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     one = encode(source, Encoder(tokenizer, cfg, 300))
     datasets.disable_caching()
     try:
-        three = encode(source, Encoder(tokenizer, replace(cfg, dataset_num_proc=3), 300))
+        with monkeypatch.context() as patched:
+            patched.setattr(encode_module, "cores", lambda: 3)
+            patched.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
+            three = encode(source, Encoder(tokenizer, cfg, 300))
     finally:
         datasets.enable_caching()
     with monkeypatch.context() as patched:  # what three processes wrote is read by one
@@ -458,8 +461,15 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     assert counts == one.counts
 
 
-def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path):
-    cfg = config(dataset_num_proc=2)
+def in_two(monkeypatch) -> None:
+    """Have conversations encoded in two processes, also where there are few."""
+    monkeypatch.setattr(encode_module, "cores", lambda: 2)
+    monkeypatch.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
+
+
+def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path, monkeypatch):
+    in_two(monkeypatch)
+    cfg = config()
     with pytest.raises(DataError, match=r"line 2: expected a turn of the assistant.*skip"):
         encode(source_of(tmp_path, MIXED, cfg), Encoder(tokenizer, cfg, 300))
     rows = [chat("a", "b"), chat("a", "b" * 80)]
@@ -479,8 +489,9 @@ def killed(first: int) -> None:
 
 def test_a_process_that_is_killed_ends_the_run(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(encode_module, "_work_here", killed)
-    cfg = config(dataset_num_proc=2)
-    with pytest.raises(DataError, match=r"one of 2 processes .* was killed.*dataset_num_proc"):
+    in_two(monkeypatch)
+    cfg = config()
+    with pytest.raises(DataError, match=r"one of 2 processes .* was killed.*taskset"):
         encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), Encoder(tokenizer, cfg, 300))
 
 

@@ -83,8 +83,8 @@ def places(source: DataSource, rows=None) -> list[str]:
     return [source.place(stored, n) for n, stored in enumerate(rows or source.rows)]
 
 
-def example(row: dict, text_column: str = "text"):
-    return example_of(row, recognise([row], text_column))
+def example(row: dict, *, text: bool = False):
+    return example_of(row, recognise([row], text=text))
 
 
 # Formats
@@ -92,7 +92,7 @@ def example(row: dict, text_column: str = "text"):
 
 def test_text_and_pairs():
     assert example({"text": "a"}) == Text("a")
-    assert example({"body": "a", "text": "b"}, "body") == Text("a")
+    assert example({"prompt": "", "completion": "b", "text": "a"}, text=True) == Text("a")
     assert example({"prompt": "", "completion": "b"}) == PromptCompletion("", "b")
 
 
@@ -182,7 +182,7 @@ def test_the_more_telling_columns_win_and_the_most_common_layout():
     assert recognise([chat(prompt="x", prompt_id="y")]).shape == "messages"
     rows = [{"text": "a stray one"}, chat(), chat()]
     assert recognise(rows).shape == "messages"
-    assert recognise([{"messages": [ASK]}], "text").columns == ("messages",)
+    assert recognise([{"messages": [ASK]}], text=True).columns == ("messages",)
     assert str(recognise([chat()])) == "conversations (turns with role and content), in 'messages'"
 
 

@@ -198,7 +198,7 @@ def test_json_parquet_arrow_and_another_column(tmp_path):
     write(tmp_path / "a[1].jsonl", rows)
     write(tmp_path / "a.json", json.dumps(rows))
     for name in ("a.parquet", "a.arrow", "a[1].jsonl", "a.json"):
-        assert texts(load(str(tmp_path / name), text_column="body")) == ["one", "two\n"], name
+        assert texts(load(str(tmp_path / name), columns={"text": "body"})) == ["one", "two\n"], name
 
 
 def test_a_changed_jsonl_is_read_anew(tmp_path):
@@ -270,7 +270,7 @@ def test_kinds_are_not_mixed(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ([{"txt": "a"}], "line 1: expected a column 'text' (data.text_column) or 'input_ids', got"),
+        ([{"txt": "a"}], "line 1: expected a column 'text' or 'input_ids', got"),
         ([{"text": "a"}, {"text": None}], "line 2: expected text in 'text', got null"),
         ([{"text": "a"}, {"text": 5}], "line 2: expected text in 'text', got int 5"),
         ([{"text": ["a"]}], "line 1: expected text in 'text', got list ['a']"),

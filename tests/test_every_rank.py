@@ -66,7 +66,7 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     from toolkit.training.optim import build_optimizer
 
     own = {k: v for k, v in sharding.items() if k != "optim"}
-    cfg = ShardingConfig(param_dtype="float32", pin_memory=False, **own)
+    cfg = ShardingConfig(param_dtype="float32", **own)
     model_cfg = ModelConfig(folder)
     model = prepare(model_cfg)
     if r:

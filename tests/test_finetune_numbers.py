@@ -32,7 +32,7 @@ from toolkit.config.settings import (
     OptimConfig,
     ShardingConfig,
 )
-from toolkit.errors import ConfigError, ModelError, TrainingError
+from toolkit.errors import ModelError, TrainingError
 from toolkit.loading.pretrained import check_fits, load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp, init_mesh
@@ -574,8 +574,8 @@ def test_freezing_everything_is_refused(folders):
 
 def resized(rank: int, world: int, folders: dict[str, str]) -> dict[str, dict[str, torch.Tensor]]:
     results = {}
-    for name, multiple in (("wider", None), ("wider", 64), ("wider tied", None)):
-        settings = {"resize_embeddings": True, "pad_to_multiple_of": multiple}
+    for name, multiple in (("wider", True), ("wider", 64), ("wider tied", True)):
+        settings = {"resize_embeddings": multiple}
         check_fits(
             build_on_meta(ModelConfig(folders[name], **settings)), ModelConfig(str(folders[name]))
         )
@@ -642,12 +642,8 @@ def test_new_rows_of_a_head_with_a_bias_and_of_a_smaller_vocabulary(tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-def stopper(
-    patience: int = 2, threshold: float = 0.0, kept: Any = None, **saving: Any
-) -> EarlyStopping:
-    train = FinetuneTrainConfig(
-        early_stopping_patience=patience, early_stopping_threshold=threshold, eval_steps=1
-    )
+def stopper(patience: int = 2, kept: Any = None, **saving: Any) -> EarlyStopping:
+    train = FinetuneTrainConfig(early_stopping_patience=patience, eval_steps=1)
     return early_stopping(train, CheckpointConfig(**saving), kept or {})
 
 
@@ -663,14 +659,6 @@ def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
     assert "step 9: eval_loss was not better than 1.9 in 2" in one.line(9)
 
 
-def test_small_gains_count_together():
-    one = stopper(threshold=0.25)
-    assert not any(one.update({"eval_loss": x}) for x in (3.0, 2.9, 2.7, 2.6, 2.4))
-    assert one.best == 2.4
-    assert one.update({"eval_loss": 2.3}) is False
-    assert one.update({"eval_loss": 2.2}) is True
-
-
 def test_the_metric_is_that_of_keep_best():
     more = stopper(metric_for_best_model="accuracy")
     assert (more.metric, more.greater_is_better) == ("eval_accuracy", True)
@@ -679,10 +667,6 @@ def test_the_metric_is_that_of_keep_best():
     assert more.waited == 0
     with pytest.raises(TrainingError, match="eval_loss"):
         more.update({"eval_loss": 1.0})
-    less = stopper(metric_for_best_model="accuracy", greater_is_better=False)
-    less.update({"eval_accuracy": 0.1})
-    less.update({"eval_accuracy": 0.2})
-    assert less.waited == 1
 
 
 def test_a_checkpoint_keeps_it_and_another_metric_is_refused():
@@ -694,11 +678,3 @@ def test_a_checkpoint_keeps_it_and_another_metric_is_refused():
     assert (other.best, other.waited, other.patience, other.stop) == (2.0, 1, 5, False)
     with pytest.raises(TrainingError, match="eval_loss so far"):
         stopper(metric_for_best_model="accuracy", kept=kept)
-
-
-def test_a_multiple_without_resizing_is_refused():
-    from toolkit import config
-
-    flags = ["--model.name_or_path", "x", "--model.pad_to_multiple_of", "64"]
-    with pytest.raises(ConfigError, match=r"needs model\.resize_embeddings"):
-        config.parse(config.FinetuneConfig, flags)

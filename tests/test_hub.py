@@ -632,7 +632,7 @@ def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
         *("--data.sequence_length", "32", "--train.max_steps", "2", "--output_dir", str(run)),
         *("--train.logging_steps", "1", "--sharding.param_dtype", "float32"),
         *("--checkpoint.root", str(root)),
-        *("--hub.push_to_hub", "true", "--hub.hub_model_id", NAME, "--hub.hub_revision", "two"),
+        *("--hub.push_to_hub", "true", "--hub.hub_model_id", NAME),
     ]
     hub.faults = lambda number, method, path: (
         Fault("status", 403) if "/preupload/" in path else None
@@ -654,10 +654,10 @@ def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
     assert not commit.committed_steps(run)
     assert "Traceback" not in said.split("error: ")[1].split("\n")[0]
     words = said.split("publish it with: toolkit ")[1].splitlines()[0].split()
-    assert words == ["push", f"{run}-hf", "--repo_id", NAME, "--revision", "two"]
+    assert words == ["push", f"{run}-hf", "--repo_id", NAME]
     hub.reset()
     assert push("command", *words)["result"] == 0
-    assert holds(hub.repos[NAME], Path(f"{run}-hf"), "two")
+    assert holds(hub.repos[NAME], Path(f"{run}-hf"), "main")
     card = hub.repos[NAME].content("two")["README.md"].decode()
     for part in ("trained from tiny_llama", "`text.txt`", "| train.per_device_train_batch_size |"):
         assert part in card

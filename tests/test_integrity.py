@@ -88,7 +88,7 @@ class Trained:
         optimizer = build_optimizer(model.train(), optim)
         scheduler = build_scheduler(optimizer, optim, 100)
         self.state = TrainState(model, optimizer, scheduler, Position(640, 0, 4))
-        self.integrity = Integrity(self.state, settings.get("every"))
+        self.integrity = Integrity(self.state, settings.get("every", 1))
         self.parameters = dict(model.named_parameters())
 
     def step(self, step: int) -> None:
@@ -272,6 +272,7 @@ def run(tmp_path: Path, text: tuple[Path, Path], world: int, plant: str, **flags
         "train.per_device_train_batch_size": 2,
         "train.max_steps": 8,
         "train.logging_steps": 8,
+        "train.check_steps": 1,
         "checkpoint.save_steps": 2,
         "checkpoint.save_total_limit": 9,
         "output_dir": tmp_path / "run",
@@ -306,12 +307,11 @@ def test_the_control_without_checks_it_is_saved(tmp_path, text) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", [None, 0])
+@pytest.mark.parametrize("checks", [1, 0])
 def test_nan_in_a_weight_of_one_rank_is_saved_by_none(tmp_path, text, checks) -> None:
-    flags = {} if checks is None else {"train__check_steps": checks}
-    ended = run(tmp_path, text, 2, NAN, **flags)
+    ended = run(tmp_path, text, 2, NAN, train__check_steps=checks)
     assert ended.returncode == 1
-    expected = "between the optimizer's steps 3 and 4" if checks is None else "values are NaN"
+    expected = "between the optimizer's steps 3 and 4" if checks else "values are NaN"
     assert expected in ended.stderr
     assert UP in ended.stderr
     assert ended.stderr.count("error: ") == 1

@@ -745,12 +745,12 @@ def test_a_name_is_whole_or_ends_at_a_dot(folders):
     assert set(copies) == {"model.norm"}  # and no input_layernorm, which PEFT would take too
 
 
-def test_the_adapters_dtype_is_the_one_asked_for(folders):
-    lora = LoraConfig(r=4, adapter_dtype="bfloat16", modules_to_save=["lm_head"])
+def test_adapters_are_float32_whatever_the_base_is(folders):
+    lora = LoraConfig(r=4, modules_to_save=["lm_head"])
     for dtype in ("float32", "bfloat16"):
         model = adapt(folders["llama"], lora, dtype)
         kinds = {p.requires_grad: p.dtype for p in model.parameters()}
-        assert kinds == {True: torch.bfloat16, False: getattr(torch, dtype)}
+        assert kinds == {True: torch.float32, False: getattr(torch, dtype)}
 
 
 def test_coverage_is_counted_and_surprises_are_said(folders):

@@ -161,7 +161,7 @@ class Trainer:
         model = build_on_meta(ModelConfig(folder))
         apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
         load_pretrained(model, folder, "cpu")
-        optim = config(name, embedding_learning_rate=5e-4)
+        optim = config(name)
         optimizer = build_optimizer(model.train(), optim)
         scheduler = build_scheduler(optimizer, optim, BEFORE + AFTER)
         self.state = checkpoint.TrainState(model, optimizer, scheduler)
@@ -293,22 +293,17 @@ def test_biases_of_experts_and_rates_of_mamba_are_no_matrices():
 
 def test_groups_have_their_rates_and_decays(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    names = {id(p): n for n, p in model.named_parameters()}
-    for decay in (False, True):
-        cfg = config(
-            "adamw_torch_fused", embedding_learning_rate=1e-5, decay_norms_and_biases=decay
-        )
-        optimizer = build_optimizer(model, cfg)
-        scheduler = build_scheduler(optimizer, cfg, 10)
-        assert scheduler.get_last_lr()[0] == 1e-3  # what a run logs
-        for _ in range(5):
-            optimizer.step()
-            scheduler.step()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                ends = names[id(parameter)] in ("model.embed_tokens.weight", "lm_head.weight")
-                assert group["lr"] == pytest.approx(5e-6 if ends else 5e-4)
-                assert group["weight_decay"] == (0.1 if decay or parameter.ndim > 1 else 0.0)
+    cfg = config("adamw_torch_fused")
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg, 10)
+    assert scheduler.get_last_lr()[0] == 1e-3  # what a run logs
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    for group in optimizer.param_groups:
+        assert group["lr"] == pytest.approx(5e-4)
+        for parameter in group["params"]:
+            assert group["weight_decay"] == (0.1 if parameter.ndim > 1 else 0.0)
 
 
 # ---- Schedules and refusals ----------------------------------------------------------------------
@@ -378,12 +373,11 @@ def test_a_run_that_ends_within_its_warm_up_is_told(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_least_rate_that_the_schedule_does_not_know_is_told(capsys):
-    check_optimizer(OptimConfig(min_lr_rate=0.3, lr_scheduler_type="cosine_with_min_lr"))
-    check_optimizer(OptimConfig())
-    assert capsys.readouterr().out == ""
-    check_optimizer(OptimConfig(min_lr_rate=0.3))
-    assert "optim.min_lr_rate 0.3 has no effect with linear" in capsys.readouterr().out
+def test_a_least_rate_that_the_schedule_does_not_know_is_refused():
+    given: dict[str, Any] = {"lr_scheduler_kwargs": {"min_lr_rate": 0.3}}
+    check_optimizer(OptimConfig(lr_scheduler_type="cosine_with_min_lr", **given))
+    with pytest.raises(ConfigError, match=r"min_lr_rate.* are not those of linear"):
+        check_optimizer(OptimConfig(**given))
 
 
 def test_a_schedule_longer_than_the_run_is_refused():

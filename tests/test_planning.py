@@ -464,9 +464,8 @@ def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.plans
 def test_a_sweep_leaves_out_what_the_settings_refuse(file: Path) -> None:
-    """Modules to recompute, without any recomputation."""
-    flags = ("--sharding.activation_checkpointing=full",)
-    flags += ("--sharding.activation_checkpointing_modules=['model.layers.*']",)
+    """Activations to offload, without any recomputation."""
+    flags = ("--sharding.activation_checkpointing=full", "--sharding.activation_offload=true")
     cfg, device, said = (
         parse(FinetuneConfig, ["--config", str(file), *flags]),
         device_of("h100"),

@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory, tiny_llama, text_file) -> dict[str, object]:
 
 def given(model: Path, data: Path, run: Path, *more: str) -> list[str]:
     return flags("pretrain", model, data, run, *more, "--checkpoint.save_steps", "5",
-                 "--checkpoint.save_permanent_steps", "5")  # fmt: skip
+                 "--checkpoint.save_total_limit", "null")  # fmt: skip
 
 
 # The phase: where the signal comes, the last step that is then saved, the evaluation cut short.
@@ -236,7 +236,6 @@ def test_a_save_that_is_cut_off_harms_nothing(
     run = tmp_path / "run"
     every = ["--checkpoint.grace_seconds", "1"] if "sleep" in arguments else []
     settings = [*given(tiny_llama, text_file, run), "--checkpoint.save_steps", "1", *every]
-    settings += ["--checkpoint.save_permanent_steps", "1"]
     script = planted(tmp_path, place="toolkit.checkpoint.save", nth=3, **arguments)
     ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
     assert ended.returncode == code, ended.stderr

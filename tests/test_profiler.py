@@ -117,13 +117,12 @@ def test_a_run_profiles_steps_whose_times_count_for_no_rate(
 ) -> None:
     folder = tmp_path / "run"
     own = ["--train.max_steps", "6", "--train.profile_steps", "[3, 4]", "--train.eval_steps", "3"]
-    own += ["--train.memory_snapshot", "true", "--train.logging_steps", "1"]
+    own += ["--train.logging_steps", "1"]
     done = run_recipe_ranks(
         "pretrain", 2, *flags(tiny_llama, text_file, folder, *own), cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("profile    steps 3 to 4, milliseconds of a step") == 1
-    assert "train.memory_snapshot is for CUDA devices: none of cpu" in done.stdout
     written = sorted(file.name for file in (folder / "profile").iterdir())
     assert written == ["rank-0.json.gz", "rank-1.json.gz", "summary.json"]
     with gzip.open(folder / "profile" / "rank-1.json.gz", "rt") as f:
@@ -178,7 +177,7 @@ def test_other_than_first_and_last_is_refused(steps: list[int]) -> None:
 
 def test_a_torch_without_memory_snapshots_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
-    expected = r"train\.memory_snapshot: torch .* has no torch\.cuda\.memory\._dump_snapshot"
+    expected = r"train\.profile_steps: torch .* has no torch\.cuda\.memory\._dump_snapshot"
     with pytest.raises(TrainingError, match=expected), memory_history(tmp_path / "x"):
         pass
 

@@ -56,7 +56,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Iterator[list[str
         shown.append(cells.rstrip())
 
 
-def train(folder: Path, *, disable_tqdm: bool = False) -> None:
+def train(folder: Path) -> None:
     """Take three steps, and save after each."""
     metrics = Metrics(
         folder,
@@ -67,7 +67,6 @@ def train(folder: Path, *, disable_tqdm: bool = False) -> None:
         tokens_per_step=100,
         flops_per_token=1.0,
         logging_steps=1,
-        disable_tqdm=disable_tqdm,
         epochs_per_step=0.25,
     )
     one = torch.tensor(1.0)
@@ -119,8 +118,9 @@ def test_elsewhere_there_is_one_line_a_logged_step(tmp_path, capsys) -> None:
 
 
 def test_no_bar_in_a_terminal_where_none_is_wanted(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "1")
     with terminal(monkeypatch, 80) as shown:
-        train(tmp_path, disable_tqdm=True)
+        train(tmp_path)
     assert sum("eta" in line for line in shown) == 2
     assert not any("|" in line for line in shown)
 
@@ -162,7 +162,6 @@ def test_a_step_is_one_line_of_a_terminal(tmp_path, monkeypatch, columns) -> Non
             tokens_per_step=100,
             flops_per_token=1.0,
             logging_steps=10,
-            disable_tqdm=False,
             epochs_per_step=0.25,
         )
         metrics._show(long)
@@ -212,7 +211,6 @@ def test_the_mean_loss_is_that_of_all_tokens_since_the_last_line(tmp_path, capsy
         tokens_per_step=100,
         flops_per_token=1.0,
         logging_steps=3,
-        disable_tqdm=True,
         guards=Guards(BadSteps(most=3)),
     )
     for step, (loss, tokens) in enumerate([(6, 10), (5, 10), (4, 30), (3, 10), (2, 0), (1, 10)], 1):

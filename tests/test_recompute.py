@@ -409,8 +409,11 @@ def sharded_gradients(rank: int, world: int, folder: str) -> dict[Any, Any]:
         path = Path(folder) / kind
         ranks.on_main(lambda kind=kind, path=path: str(save(tiny_model(kind), path, kind)))
         plain: dict[bool, Any] = {}
+        layers = {"gemma3": "Gemma3DecoderLayer", "zamba2": "Zamba2*DecoderLayer"}[kind]
+        parts = [layers, *{"gemma3": ("self_attn", "mlp"), "zamba2": ("mamba",)}[kind]]
         for sublayers, mode in ((s, m) for s in (False, True) for m in ("none", "selective")):
-            sharding = {"sublayer_units": sublayers, "activation_checkpointing": mode}
+            sharding = {"layer_classes": parts if sublayers else []}
+            sharding |= {"activation_checkpointing": mode}
             cfg = dataclasses.replace(FP32, **sharding)
             model = build_on_meta(ModelConfig(str(path)))
             apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)

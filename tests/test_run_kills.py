@@ -36,7 +36,7 @@ def flags(recipe: str, model: Path, data: Path, output: Path, *more: str) -> lis
         "--train.eval_steps", "3",
         "--train.logging_steps", "1",
         "--checkpoint.save_steps", "1",
-        "--checkpoint.save_permanent_steps", "1",
+        "--checkpoint.save_total_limit", "null",
         "--output_dir", str(output),
         *more,
     ]  # fmt: skip

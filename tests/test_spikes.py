@@ -16,8 +16,7 @@ from test_run_kills import checkpoints
 from transformers import AutoTokenizer
 
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig, TrainConfig
-from toolkit.errors import ConfigError
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
@@ -48,34 +47,34 @@ def around(level: float, count: int, seed: int = 0) -> list[float]:
 def test_a_spike_is_found_after_the_window_is_full_and_lifts_no_limit() -> None:
     losses = around(3.0, 100)
     losses[10] = losses[40] = losses[41] = losses[60] = 9.0
-    assert steps_found(losses, Spikes(6.0, 32, CPU, {})) == [40, 41, 60]
+    assert steps_found(losses, Spikes(6.0, CPU, {}, window=32)) == [40, 41, 60]
 
 
 def test_so_is_one_of_the_gradient_norm_alone() -> None:
     norms = around(0.4, 60)
     norms[50] = 4.0
     norms[55] = 0.6  # half as much again is none
-    assert steps_found(around(2.0, 60), Spikes(6.0, 32, CPU, {}), norms) == [50]
+    assert steps_found(around(2.0, 60), Spikes(6.0, CPU, {}, window=32), norms) == [50]
 
 
 def test_noise_a_falling_loss_and_one_that_stands_still_are_none() -> None:
     falling = [10.0 * 0.99**i * (1 + 0.02 * (i % 3)) for i in range(200)]
     still = [1.0 + 1e-6 * (i % 2) for i in range(200)]
     for losses in (around(3.0, 2000), falling, still):
-        assert steps_found(losses, Spikes(6.0, 128, CPU, {})) == []
+        assert steps_found(losses, Spikes(6.0, CPU, {}, window=128)) == []
 
 
 def test_what_is_not_finite_is_no_spike_and_not_in_the_window() -> None:
     losses = around(3.0, 60)
     losses[35] = float("nan")
     losses[36], losses[37] = float("inf"), 9.0
-    spikes = Spikes(6.0, 32, CPU, {})
+    spikes = Spikes(6.0, CPU, {}, window=32)
     assert steps_found(losses, spikes) == [37]
     assert len(spikes.state_dict()["loss"]) == 32
 
 
 def test_a_level_that_stays_up_becomes_the_normal_one() -> None:
-    found = steps_found(around(2.0, 40) + around(4.0, 60), Spikes(6.0, 32, CPU, {}))
+    found = steps_found(around(2.0, 40) + around(4.0, 60), Spikes(6.0, CPU, {}, window=32))
     assert found == list(range(40, 40 + 16))  # half a window
 
 
@@ -83,11 +82,11 @@ def test_a_level_that_stays_up_becomes_the_normal_one() -> None:
 def test_a_window_goes_through_json_without_losing_a_bit(at) -> None:
     losses, norms = around(3.0, 80), around(0.3, 80, seed=1)
     losses[60] = 3.7  # near the limit
-    whole = Spikes(6.0, 32, CPU, {})
-    first = Spikes(6.0, 32, CPU, {})
+    whole = Spikes(6.0, CPU, {}, window=32)
+    first = Spikes(6.0, CPU, {}, window=32)
     expected = steps_found(losses, whole, norms)
     before = steps_found(losses[:at], first, norms[:at])
-    again = Spikes(6.0, 32, CPU, json.loads(json.dumps(first.state_dict())))
+    again = Spikes(6.0, CPU, json.loads(json.dumps(first.state_dict())), window=32)
     after = steps_found(losses[at:], again, norms[at:])
     assert [*before, *(at + i for i in after)] == expected
     assert again.state_dict() == whole.state_dict()
@@ -100,7 +99,7 @@ def step_with_spike(rank: int, world: int, folder: str, optim: str, watched: boo
     load_pretrained(model, folder, "cpu")
     optimizer = build_optimizer(model.train(), OptimConfig(optim=optim, learning_rate=1e-4))
     if watched:
-        watch(model, Spikes(6.0, 4, CPU, {}))
+        watch(model, Spikes(6.0, CPU, {}, window=4))
     for i in range(5):
         train_step(model, optimizer, [rows(10 * i + rank)])
     before = bytes_of(model, optimizer)
@@ -124,18 +123,14 @@ def test_a_spike_of_one_rank_changes_nothing_on_any(tmp_path, optim, watched) ->
     assert run_ranks(step_with_spike, 2, folder, optim, watched) == [[watched, watched]] * 2
 
 
-def test_a_window_of_nothing_is_refused() -> None:
-    assert TrainConfig(skip_spikes=6.0, spike_window=64).spike_window == 64
-    with pytest.raises(ConfigError, match=r"train\.spike_window without train\.skip_spikes"):
-        TrainConfig(spike_window=64)
-
-
 # ---- Whole runs ----------------------------------------------------------------------------------
 
 SPIKY = """
 import runpy
 from toolkit import training
+from toolkit.training.faults.spikes import Spikes
 
+Spikes.__init__.__kwdefaults__["window"] = 6
 plain = training.loss_sum
 training.loss_sum = lambda m, b, **more: plain(m, b, **more) * (
     1.0 + 50.0 * (b["input_ids"] == {mark}).any()
@@ -180,7 +175,7 @@ def test_a_resumed_run_skips_the_same_steps(tmp_path) -> None:
         return done.stdout
 
     told = r"WARNING: step (\d+) is skipped, its loss \S+ or gradient norm \S+ is far above those b"
-    on = ("--train.skip_spikes", "6", "--train.spike_window", "6")
+    on = ("--train.skip_spikes", "6")
     whole = re.findall(told, start("whole", 24, *on))
     assert len(whole) >= 3
     assert max(map(int, whole)) > 12

@@ -236,7 +236,7 @@ def _recipes(args: argparse.Namespace) -> int:
 
 
 def _convert_config(args: argparse.Namespace) -> int:
-    from toolkit.config.converting import convert_config
+    from toolkit.convert import convert_config
 
     out = convert_config(Path(args.file), args.tool)
     for note in out.notes:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     """Return `model` inside PEFT, with adapters as `cfg` asks for; only they are trained.
 
-    On meta and before `apply_fsdp`; see [Note: order]. What is trained has `cfg.adapter_dtype`, the
+    On meta and before `apply_fsdp`; see [Note: order]. What is trained is float32, the
     base keeps its storage dtype. `model.hf_assets` is reachable as before. Milliseconds a layer, no
     memory. Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
     DoRA https://arxiv.org/abs/2402.09353. ConfigError: settings that cannot hold together.
@@ -69,7 +69,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     kept = {id(trained) for original, trained in copies(adapted) if id(original) in kept}
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
-            parameter.data = torch.empty_like(parameter, dtype=getattr(torch, cfg.adapter_dtype))
+            parameter.data = torch.empty_like(parameter, dtype=torch.float32)
     settled: Any = adapted.peft_config[ADAPTER]
     assets = assets_of(adapted)
     settled.base_model_name_or_path, settled.revision = assets.name_or_path, assets.revision

@@ -98,9 +98,8 @@ def refuse_overflow(need: DiskEstimate, cfg: CheckpointConfig) -> None:
         rule = "all are kept" if limit is None else f"checkpoint.save_total_limit is {limit}"
         raise CheckpointError(
             f"the run does not fit on the disk: {need}. Free {size_text(lacking)}, save less "
-            f"({rule}, save_steps {cfg.save_steps}, save_permanent_steps "
-            f"{cfg.save_permanent_steps}, export_steps {cfg.export_steps}), or give another "
-            "output_dir"
+            f"({rule}, save_steps {cfg.save_steps}, export_steps {cfg.export_steps}), or give "
+            "another output_dir"
         )
 
 
@@ -122,19 +121,14 @@ def checkpoints_kept(
     cfg: CheckpointConfig, max_steps: int | None, steps: Sequence[int] = ()
 ) -> int:
     """Return how many checkpoints lie on the disk at most: one more than the limit, since the new
-    one is whole before an old one goes, those that stay for good, and the best. `steps` are those
-    that lie there already.
+    one is whole before an old one goes, and the best. `steps` are those that lie there already.
     """
-    done, permanent = max(steps, default=0), cfg.save_permanent_steps
-    saved = len(steps)  # there or still to come
+    done, saved = max(steps, default=0), len(steps)  # there or still to come
     if max_steps is not None and done < max_steps:
         saved += math.ceil(max_steps / cfg.save_steps) - done // cfg.save_steps
     if cfg.save_total_limit is None:
         return saved or 1
     kept = cfg.save_total_limit + 1 + int(cfg.keep_best)
-    if permanent is not None and max_steps is not None:
-        kept += sum(step % permanent == 0 for step in steps)
-        kept += max(0, max_steps // permanent - done // permanent)
     return kept if max_steps is None else min(kept, saved)
 
 

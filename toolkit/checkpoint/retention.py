@@ -25,8 +25,6 @@ def expendable(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfi
     if cfg.save_total_limit is None:
         return set()
     kept = set(sorted(verified)[-max(2, cfg.save_total_limit) :])
-    if cfg.save_permanent_steps is not None:
-        kept |= {step for step in verified if step % cfg.save_permanent_steps == 0}
     metric, greater = cfg.best_metric()
     sign = -1 if greater else 1
     measured = {

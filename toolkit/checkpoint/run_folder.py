@@ -39,7 +39,7 @@ CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
 # What defines a run. The rest (length, schedule, ranks, logging) may change between two starts.
 _IDENTITY = ("model.", "data.", "lora.", "seed")
-_HARMLESS = ("data.num_workers", "data.max_eval_samples", "data.dataset_num_proc")
+_HARMLESS = ("data.num_workers", "data.max_eval_samples")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
 _TOKEN = ".toolkit-token-"

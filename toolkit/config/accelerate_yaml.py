@@ -33,8 +33,7 @@ _CHOICES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "FSDP_AUTO_WRAP_POLICY": (
         ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
-        "each decoder layer is a unit here (sharding.layer_classes); sharding.layers_per_unit "
-        "makes units larger, sharding.sublayer_units smaller",
+        "each decoder layer is a unit here, or what sharding.layer_classes names",
     ),
 }
 _KNOWN = {

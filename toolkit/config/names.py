@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import functools
 import typing
-from typing import Any
 
 from toolkit.config.settings import FinetuneConfig, RunConfig
 
@@ -32,7 +31,7 @@ ELSEWHERE = {
     "data.eval_split": "val_set_size validation_split validation_split_percentage test_size",
     "data.dataset_name": "dataset dataset_id",
     "data.sources": "datasets dataset_mixture dataset_mixer",
-    "data.text_column": "dataset_text_field text_field text_key",
+    "data.columns: {text: NAME}": "dataset_text_field text_field text_key text_column",
     "data.packing": "sample_packing packed pack_sequences multipack",
     "data.num_workers": "dataloader_num_workers",
     "data.supervise: all": "train_on_inputs train_on_input train_on_prompt",
@@ -43,7 +42,8 @@ ELSEWHERE = {
     "optim.learning_rate": "lr max_lr peak_lr base_lr",
     "optim.lr_scheduler_type": "lr_scheduler scheduler lr_schedule decay_type",
     "optim.warmup_steps": "warmup_ratio lr_warmup_steps num_warmup_steps warmup_iters warmup",
-    "optim.min_lr_rate": "min_lr min_lr_ratio cosine_min_lr_ratio",
+    "optim.lr_scheduler_kwargs: {min_lr_rate: SHARE}": """min_lr min_lr_ratio min_lr_rate
+        cosine_min_lr_ratio""",
     "optim.max_grad_norm": "gradient_clip_val grad_clip gradient_clipping clip_grad_norm",
     "optim.adam_epsilon": "adam_eps eps",
     "train.per_device_train_batch_size": """batch_size micro_batch_size train_batch_size
@@ -76,93 +76,36 @@ ELSEWHERE = {
     "the Accelerate YAML, or --num_processes": "num_processes num_gpus n_gpus devices use_cpu",
     "the section sharding": "fsdp fsdp_config deepspeed fsdp_version",
 }
-# Why a key of another tool has no setting here, or not one of the same meaning -> the keys.
-LEFT = {
-    "the class is that of config.json": "model_type tokenizer_type is_falcon_derived_model type",
-    "each process has one device; the Accelerate YAML decides": """device_map local_rank ddp
-        ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb
-        experimental_skip_move_to_device parallelism_config accelerator_config""",
-    "tokens are those of the tokenizer: prepare it, and set model.tokenizer_name_or_path": """
-        special_tokens eos_token pad_token bos_token tokens eot_tokens added_tokens_overrides
-        resize_token_embeddings_to_32x tokenizer_use_fast tokenizer_legacy""",
-    "give the bfloat16 checkpoint that it was quantised from; lora.load_in_4bit quantises": """
-        model_quantization_config model_quantization_config_kwargs quantization_config gptq
-        load_in_8bit bnb_config_kwargs llm_int8_threshold llm_int8_skip_modules""",
-    "the base stays stored in what it computes in": "bnb_4bit_quant_storage",
-    "the cache of keys and values is off while training": "use_cache",
-    "data are prepared once and cached by `datasets`": """dataset_prepared_path
-        dataset_processes shuffle_merged_datasets dataset_keep_in_memory skip_prepare_dataset
-        dataset_kwargs dataset_exact_deduplication""",
-    "a batch is padded to its longest row; packing fills samples": """pad_to_sequence_len
-        group_by_length length_column_name padding_free""",
-    "evaluation rows are packed as training rows are": "eval_sample_packing eval_packing",
-    "rows are recognised by their columns (docs/finetuning.md)": """
-        remove_unused_columns label_names field_messages message_property_mappings
-        field_thinking template_thinking_key message_field_role message_field_content
-        field_instruction field_output field_input dataset_batch_size roles default_system_message
-        message_field_training train_on_eos train_on_eot conversation shards""",
-    "data.eval_files, or data.eval_split of the training data": """dataset_test_split test_split
-        do_eval eval_on_start eval_dataset""",
-    "there is one seed; it orders the samples too": "data_seed shuffle_seed",
-    "a share of the data set that is used there; data.sources[].weight is a share of samples": """
-        weight""",
-    "set train.eval_steps, checkpoint.save_steps: an epoch's steps (samples / batch) by it": """
-        evals_per_epoch saves_per_epoch""",
-    "train.eval_steps and checkpoint.save_steps count steps": "eval_delay",
-    "checkpoints are whole, so that runs resume exactly": """save_only_model save_safetensors
-        save_on_each_node save_first_step""",
-    "the same command on the same output_dir resumes": """resume_from_checkpoint
-        overwrite_output_dir auto_resume_from_checkpoints""",
-    "an adapter begins anew; merge the old one first": "lora_model_dir peft_layers_to_transform",
-    "published once, at the end (section hub)": "hub_strategy hub_always_push",
-    "the tracker's own environment variables (WANDB_ENTITY, WANDB_WATCH, ...)": """wandb_entity
-        wandb_watch wandb_log_model wandb_mode wandb_run_id logging_dir trackio_space_id
-        eval_table_size""",
-    "the command is `toolkit finetune`, which trains": "do_train do_predict strict debug",
-    "one line a logged step": """log_level log_level_replica logging_first_step
-        logging_nan_inf_filter include_tokens_per_second include_num_input_tokens_seen""",
-    "fp32 products keep PyTorch's default; with bfloat16 hardly any remain": "tf32",
-    "tokens of all devices and micro-batches count alike in any case": """
-        average_tokens_across_devices num_items_in_batch""",
-    "the loss never holds all logits at once": """liger_fused_linear_cross_entropy
-        cut_cross_entropy liger_cross_entropy loss_type chunked_cross_entropy""",
-    "kernels of plugins are not loaded; model.kernels: liger, sharding.torch_compile": """plugins
-        use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel unsloth_lora_mlp
-        xformers_attention s2_attention flash_attn_cross_entropy flash_attn_rms_norm
-        flash_attn_fuse_mlp""",
-    "a learning rate there; optim.min_lr_rate is a share of the peak": """min_lr
-        lr_div_factor cosine_constant_lr_ratio""",
-    "choose train.gradient_accumulation_steps: global batch = processes x per device x that": """
-        batch_size auto_find_batch_size""",
-    "PEFT's own default": """lora_fan_in_fan_out fan_in_fan_out inference_mode init_lora_weights
-        peft_init_lora_weights rank_pattern alpha_pattern layers_to_transform layers_pattern
-        loraplus_lr_ratio loraplus_lr_embedding""",
-    "settings of the optimizer have names of their own (adam_beta1, adam_epsilon, ...)": """
-        optim_args optim_target_modules""",
-    "this trains on a next-token loss: supervised or plain text": """rl dpo_beta beta
-        reward_model process_reward_model""",
-    "use `toolkit train` for pretraining": "pretraining_dataset pretrain_multipack_attn",
-    "not needed": "env report_url",
+# Settings that were there before 0.1.0 -> what to do instead.
+GONE = {
+    "sharding.layers_per_unit": "a unit is a decoder layer, or what sharding.layer_classes names",
+    "sharding.sublayer_units": "name the parts in sharding.layer_classes",
+    "sharding.base_model_unit": "it gained nothing; sharding.embedding_units makes the ends units",
+    "sharding.output_dtype": "outputs have the dtype that they are computed in",
+    "sharding.cast_forward_inputs": "inputs are always cast, as FSDP2 does",
+    "sharding.prefetch_order": "the order is recorded in the first forward",
+    "sharding.unshard_early": "it gained nothing that was measured",
+    "sharding.pin_memory": "host memory is page-locked wherever a device copies it",
+    "sharding.activation_checkpointing_modules": "decoder layers are recomputed, or every k-th",
+    "train.spike_window": "train.skip_spikes compares with the 128 steps before",
+    "train.memory_snapshot": "train.profile_steps writes one on CUDA",
+    "train.early_stopping_threshold": "any better value counts",
+    "train.eval_max_new_tokens": "an answer to train.eval_prompts has 64 tokens at most",
+    "data.text_column": "data.columns: {text: NAME}",
+    "data.dataset_num_proc": "each core of the process encodes; taskset gives it fewer",
+    "model.pad_to_multiple_of": "model.resize_embeddings takes the multiple, such as 64",
+    "optim.min_lr_rate": "optim.lr_scheduler_kwargs: {min_lr_rate: 0.1}",
+    "optim.decay_norms_and_biases": "vectors do not decay",
+    "optim.embedding_learning_rate": "all have optim.learning_rate",
+    "checkpoint.save_permanent_steps": "checkpoint.export_steps keeps weights for good",
+    "checkpoint.greater_is_better": "told by the metric's name: less is better of a loss",
+    "lora.adapter_dtype": "adapters are float32",
+    "lora.bnb_4bit_quant_type": "nf4 is what there is",
+    "lora.bnb_4bit_skip_modules": "lora.modules_to_save names what stays whole and is trained",
+    "metrics.tags": "set them in the tracker (WANDB_TAGS)",
+    "metrics.disable_tqdm": "TQDM_DISABLE=1 in the environment",
+    "hub.hub_revision": "toolkit push RUN --repo_id ORG/NAME --revision BRANCH",
 }
-# What a tool does where a key is missing, read in its sources: axolotl's schema and
-# `core/builders/base.py`, TRL's `SFTConfig` and `ModelConfig`, transformers' `TrainingArguments`.
-UNSAID: dict[str, dict[str, Any]] = {
-    "axolotl": {"sample_packing": False, "lr_scheduler": "cosine", "val_set_size": 0.0}
-    | {"micro_batch_size": 1, "train_on_inputs": False, "bf16": "auto", "sequence_len": 512}
-    | {"excess_length_strategy": "drop", "save_total_limit": 4},
-    "trl": {"num_train_epochs": 3.0, "learning_rate": 2e-5, "max_length": 1024, "packing": False}
-    | {"gradient_checkpointing": True, "bf16": True, "eval_strategy": "no"}
-    | {"save_total_limit": None},
-    "trainer": {"num_train_epochs": 3.0, "bf16": False, "packing": False, "eval_strategy": "no"}
-    | {"save_total_limit": None},
-}
-# Of adapters; `trainer` has what PEFT and bitsandbytes do when a script calls them.
-UNSAID_OF_LORA: dict[str, dict[str, Any]] = {
-    "axolotl": {"bnb_4bit_use_double_quant": True},
-    "trl": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
-    "trainer": {"lora_r": 8, "lora_alpha": 8, "bnb_4bit_quant_type": "fp4"},
-}
-_REASONS = {old: why for why, names in LEFT.items() for old in names.split()}
 _HERE = {old: here for here, names in ELSEWHERE.items() for old in names.split()}
 
 
@@ -209,11 +152,6 @@ def setting_of(name: str) -> str:
         return _HERE[name]
     found = leaves_of(FinetuneConfig, name)
     return found[0] if len(found) == 1 else name
-
-
-def why_left(name: str) -> str | None:
-    """Return why another tool's `name` is not carried over; None: it may be."""
-    return _REASONS.get(name)
 
 
 def leaves_of(cls: type, leaf: str) -> list[str]:

@@ -24,14 +24,11 @@ class CheckpointConfig:
     """A checkpoint every so many steps, and at the end."""
     save_total_limit: AtLeast2 | None = 2
     """Keep the newest so many (at least 2: one is whole while another is written); empty: all."""
-    save_permanent_steps: AtLeast1 | None = None
-    """Keep the checkpoints of these steps for good: a multiple of save_steps; empty: none."""
     keep_best: bool | NotNegative = False
     """Keep so many of the best by metric_for_best_model beside the newest; true: one."""
     metric_for_best_model: str = "eval_loss"
-    """Metric of an evaluation that `keep_best` compares; `eval_` may be left out."""
-    greater_is_better: bool | None = None
-    """Whether more is better; empty: it is, unless the name ends in `loss` or `perplexity`."""
+    """Metric of an evaluation that `keep_best` compares; `eval_` may be left out. More is better,
+    unless its name ends in `loss` or `perplexity`."""
     async_save: bool | Literal["auto"] = "auto"
     """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
     which costs each process its parameters and optimizer state once more there. False: when the
@@ -61,19 +58,14 @@ class CheckpointConfig:
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT of its environment; `toolkit train` waits."""
 
     def __post_init__(self) -> None:
-        permanent = self.save_permanent_steps
-        if permanent is not None and permanent % self.save_steps:
-            what = f"must be a multiple of save_steps {self.save_steps}"
-            raise ConfigError(f"checkpoint.save_permanent_steps {permanent} {what}")
-        if self.save_total_limit is None and (permanent is not None or self.keep_best):
-            what = "do nothing where save_total_limit is empty: all checkpoints are kept"
-            raise ConfigError(f"checkpoint.save_permanent_steps and keep_best {what}")
+        if self.save_total_limit is None and self.keep_best:
+            what = "does nothing where save_total_limit is empty: all checkpoints are kept"
+            raise ConfigError(f"checkpoint.keep_best {what}")
 
     def best_metric(self) -> tuple[str, bool]:
         """Return the name of the metric in a line of metrics.jsonl, and whether more is better."""
         name = f"eval_{self.metric_for_best_model.removeprefix('eval_')}"
-        greater = self.greater_is_better
-        return name, not name.endswith(("loss", "perplexity")) if greater is None else greater
+        return name, not name.endswith(("loss", "perplexity"))
 
 
 @dataclass(frozen=True)
@@ -87,10 +79,6 @@ class MetricsConfig:
     """Project (MLflow's experiment) that trackers file the run under."""
     run_name: str | None = None
     """Name of the run in trackers; empty: the name of output_dir."""
-    tags: list[str] = field(default_factory=list)
-    """Tags of the run, in trackers that have tags."""
-    disable_tqdm: bool = False
-    """No progress bar in a terminal; a line per logged step is printed in any case."""
 
     def trackers(self) -> list[str]:
         """Return the trackers of `report_to`; ConfigError where a package is not there."""
@@ -113,8 +101,6 @@ class HubConfig:
     """Repository, ORG/NAME."""
     hub_private_repo: bool = True
     """Create the repository as a private one; a public one is refused unless this is false."""
-    hub_revision: str | None = None
-    """Branch to push to, created when missing; empty: main."""
 
     def __post_init__(self) -> None:
         if self.push_to_hub and not self.hub_model_id:

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import sys
-import tempfile
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,15 +21,13 @@ from jsonargparse import (
     set_parsing_settings,
 )
 
-from toolkit.config.names import meant, nearest
+from toolkit.config.names import GONE, meant, nearest
 from toolkit.config.ranges import WORDS
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
 
 _LONGEST = 280  # characters of an error
-# A section and its setting that runs of earlier versions have in their config.yaml.
-_GONE = "train", "sync_each_batch"
 
 
 def parse(
@@ -89,17 +86,8 @@ def parse(
 
 
 def load(cls: type, file: str | Path, flags: Sequence[str] = ()) -> Any:
-    """Read a `cls` from a YAML file, also of an earlier version; `flags` win over it. Raises as
-    `parse` does.
-    """
-    content = _read(Path(file)) if Path(file).is_file() else {}
-    section, gone = content.get(_GONE[0]), _GONE[1]
-    if not isinstance(section, dict) or section.pop(gone, _GONE) is _GONE:
-        return parse(cls, ["--config", str(file), *flags])
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, Path(file).name)
-        copy.write_text(yaml.safe_dump(content), encoding="utf-8")
-        return parse(cls, ["--config", str(copy), *flags])
+    """Read a `cls` from a YAML file; `flags` win over it. Raises as `parse` does."""
+    return parse(cls, ["--config", str(file), *flags])
 
 
 def dump(cfg: Any) -> str:
@@ -323,7 +311,9 @@ def _check_path(cls: type, path: str, where: str) -> Any:
                     f"{path!r} ({where}) {what}. Use `hf auth login`, or set HF_TOKEN"
                 )
             said = f"; {walked.removesuffix('.')} takes a value"
-            if hints and (guess := meant(cls, here, walked, path)):
+            if instead := GONE.get(path):
+                said = f", which is gone: {instead}"
+            elif hints and (guess := meant(cls, here, walked, path)):
                 said = f", did you mean {guess}?"
             elif hints:
                 said = f"; nearest: {', '.join(nearest(cls, here, walked, part))}"

@@ -19,7 +19,6 @@ from toolkit.config.ranges import (
     NonNegative,
     NotNegative,
     Positive,
-    UnitInterval,
 )
 from toolkit.errors import ConfigError
 from toolkit.parsing import parse_size
@@ -55,12 +54,10 @@ class ModelConfig:
     train_tokenizer: bool = False
     """Where no tokenizer is found, train a byte-level BPE of the model's vocabulary size on the
     training text before the run."""
-    resize_embeddings: bool = False
-    """Grow or shrink the embedding and the head to the tokenizer's length; new rows are the mean of
-    the old ones."""
-    pad_to_multiple_of: AtLeast1 | None = None
-    """With resize_embeddings: round the number of rows up to a multiple of this, such as 64, which
-    matrix products of some devices are faster with."""
+    resize_embeddings: bool | AtLeast1 = False
+    """Grow or shrink the embedding and the head to the tokenizer's length (`true`), rounded up to a
+    multiple of an integer, such as 64, which matrix products of some devices are faster with; new
+    rows are the mean of the old ones."""
     frozen_parameters: list[str] = field(default_factory=list)
     """Patterns of parameters that are not trained: `model.embed_tokens.*`; `*` is anything."""
     attn_implementation: str | None = None
@@ -72,10 +69,6 @@ class ModelConfig:
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
-
-    def __post_init__(self) -> None:
-        if self.pad_to_multiple_of is not None and not self.resize_embeddings:
-            raise ConfigError("model.pad_to_multiple_of needs model.resize_embeddings: true")
 
 
 @dataclass(frozen=True)
@@ -109,16 +102,10 @@ class ShardingConfig:
     # ---- Units: what is gathered, and freed, together
     layer_classes: list[str] = field(default_factory=list)
     """Patterns of the modules that become units; empty: the decoder layers of the model."""
-    layers_per_unit: AtLeast1 = 1
-    """Put every so many consecutive layers into one unit: fewer, larger all-gathers."""
-    sublayer_units: bool = False
-    """Make units of the attention and the MLP of each layer too: less memory, more all-gathers."""
     embedding_units: bool | Literal["auto"] = "auto"
     """Make units of the embedding (freed after use) and of the head (kept until the backward); tied
     ones share a unit. Else both stay in the root, gathered throughout. `auto`: on a GPU, where they
     are not tied."""
-    base_model_unit: bool = False
-    """Make a unit of the base model inside the one with the head."""
     ignored_parameters: list[str] = field(default_factory=list)
     """Patterns of parameter names that are not sharded: a full copy on every rank, in the storage
     dtype, with its gradient averaged over the ranks."""
@@ -133,11 +120,6 @@ class ShardingConfig:
     """Dtype of the gathered parameters and of the computation."""
     reduce_dtype: Dtype = "float32"
     """Dtype of the gradient reduction between ranks."""
-    output_dtype: Dtype | Literal["float16"] | None = None
-    """Dtype that the model's outputs are cast to; empty: as they are computed. With another than
-    float32 the loss leaves the head as part of the outputs: all logits exist at once."""
-    cast_forward_inputs: bool = True
-    """Cast floating inputs of each unit to its param_dtype."""
     param_dtype_overrides: dict[str, Dtype] = field(default_factory=dict)
     """Pattern -> param_dtype of modules that compute in another dtype, such as `{"mlp.gate":
     float32, lm_head: float32}`. Their results are cast back, except those of the head."""
@@ -160,16 +142,8 @@ class ShardingConfig:
     """Gather so many units ahead in the forward, in the order of the first; 0: PyTorch's own."""
     backward_prefetch: NotNegative = 0
     """Gather so many units ahead in the backward; 0: PyTorch's own (one)."""
-    prefetch_order: list[str] = field(default_factory=list)
-    """Names of the units in the order in which they run, to prefetch from the first step on; a
-    wrong order is an error that shows the right one. Empty: recorded in the first forward."""
-    unshard_early: bool = False
-    """Start gathering the root before a step's inputs are prepared."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory."""
-    pin_memory: bool = True
-    """Page-lock what cpu_offload and activation_offload keep in host memory: faster copies, memory
-    that cannot be swapped. Without effect on CPUs."""
 
     # ---- Recomputation and compilation
     activation_checkpointing: bool | AtLeast1 | Literal["auto", "none", "full", "selective"] = (
@@ -178,8 +152,6 @@ class ShardingConfig:
     """Recompute activations in the backward: of each decoder layer (`full` or true), of every k-th
     (an integer), or all but matrix products and attention (`selective`). `auto`: the first of
     none, selective and full that fits by the plan and by a step tried on the device."""
-    activation_checkpointing_modules: list[str] = field(default_factory=list)
-    """Patterns of the modules that activation_checkpointing covers; empty: the decoder layers."""
     activation_offload: bool = False
     """Move what activation_checkpointing keeps, but for the last layer, to host memory until the
     backward."""
@@ -201,9 +173,6 @@ class ShardingConfig:
         if self.device_memory is not None and parse_size(self.device_memory) is None:
             what = f"sharding.device_memory {self.device_memory!r} is not a size"
             raise ConfigError(f"{what}; write 80GB, or 500MB")
-        if self.layers_per_unit > 1 and self.sublayer_units:
-            what = "makes units coarser than a layer, sublayer_units finer"
-            raise ConfigError(f"sharding.layers_per_unit {what}; set one of them")
         freed = self.reshard_after_forward not in ("auto", False)
         if self.accumulation == "keep_gathered" and freed:
             what = "keeps what reshard_after_forward frees; set one of them to auto"
@@ -211,16 +180,12 @@ class ShardingConfig:
         if self.frozen == "replicated" and self.cpu_offload:
             what = "keeps on the device what cpu_offload moves to the host; leave out one of them"
             raise ConfigError(f"sharding.frozen: replicated {what}")
-        if self.prefetch_order and not (self.forward_prefetch or self.backward_prefetch):
-            what = "without forward_prefetch or backward_prefetch does nothing; set one of them"
-            raise ConfigError(f"sharding.prefetch_order {what}")
         if self.activation_offload and self.torch_compile not in (False, "none", "auto"):
             what = "runs uncompiled code in each layer: torch_compile would compile none of it"
             raise ConfigError(f"sharding.activation_offload {what}; leave out one of them")
-        for name in ("activation_checkpointing_modules", "activation_offload"):
-            if getattr(self, name) and self.activation_checkpointing in (False, "none", "auto"):
-                what = "does nothing without activation_checkpointing: full, selective or a number"
-                raise ConfigError(f"sharding.{name} {what}; set that")
+        if self.activation_offload and self.activation_checkpointing in (False, "none", "auto"):
+            what = "does nothing without activation_checkpointing: full, selective or a number"
+            raise ConfigError(f"sharding.activation_offload {what}; set that")
 
 
 @dataclass(frozen=True)
@@ -269,12 +234,10 @@ class DataConfig:
     stream_lanes: AtLeast1 = 64
     """Lanes of a stream, at most: each rank reads and tokenises its share of them, more where the
     ranks do not divide them. The samples depend on it, and not on the number of ranks."""
-    text_column: str = "text"
-    """Column that holds the text; a column `input_ids` is taken as already tokenised instead."""
     columns: dict[str, str | None] = field(default_factory=dict)
-    """Other names in the rows: of columns (`prompt: question`), keys of turns (`content: value`)
-    and roles (`human: user`). With null a column or a key is left out: `reasoning_content: null`
-    trains without the reasoning."""
+    """Other names in the rows: of columns (`prompt: question`, `text: body`), keys of turns
+    (`content: value`) and roles (`human: user`). With null a column or a key is left out:
+    `reasoning_content: null` trains without the reasoning."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What a row that cannot be used does: end the run with its file and line, or be left out and
     counted."""
@@ -320,9 +283,6 @@ class FinetuneDataConfig(DataConfig):
     """What happens to an example of more than sequence_length tokens: its end is cut off, it is
     left out, or the run ends. Both are counted. Plain text is cut into samples instead, and none of
     it is lost."""
-    dataset_num_proc: AtLeast1 | None = None
-    """Processes that encode conversations before the run; empty: as many as there are cores. (For
-    other rows the tokenizer has threads of its own.)"""
 
 
 @dataclass(frozen=True)
@@ -336,12 +296,8 @@ class OptimConfig:
     learning rate and decay."""
     learning_rate: NonNegative = 5e-5
     """Peak learning rate."""
-    embedding_learning_rate: NonNegative | None = None
-    """Peak learning rate of the embedding and the head; empty: learning_rate."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of matrices."""
-    decay_norms_and_biases: bool = False
-    """Decay vectors (norms, biases) too."""
     adam_beta1: Fraction = 0.9
     """Decay of the first moment."""
     adam_beta2: Fraction = 0.999
@@ -352,12 +308,10 @@ class OptimConfig:
     """Schedule after the warm-up, as transformers names it."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further settings of the schedule, as transformers has them, such as `{"num_decay_steps":
-    1000}` of warmup_stable_decay (empty: a tenth of all steps)."""
+    1000}` of warmup_stable_decay (empty: a tenth of all steps), or `{"min_lr_rate": 0.05}` of
+    cosine_with_min_lr (empty: 0.1 of the peak)."""
     warmup_steps: NotNegative | Fraction = 0
     """Steps in which the learning rate rises from 0; below 1: their share of all steps."""
-    min_lr_rate: UnitInterval = 0.1
-    """Last learning rate of `cosine_with_min_lr` and `cosine_warmup_with_min_lr`, as a share of the
-    peak."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are clipped to this global norm; 0: not clipped (the norm is still logged)."""
 
@@ -395,33 +349,27 @@ class TrainConfig:
     watches."""
     skip_spikes: Positive | None = None
     """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
-    above the median of the last spike_window steps; 6 is usual; empty: none."""
-    spike_window: AtLeast2 = 128
-    """Steps that skip_spikes compares with; as many go by before the first one can be skipped."""
+    above the median of the 128 steps before; 6 is usual; empty: none."""
     check_steps: NotNegative | None = None
     """Compare the bits of trained weights and optimizer state after every so many steps with those
     before the next step, and end the run where one has changed; 0: never (as for a recipe that
     writes weights itself), nor the ranks with each other at each line of metrics and before a save.
-    Empty: 1 for weights; 10 for optimizer state, and for both under cpu_offload."""
+    Empty: as logging_steps."""
     logging_steps: AtLeast1 = 10
     """A metrics line every so many steps (and at the first and the last)."""
     eval_steps: AtLeast1 | None = None
     """Evaluate every so many steps and at the end; empty: at the end, where there is eval data."""
     profile_steps: list[AtLeast1] = field(default_factory=list)
-    """First and last step to profile, such as `[10, 12]`: a trace of each rank and a table of where
-    the time went, in the folder `profile` of the run; empty: none. Few, since a trace has megabytes
-    a step; their times count for no rate."""
-    memory_snapshot: bool = False
-    """Record each allocation of a CUDA device with its Python stack, and write `profile/memory-*`
-    (for pytorch.org/memory_viz) after profile_steps, and where the memory runs out."""
+    """First and last step to profile, such as `[10, 12]`: a trace of each rank, on CUDA its
+    allocations too (for pytorch.org/memory_viz), and a table of where the time went, in the folder
+    `profile` of the run; empty: none. Few, since a trace has megabytes a step; their times count
+    for no rate."""
 
     def __post_init__(self) -> None:
         steps = self.profile_steps
         if steps and (len(steps) != 2 or steps[0] > steps[1]):
             what = "expected the first and the last step, such as [10, 12]"
             raise ConfigError(f"train.profile_steps: {what}, got {steps}")
-        if self.skip_spikes is None and self.spike_window != type(self).spike_window:
-            raise ConfigError("train.spike_window without train.skip_spikes does nothing; set both")
         if self.per_device_train_batch_size == "auto" and self.global_batch_size is None:
             what = "train.per_device_train_batch_size: auto needs train.global_batch_size"
             raise ConfigError(f"{what}: the samples of a step, which it keeps")
@@ -446,12 +394,9 @@ class FinetuneTrainConfig(TrainConfig):
     """Share of the target that is spread over the whole vocabulary; training only."""
     early_stopping_patience: AtLeast1 | None = None
     """Stop after so many evaluations without a better metric_for_best_model; empty: never."""
-    early_stopping_threshold: NonNegative = 0.0
-    """By how much the metric must be better to count."""
     eval_prompts: list[str] = field(default_factory=list)
-    """Prompts answered at each evaluation, as a user's message where there is a chat template."""
-    eval_max_new_tokens: AtLeast1 = 64
-    """Tokens of an answer to eval_prompts at most."""
+    """Prompts answered at each evaluation, in 64 tokens at most, as a user's message where there is
+    a chat template."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -484,17 +429,10 @@ class LoraConfig:
     """Scale by lora_alpha / sqrt(r)."""
     use_dora: bool = False
     """Learn the norm of each row of the weights apart (DoRA)."""
-    adapter_dtype: Dtype = "float32"
-    """Storage dtype of what is trained; the base keeps the checkpoint's."""
     load_in_4bit: bool = False
     """QLoRA: store the linear layers of the base in 4 bits (needs bitsandbytes)."""
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
-    """4-bit format."""
     bnb_4bit_use_double_quant: bool = False
     """Quantise the scales too."""
-    bnb_4bit_skip_modules: list[str] = field(default_factory=list)
-    """Modules that keep the base's dtype, by name or its end. Embedding, head, routers,
-    modules_to_save, fused experts and what is no linear layer always do."""
 
     def __post_init__(self) -> None:
         fields = dataclasses.fields(self)

@@ -62,14 +62,13 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
         if not output.exists():
             say(f"exporting {checkpoint} to {output}")
             consolidate(checkpoint, output)
-    private, revision = cfg.hub_private_repo, cfg.hub_revision
+    private = cfg.hub_private_repo
     try:
-        url = push(output, str(cfg.hub_model_id), revision=revision, private=private, say=say)
+        url = push(output, str(cfg.hub_model_id), private=private, say=say)
     except HubError as error:
-        branch = f" --revision {revision}" if revision else ""
         raise HubError(
             f"{error}. The run and its export are whole; publish it with: toolkit push {output} "
-            f"--repo_id {cfg.hub_model_id}{branch}{'' if private else ' --public'}"
+            f"--repo_id {cfg.hub_model_id}{'' if private else ' --public'}"
         ) from error
     say(f"published  {url}")
     return url

@@ -328,7 +328,7 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
     parameter that this changed.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    multiple = cfg.pad_to_multiple_of or 1
+    multiple = int(cfg.resize_embeddings)  # true is 1
     size = -(-(max(tokenizer.get_vocab().values()) + 1) // multiple) * multiple
     before = vocabulary_size(model)
     if size == before:

@@ -21,6 +21,7 @@ from toolkit.config.settings import LoraConfig
 from toolkit.errors import ConfigError, one_line
 
 BLOCK = 64  # values that share a scale
+QUANT_TYPE = "nf4"
 _SCALES = 256  # scales that share a scale, with double quantisation
 _ALIGNED = 16  # bytes to which every part of a column is aligned
 
@@ -53,7 +54,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, cfg: LoraConfig, storage: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.quant_type = cfg.bnb_4bit_quant_type
+        self.quant_type = QUANT_TYPE
         self.double_quant = cfg.bnb_4bit_use_double_quant
         self.source_dtype = linear.weight.dtype
         """Dtype of the values that are quantised, and of what the backward dequantises."""
@@ -189,11 +190,11 @@ def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     try:
         off = _worst_error(device, lora, dtype)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
-        what = f"{library} does not compute in {lora.bnb_4bit_quant_type} on {device}"
+        what = f"{library} does not compute in {QUANT_TYPE} on {device}"
         raise ConfigError(f"{what} ({one_line(error)}); train on another device") from error
-    if not off < 0.25:  # half of the widest step of nf4 is 0.15, of fp4 0.17
+    if not off < 0.25:  # half of the widest step of nf4 is 0.15
         what = f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest"
-        raise ConfigError(f"{what}, 4 bits explain 0.17); install another bitsandbytes")
+        raise ConfigError(f"{what}, 4 bits explain 0.15); install another bitsandbytes")
 
 
 def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:

@@ -26,10 +26,9 @@ from toolkit.models.causal_lm import kept_in_fp32
 from toolkit.models.classes import plain_name
 from toolkit.models.layers import decoder_layers, numbers_of_experts, outer_names
 from toolkit.models.modes import forked_rng
-from toolkit.models.patterns import no_match, numbered
+from toolkit.models.patterns import numbered
 from toolkit.models.peft_model import unwrapped_base
 
-_SKIP = "lora.bnb_4bit_skip_modules"
 _LEFT = "not_in_4_bits"  # where a model keeps why -> names of matrices that are not
 
 
@@ -56,8 +55,8 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers and what is
     no `nn.Linear` (fused experts, convolutions) keep their dtype; `describe` says which. The method
     is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights]. `param_dtype`: in
-    which the units compute. ModelError where no layer can be quantised, `lora.target_parameters`
-    names one that is, or `lora.bnb_4bit_skip_modules` nothing.
+    which the units compute. ModelError where no layer can be quantised, or
+    `lora.target_parameters` names one that is.
     """
     make, dtype = packed_linear.packed_linear(), getattr(torch, param_dtype)
     chosen, left = _choose(model, cfg)
@@ -85,9 +84,6 @@ def _choose(
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
     """Return the layers to quantise by all their names, and why -> names of what is left alone."""
     fp32, named = set(kept_in_fp32(model)), dict(model.named_modules(remove_duplicate=False))
-    for skipped in cfg.bnb_4bit_skip_modules:
-        if not any(_ends(name, skipped) for name in named):
-            raise ModelError(no_match(_SKIP, skipped, "module", set(map(numbered, named)) - {""}))
     experts = numbers_of_experts(model)
 
     def left_alone(name: str, linear: nn.Linear) -> str:
@@ -99,7 +95,6 @@ def _choose(
         around = [type(named[outer]).__name__.lower() for outer in outer_names(name)]
         reasons = {
             "lora.modules_to_save": any(_ends(name, kept) for kept in cfg.modules_to_save),
-            _SKIP: any(_ends(name, kept) for kept in cfg.bnb_4bit_skip_modules),
             "kept in float32 by the model": f"{name}.weight" in fp32,
             "router": one_each or any("router" in n for n in around),
             "its weight is used without its forward": leaf in _read_directly(kind),

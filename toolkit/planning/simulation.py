@@ -241,7 +241,7 @@ def _decided(
     """Return the settings with `auto` decided as a run on such devices would; not compiled."""
     own, free = cfg.sharding, float("inf") if memory is None else memory
     splits = splits_ends(model, own, device_type)
-    sharding = replace(own, embedding_units=splits, torch_compile="none", pin_memory=False)
+    sharding = replace(own, embedding_units=splits, torch_compile="none")
     shards = mesh_shape(world_size, own)[1]
     whole, _ = replicates_frozen(model, sharding, shards, device_type, free)
     sharding = replace(sharding, frozen="replicated" if whole else "sharded")

@@ -189,8 +189,8 @@ class Life:
             files = read_export(folder, "ORG/NAME", None).entries
             size = size_text(sum(file["size"] for file in files.values()))
             return f"{len(files)} files, {size}, are ready; hub.hub_model_id is not set"
-        private, revision = asked.hub_private_repo, asked.hub_revision
-        seen = hub.preview(folder, asked.hub_model_id, revision=revision, private=private)
+        private = asked.hub_private_repo
+        seen = hub.preview(folder, asked.hub_model_id, private=private)
         notes = "".join(f"; {note}" for note in seen.notes)
         return f"would send {len(seen.send)} files to {asked.hub_model_id}{notes}"
 

@@ -292,7 +292,7 @@ class Rehearsal:
         length = length_for(self.heads[0], affordable_length(cpu, small), data.sequence_length)
         train, evals = (
             [
-                head.write(self.folder / "data" / f"{what}-{i}", data.text_column, length)
+                head.write(self.folder / "data" / f"{what}-{i}", length)
                 for i, head in enumerate(heads)
             ]
             for what, heads in zip(("train", "eval"), self.heads, strict=True)

@@ -58,7 +58,7 @@ class Head:
         lost = self.counts.truncated + sum(self.counts.dropped.get(why, 0) for why in _OF_LENGTH)
         return lost / max(1, self.counts.rows)
 
-    def write(self, folder: Path, text_column: str, longest: int) -> Path:
+    def write(self, folder: Path, longest: int) -> Path:
         """Write the rows as JSON lines, of examples those of `longest` tokens at most; return the
         file.
         """
@@ -68,7 +68,7 @@ class Head:
         with open(file, "w", encoding="utf-8") as out:
             fitting = (row for n, row in self.rows if not self.bounded or n <= longest)
             for row in islice(fitting, _KEEP_ROWS):
-                named = {text_column: row["text"]} if pieces else row
+                named = {"text": row["text"]} if pieces else row
                 line = json.dumps(named, ensure_ascii=False, default=str) + "\n"
                 out.write(line)
                 left -= len(line)

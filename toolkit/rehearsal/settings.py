@@ -83,7 +83,7 @@ def rehearsal_config(
         train=replace(own.train, **_train(own)),
         optim=replace(own.optim, **_optim(cfg, lost)),
         checkpoint=replace(own.checkpoint, **_checkpoint(cfg, lost)),
-        metrics=replace(own.metrics, report_to="none", disable_tqdm=True),
+        metrics=replace(own.metrics, report_to="none"),
         hub=type(own.hub)(),
         output_dir=str(output),
     )
@@ -107,12 +107,10 @@ def _mesh(cfg: RunConfig, world_size: int, lost: list[str]) -> dict[str, Any]:
 
 def _sharding(cfg: RunConfig, shrunk: Shrunk, lost: list[str]) -> dict[str, Any]:
     asked = cfg.sharding
-    changed: dict[str, Any] = {"param_dtype": asked.param_dtype, "prefetch_order": []}
+    changed: dict[str, Any] = {"param_dtype": asked.param_dtype}
     if shrunk.dtype != asked.param_dtype:
         changed["param_dtype"] = shrunk.dtype
         lost.append(f"sharding.param_dtype {asked.param_dtype}: this CPU computes in float32")
-    if asked.prefetch_order:
-        lost.append("sharding.prefetch_order: it names units of the real model")
     if asked.torch_compile == "auto":
         lost.append("torch.compile, which `auto` uses on GPUs: set it to layer to rehearse it")
     elif asked.torch_compile not in (False, "none"):
@@ -146,10 +144,8 @@ def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> 
         "max_eval_samples": min(cfg.data.max_eval_samples or 8, 8),
         "num_workers": min(cfg.data.num_workers, 1),
     }
-    if isinstance(cfg, FinetuneConfig):
-        changed["dataset_num_proc"] = 1
-        if length < cfg.data.sequence_length:
-            changed["too_long"] = "truncate"
+    if isinstance(cfg, FinetuneConfig) and length < cfg.data.sequence_length:
+        changed["too_long"] = "truncate"
     return changed
 
 
@@ -173,13 +169,11 @@ def _train(cfg: RunConfig) -> dict[str, Any]:
         "global_batch_size": None,
         "logging_steps": 1,
         "profile_steps": [LAST - 1, LAST] if asked.profile_steps else [],
-        "memory_snapshot": False,
         "eval_steps": EVERY if asked.eval_steps else None,
     }
     if isinstance(cfg, FinetuneConfig):
         patience = asked.early_stopping_patience
         changed["early_stopping_patience"] = patience and max(patience, LAST)
-        changed["eval_max_new_tokens"] = min(asked.eval_max_new_tokens, 8)
     return changed
 
 
@@ -188,19 +182,17 @@ def _checkpoint(cfg: RunConfig, lost: list[str]) -> dict[str, Any]:
     if asked.root is not None:
         lost.append(f"checkpoints in checkpoint.root {asked.root}: on this disk instead")
     changed: dict[str, Any] = {"save_steps": EVERY, "root": None, "export_at_end": False}
-    for name in ("save_permanent_steps", "export_steps"):
-        changed[name] = EVERY if getattr(asked, name) else None
+    changed["export_steps"] = EVERY if asked.export_steps else None
     return changed
 
 
 def _matching(cfg: Any, model: nn.Module, lost: list[str]) -> Any:
     """Return the config without patterns that name what the small model does not have."""
-    modules = ("layer_classes", "activation_checkpointing_modules")
     by_pattern = ("param_dtype_overrides", "reshard_after_forward_overrides")
     for section, name in (
         ("model", "frozen_parameters"),
         ("sharding", "ignored_parameters"),
-        *(("sharding", name) for name in (*modules, *by_pattern)),
+        *(("sharding", name) for name in ("layer_classes", *by_pattern)),
     ):
         find = matching_parameters if name.endswith("parameters") else matching_modules
         value = getattr(getattr(cfg, section), name)

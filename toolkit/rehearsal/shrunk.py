@@ -49,7 +49,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
 
     `cfg` as a run has it, but without kernels for GPUs.
     """
-    own = replace(cfg, resize_embeddings=False, pad_to_multiple_of=None, frozen_parameters=[])
+    own = replace(cfg, resize_embeddings=False, frozen_parameters=[])
     real = build_on_meta(own)
     kinds = layer_kinds(real)
     why = "it has no decoder layers to look at"

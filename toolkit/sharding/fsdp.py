@@ -34,7 +34,6 @@ from toolkit.models.causal_lm import kept_in_fp32
 from toolkit.models.classes import build, plain_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
-from toolkit.models.patterns import matching_modules
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import Accumulation, frozen_fits
 from toolkit.sharding.compiled import compile_forward
@@ -113,7 +112,7 @@ def apply_fsdp(
     for unit in plan.units:
         modules = _shard_unit(model, unit, mesh, cfg, _reshard(unit, shards))
         if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
-            _cast_each(modules, unit, cfg.cast_forward_inputs)
+            _cast_each(modules, unit)
         # A rank whose tokens went to no expert reduces zeros, not a smaller buffer. But around the
         # layers what no rank uses (a tower's embedding) must get no gradient, for AdamW's decay.
         outer = tuple(name + "." if name else "" for name in unit.modules)
@@ -126,7 +125,7 @@ def apply_fsdp(
     if forgotten := sorted(set(plain) - set(plan.replicated)):
         listed = ", ".join(forgotten[:5])
         raise ShardingError(f"{len(forgotten)} parameter(s) were not sharded: {listed}")
-    vars(model).update({_PLAN: plan, "unshard_early": cfg.unshard_early})
+    vars(model)[_PLAN] = plan
     chosen = (
         ("embedding_units", str(cfg.embedding_units).lower(), device_type),
         ("torch_compile", "layer" if compiled else "none", compile_why),
@@ -163,7 +162,6 @@ def _shard_unit(
             param_dtype=unit.param_dtype,
             reduce_dtype=getattr(torch, cfg.reduce_dtype),
             output_dtype=unit.output_dtype,
-            cast_forward_inputs=cfg.cast_forward_inputs,
         ),
         offload_policy=offload_policy(cfg, mesh.device_type),
         ignored_params=others or None,
@@ -175,7 +173,7 @@ def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
     """Return where sharded parameters live. Memory is page-locked only where a device copies it."""
     if not cfg.cpu_offload:
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=cfg.pin_memory and device_type != "cpu")
+    return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def plan_of(model: nn.Module) -> UnitPlan:
@@ -184,12 +182,6 @@ def plan_of(model: nn.Module) -> UnitPlan:
     if not isinstance(plan, UnitPlan):
         raise ShardingError(f"{type(model).__name__} is not sharded; call apply_fsdp first")
     return plan
-
-
-def unshard_early(model: nn.Module) -> None:
-    """Start gathering the root where `sharding.unshard_early` asks for it; does not wait."""
-    if isinstance(model, FSDPModule) and vars(model).get("unshard_early"):
-        model.unshard(async_op=True)
 
 
 def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
@@ -249,16 +241,10 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
     if asked == "auto":
         what = "activation_checkpointing: auto is decided by planning.settle, as the recipes do"
         raise ShardingError(f"sharding.{what}; call it before, or set none, selective or full")
-    names = list(plan.layers)
-    if chosen := cfg.activation_checkpointing_modules:
-        setting = "sharding.activation_checkpointing_modules"
-        names = list(matching_modules(model, chosen, setting, called=True))
-    # Of nested ones the outer recomputes the inner too.
+    # Of nested ones (sharding.layer_classes) the outer recomputes the inner too.
     every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
-    names = [n for n in names if not _inside(n, names)][::every]
-    host = None
-    if cfg.activation_offload:
-        host = HostMemory(pin=cfg.pin_memory and torch.accelerator.is_available())
+    names = [n for n in plan.layers if not _inside(n, plan.layers)][::every]
+    host = HostMemory(pin=torch.accelerator.is_available()) if cfg.activation_offload else None
     for name in names:
         # What the backward begins with would be back at once.
         own = host if name != names[-1] or len(names) == 1 else None
@@ -343,7 +329,7 @@ def compiles_layers(
     if inside is not None:
         raise ShardingError(
             f"torch_compile: layer compiles each layer whole, with the unit {inside} inside one; "
-            "set sharding.torch_compile: model, or leave sublayer_units, param_dtype_overrides out"
+            "set sharding.torch_compile: model, or leave param_dtype_overrides out"
         )
     return True, ""
 
@@ -363,7 +349,7 @@ def _reshard(unit: Unit, shards: int) -> bool | int | None:
     return value != 1  # False as PyTorch reads 1, without its warning
 
 
-def _cast_each(modules: list[nn.Module], unit: Unit, cast_inputs: bool) -> None:
+def _cast_each(modules: list[nn.Module], unit: Unit) -> None:
     """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
     to_tensors = torch_private("distributed.utils", "_apply_to_tensors")  # by which FSDP2 casts
 
@@ -380,7 +366,6 @@ def _cast_each(modules: list[nn.Module], unit: Unit, cast_inputs: bool) -> None:
         return cast(out, unit.output_dtype)
 
     for module in modules:
-        if cast_inputs:
-            module.register_forward_pre_hook(inputs, with_kwargs=True)
+        module.register_forward_pre_hook(inputs, with_kwargs=True)
         if unit.output_dtype is not None:
             module.register_forward_hook(output)

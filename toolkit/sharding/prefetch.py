@@ -10,29 +10,21 @@ from typing import Any
 from torch import nn
 
 from toolkit.config.settings import ShardingConfig
-from toolkit.errors import ShardingError
 
 
 class Prefetch:
     """Records the order in which units run in the first forward of `root`, then wires prefetches.
 
-    `units`: name -> modules of all units but the root. An order that the user gave is wired at
-    once; ShardingError at the end of the first forward where the one recorded is another.
+    `units`: name -> modules of all units but the root.
     """
 
     def __init__(self, root: nn.Module, units: dict[str, list[nn.Module]], cfg: ShardingConfig):
-        expected = cfg.prefetch_order
-        self._root, self._units, self._expected = root, units, expected
+        self._root, self._units = root, units
         self._depths = cfg.forward_prefetch, cfg.backward_prefetch
         self.begun: list[str] = []
         self.ended: list[str] = []
         self.wired: dict[str, tuple[list[str], list[str]]] = {}
         """Unit -> those it gathers ahead in the forward, and in the backward."""
-        if unknown := [name for name in expected if name not in units]:
-            what = f"names {unknown[0]}, which is not a unit; the units are {', '.join(units)}"
-            raise ShardingError(f"sharding.prefetch_order {what}")
-        if expected:
-            self._wire(expected, expected)
         self._handles = [
             root.register_forward_pre_hook(self._begin),
             root.register_forward_hook(self._finish),
@@ -49,9 +41,6 @@ class Prefetch:
     def _finish(self, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._expected and self._expected != self.begun:
-            what = f"it is {', '.join(self.begun)}. Give that, or leave prefetch_order out"
-            raise ShardingError(f"sharding.prefetch_order is not that in which units run; {what}")
         self._wire(_once(self.begun), _once(self.ended))
 
     def _wire(self, begun: list[str], ended: list[str]) -> None:

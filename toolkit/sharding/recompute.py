@@ -63,10 +63,7 @@ _KEPT_OF = {
 # B (k is the rank), attention scores (a head's width) or a depthwise convolution. LoRA's A stays:
 # its result is small, and computing it again reads the layer's whole input.
 _THIN = 256
-_INSTEAD = (
-    "set sharding.activation_checkpointing: none, or name other modules in "
-    "sharding.activation_checkpointing_modules"
-)
+_INSTEAD = "set sharding.activation_checkpointing: none"
 _say_once = functools.cache(ranks.say)
 
 

@@ -17,7 +17,6 @@ it. It stays whole on every rank, as scalars do, and its gradient is averaged on
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -79,17 +78,9 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
         head = _name_of(base.get_output_embeddings(), named)
     members: list[Member] = []
     if root_only is None:
-        members += _every(layers, cfg.layers_per_unit)
-        if cfg.sublayer_units:
-            members += [(n,) for layer in layers for n in _sublayers(model, layer)]
+        members += [(name,) for name in layers]
     if cfg.embedding_units is True:  # `auto` is decided where the device is known
         members += [(n,) for n in (embedding, head) if n is not None]
-    if cfg.base_model_unit:
-        prefix = getattr(base, "base_model_prefix", "")
-        if not (inner := _name_of(base._modules.get(prefix), named)):
-            what = f"{plain_name(model)} has no base model inside it"
-            raise ShardingError(f"{what}; leave sharding.base_model_unit out")
-        members.append((inner,))
     # Each tower for images or sound: no forward runs it, so that nothing ever gathers it.
     towers = beside_text(model)
     members += [(n,) for tower in towers for n in _called(tower, model.get_submodule(tower))]
@@ -121,19 +112,6 @@ def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | Non
         what = f"{plain_name(model)} has no decoder layers to shard"
         raise ShardingError(f"{what}; set sharding.layer_classes to the class of its layers")
     return layers, _ROOT_ONLY.get(getattr(getattr(model, "config", None), "model_type", ""))
-
-
-def _every(layers: list[str], count: int) -> list[Member]:
-    """Return the layers in runs of `count`, each within one stack."""
-    stacks = [list(stack) for _, stack in groupby(layers, lambda name: name.rpartition(".")[0])]
-    return [tuple(stack[i : i + count]) for stack in stacks for i in range(0, len(stack), count)]
-
-
-def _sublayers(model: nn.Module, layer: str) -> list[str]:
-    """Return the parts of a layer that hold matrices: attention, MLP, mixer."""
-    children = model.get_submodule(layer).named_children()
-    parts = [n for part, child in children for n in _called(f"{layer}.{part}", child)]
-    return [n for n in parts if any(p.ndim > 1 for p in model.get_submodule(n).parameters())]
 
 
 def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | None:
@@ -304,9 +282,7 @@ def _unit(
     own = [dtypes[part] for part in dtypes if set(part) <= set(member)]
     default = getattr(torch, cfg.param_dtype)
     output_dtype = None
-    if member == (ROOT,):
-        output_dtype = None if cfg.output_dtype is None else getattr(torch, cfg.output_dtype)
-    elif own and head not in member:  # as what lies around it computes
+    if own and member != (ROOT,) and head not in member:  # as what lies around it computes
         output_dtype = dtypes.get(_home(member[0], members), default)
     asked: Any = cfg.reshard_after_forward
     reshard = member != (head,) if asked == "auto" else asked

@@ -19,9 +19,6 @@ class EarlyStopping:
     metric: str
     greater_is_better: bool
     patience: int | None  # evaluations without improvement that end the run; None: never
-    threshold: float = 0.0
-    """By how much a value must be better than the best to count. The best moves only with those
-    that count, so that many small steps together do count."""
     best: float | None = None
     waited: int = 0  # evaluations since the best
 
@@ -43,7 +40,7 @@ class EarlyStopping:
             raise ranks.alike(error)
         value = float(metrics[self.metric])
         sign = 1 if self.greater_is_better else -1
-        better = self.best is None or sign * (value - self.best) > self.threshold
+        better = self.best is None or sign * (value - self.best) > 0
         if math.isfinite(value) and better:
             self.best, self.waited = value, 0
         else:
@@ -72,7 +69,7 @@ def early_stopping(
     """Return the count, continued from a checkpoint's `extra`; TrainingError: of another metric."""
     (metric, greater), state = saving.best_metric(), kept.get(KEY, {})
     patience = train.early_stopping_patience
-    stopping = EarlyStopping(metric, greater, patience, train.early_stopping_threshold)
+    stopping = EarlyStopping(metric, greater, patience)
     if patience is not None and state:
         if state["metric"] != metric:
             error = TrainingError(

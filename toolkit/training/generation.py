@@ -74,13 +74,16 @@ def generate(
     return [found[number] for number in range(len(prompts))]
 
 
+ANSWER = 64  # tokens of an answer at most
+
+
 def answer_prompts(
     model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig, file: Path, step: int
 ) -> None:
     """Print answers to `train.eval_prompts` on rank 0, and append them to `file`. Collective."""
     if not cfg.eval_prompts or tokenizer is None or preemption.stopping():
         return
-    answers = generate(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
+    answers = generate(model, tokenizer, cfg.eval_prompts, ANSWER)
 
     def keep() -> None:
         lines = []
@@ -99,7 +102,7 @@ def answer_prompts(
 def check_prompts(model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig) -> None:
     """Refuse `train.eval_prompts` that `generate` would; the model may be on meta. Collective."""
     if tokenizer is not None:
-        encoded_prompts(model, tokenizer, cfg.eval_prompts, cfg.eval_max_new_tokens)
+        encoded_prompts(model, tokenizer, cfg.eval_prompts, ANSWER)
 
 
 def encoded_prompts(

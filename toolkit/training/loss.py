@@ -200,7 +200,7 @@ def _fitted(z: torch.Tensor, logits: torch.Tensor) -> LogitMap:
     scale = small / _SMALL
     linear = abs(large - scale * _LARGE) <= 1e-5 * abs(large)
     found = LogitMap(scale, None if linear else large or math.nan)
-    # Rounded ones (sharding.output_dtype) tell an identity, but no number exactly.
+    # Rounded ones tell an identity, but no number exactly.
     exact = 1e-5 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
     same = torch.allclose(found(z), logits.float(), rtol=exact, atol=exact)
     if not same or (logits.dtype != torch.float32 and found != LogitMap()):

@@ -6,6 +6,7 @@ Where and with what it was started is kept in `starts.jsonl`, a line for each st
 import dataclasses
 import importlib.metadata
 import math
+import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,6 @@ class Metrics:
     tokens_per_step: int  # non-padding tokens of the global batch, for rates
     flops_per_token: float  # of forward and backward; see `training_flops`
     logging_steps: int
-    disable_tqdm: bool
     epochs_per_step: float | None = None  # share of the data that a step reads, where it is known
     trackers: Trackers | None = None  # are sent each line
     profiler: StepProfiler | None = None  # of some of the steps, whose times count for no rate
@@ -107,7 +107,8 @@ class Metrics:
             total=self.max_steps,
             initial=self.first_step,
             dynamic_ncols=True,
-            disable=self.disable_tqdm or not self._main or None,  # None: shown in a terminal only
+            # None: shown in a terminal only.
+            disable=not self._main or os.environ.get("TQDM_DISABLE", "0") != "0" or None,
             bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
         )
 
@@ -316,7 +317,6 @@ def begin(
         tokens_per_step=data.tokens_per_step,
         flops_per_token=training_flops(model, cfg.data.sequence_length),
         logging_steps=cfg.train.logging_steps,
-        disable_tqdm=cfg.metrics.disable_tqdm,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=_trackers(cfg, run, folder, model, data, state),
         guards=guards_of(cfg, model, data, state),
@@ -376,22 +376,20 @@ def _record_start(
 def _profiling(
     cfg: RunConfig, run: Run, folder: Path, first_step: int, max_steps: int
 ) -> dict[str, Any]:
-    """Start the profiler and the record of GPU memory, where they are asked for; return them as
-    arguments of `Metrics`.
+    """Start the profiler, on CUDA with a record of memory, where steps are to be profiled; return
+    them as arguments of `Metrics`.
     """
     found: dict[str, Any] = {}
     train, folder = cfg.train, folder / FOLDER
     if train.profile_steps and first_step < train.profile_steps[1] <= max_steps:
         first, last = train.profile_steps
         found["profiler"] = StepProfiler(folder, run.device, first, last, after=first_step)
+        if run.device.type == "cuda":
+            found["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
+            run.at_end.enter_context(memory_history(found["snapshot"]))
     elif train.profile_steps:
         steps = f"{first_step + 1} to {max_steps}"
         run.say(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")
-    if train.memory_snapshot and run.device.type != "cuda":
-        run.say(f"WARNING: train.memory_snapshot is for CUDA devices: none of {run.device.type}")
-    elif train.memory_snapshot:
-        found["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
-        run.at_end.enter_context(memory_history(found["snapshot"]))
     return found
 
 

@@ -25,6 +25,7 @@ from toolkit.training.sharded_optimizers import BLOCK, Adafactor, AdamW8bit, Muo
 
 _SMALL = 4096  # values: below it 8 bits save nothing, as bitsandbytes has it
 _DECAY_STEPS = 0.1  # of all, of warmup_stable_decay where nothing else is said
+_LEAST = 0.1  # of the peak, where cosine_with_min_lr and its kin are told no end
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -39,34 +40,30 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
             raise ConfigError(f"optim.optim: muon: {error}") from error
     steps = max_steps if max_steps > 0 else 10**9
     _schedule(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
-    least = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
-    if cfg.min_lr_rate != type(cfg).min_lr_rate and cfg.lr_scheduler_type not in least:
-        what = f"optim.min_lr_rate {cfg.min_lr_rate} has no effect with {cfg.lr_scheduler_type}"
-        ranks.say(f"WARNING: {what}; optim.lr_scheduler_type {least[0]} ends at it")
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
     """Return the optimizer of `cfg` over the trainable parameters of `model`.
 
-    Matrices decay; vectors and scalars (norms, biases, also those of experts in one tensor) do not,
-    unless asked. AdamW is exact on DTensors, and fused 4 to 6 times faster than the plain loop on
+    Matrices decay; vectors and scalars (norms, biases, also those of experts in one tensor) do not.
+    AdamW is exact on DTensors, and fused 4 to 6 times faster than the plain loop on
     CPU; its state is two tensors of the parameters' size and dtype. The others: see
     `sharded_optimizers`.
     """
     reshard(model)
     groups: dict[tuple, list[nn.Parameter]] = {}
-    for parameter, decays, own, end in _kinds(model, cfg):
+    for parameter, decays, own in _kinds(model, cfg):
         # One call does not take sharded and replicated parameters together.
-        key = (end, own, not isinstance(parameter, DTensor), not decays)
+        key = (own, not isinstance(parameter, DTensor), not decays)
         groups.setdefault(key, []).append(parameter)
     listed: list[dict[str, Any]] = [
         {
             "params": parameters,
-            "lr": cfg.embedding_learning_rate if end else cfg.learning_rate,
+            "lr": cfg.learning_rate,
             "weight_decay": 0.0 if plain else cfg.weight_decay,
             "own": own,
         }
-        for (end, own, _, plain), parameters in sorted(groups.items(), key=lambda item: item[0])
+        for (own, _, plain), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
     if cfg.optim == "adafactor":
         return Adafactor(listed, lr=cfg.learning_rate)
@@ -80,9 +77,9 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     return {"adamw_8bit": AdamW8bit, "muon": Muon}[cfg.optim](listed, **adam)
 
 
-def _kinds(model: nn.Module, cfg: OptimConfig) -> Iterator[tuple[nn.Parameter, bool, bool, bool]]:
-    """Yield each trained parameter, and whether it decays, whether the optimizer has its own way
-    with it, not AdamW's, and whether it has the learning rate of the embedding.
+def _kinds(model: nn.Module, cfg: OptimConfig) -> Iterator[tuple[nn.Parameter, bool, bool]]:
+    """Yield each trained parameter, whether it decays, and whether the optimizer has its own way
+    with it, not AdamW's.
     """
     embeddings, ends = _embeddings(model)
     for name, parameter in model.named_parameters():
@@ -97,8 +94,7 @@ def _kinds(model: nn.Module, cfg: OptimConfig) -> Iterator[tuple[nn.Parameter, b
         elif cfg.optim == "adamw_8bit":  # embeddings keep 32 bits, as transformers' Trainer has it
             blocks = parameter.ndim >= 2 and parameter.shape[1:].numel() % BLOCK == 0
             own = blocks and parameter.numel() >= _SMALL and id(parameter) not in embeddings
-        end = cfg.embedding_learning_rate is not None and id(parameter) in ends
-        yield parameter, matrix or cfg.decay_norms_and_biases, own, end
+        yield parameter, matrix, own
 
 
 def state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
@@ -116,7 +112,7 @@ def state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
             return 2 * values + 8 * values // BLOCK
         return values * parameter.itemsize
 
-    return sum(nbytes(parameter, own) for parameter, _, own, _ in _kinds(model, cfg))
+    return sum(nbytes(parameter, own) for parameter, _, own in _kinds(model, cfg))
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
@@ -168,7 +164,7 @@ def _schedule(optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
         kind = "constant_with_warmup"  # transformers' `constant` would ignore the warm-up
     extra: dict[str, Any] = dict(cfg.lr_scheduler_kwargs)
     if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and "min_lr" not in extra:
-        extra.setdefault("min_lr_rate", cfg.min_lr_rate)
+        extra.setdefault("min_lr_rate", _LEAST)
     if kind == "warmup_stable_decay":
         decay = extra.setdefault("num_decay_steps", math.ceil(_DECAY_STEPS * max_steps))
         if warmup + decay > max_steps:

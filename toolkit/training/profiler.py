@@ -1,4 +1,4 @@
-"""Profiles of some steps and of GPU memory: `train.profile_steps` and `train.memory_snapshot`."""
+"""Profiles of some steps, and of GPU memory until they end: `train.profile_steps`."""
 
 import gzip
 import json
@@ -120,7 +120,7 @@ def memory_history(file: Path) -> Iterator[None]:
     missing = [name for name in _PRIVATE if not hasattr(torch.cuda.memory, name)]
     if missing:
         what = f"torch {torch.__version__} has no torch.cuda.memory.{missing[0]}"
-        raise TrainingError(f"train.memory_snapshot: {what}; leave the setting out")
+        raise TrainingError(f"train.profile_steps: {what}; leave the setting out")
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
     try:
         yield
@@ -132,9 +132,10 @@ def memory_history(file: Path) -> Iterator[None]:
 
 
 def write_snapshot(file: Path) -> None:
-    """Write the allocations since `memory_history` began, for pytorch.org/memory_viz."""
+    """Write the allocations since `memory_history` began, for pytorch.org/memory_viz; end it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
+    torch.cuda.memory._record_memory_history(enabled=None)
     ranks.show(f"memory     {file} (pytorch.org/memory_viz)")
 
 

@@ -66,27 +66,29 @@ class Trackers:
         """Return a tracker that goes on with the run `known`, or begins one, and the run's id."""
         cfg, folder, goes_on = self.cfg, self.folder, known or False
         run_id, run_name = known or uuid.uuid4().hex, cfg.run_name or folder.resolve().name
-        resuming: dict[str, Any] = {"id": run_id, "resume": "allow", "tags": cfg.tags}
+        resuming: dict[str, Any] = {"id": run_id, "resume": "allow"}
         project = {"tensorboard": "tensorboard", "aim": run_name}.get(name, cfg.project)
-        tags, dvc = dict.fromkeys(cfg.tags, "true"), str(folder / "dvclive")
         options: dict[str, Any] = {
             "tensorboard": {"logging_dir": folder, "purge_step": self.first_step + 1},
             "wandb": {"name": run_name, "dir": str(folder), **resuming},
             # A run of trackio is known by its name alone.
             "trackio": {"name": f"{run_name}-{run_id[:6]}", "resume": "allow"},
-            "mlflow": {"run_name": run_name, "run_id": known, "tags": tags},
+            "mlflow": {"run_name": run_name, "run_id": known},
             "comet_ml": {"experiment_key": run_id, "mode": "get_or_create"},
             "swanlab": {"experiment_name": run_name, **resuming},
             "aim": {"logging_dir": folder, "run_hash": known, "experiment": cfg.project},
-            "clearml": {"task_name": run_name, "tags": cfg.tags, "continue_last_task": goes_on},
-            "dvclive": {"dir": dvc, "resume": known is not None, "save_dvc_exp": False},
+            "clearml": {"task_name": run_name, "continue_last_task": goes_on},
+            "dvclive": {
+                "dir": str(folder / "dvclive"),
+                "resume": known is not None,
+                "save_dvc_exp": False,
+            },
         }[name]
         tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
         try:
             tracker.start()
             if name == "comet_ml" and known is None:
                 tracker.tracker.set_name(run_name)
-                tracker.tracker.add_tags(cfg.tags)
         except Exception as error:
             what = f"metrics.report_to: {name} does not start: {one_line(error)}"
             advice = "see to its login and address, or leave it out"

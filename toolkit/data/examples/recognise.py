@@ -1,7 +1,7 @@
 """From a row to what is to be learned of it: text, prompt and completion, conversation, tokens.
 
 [Note: formats]
-    text               a column of text (data.text_column)
+    text               a column of text
     prompt/completion  `prompt` and `completion`: two texts, or two lists of turns
     conversation       `messages`, `conversations` or `conversation`: a list of turns, each with
                        `role` and `content` (and `tool_calls`) or, after ShareGPT, `from` and
@@ -129,62 +129,60 @@ class Layout:
 PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
 
 
-def recognise(rows: Sequence[Row], text_column: str = "text") -> Layout:
+def recognise(rows: Sequence[Row], *, text: bool = False) -> Layout:
     """Return the layout that most of `rows` have, the first rows of a source.
 
-    Of several formats, the first of these wins: `input_ids`, a `text_column` other than `text`,
-    turns, prompt and completion, Alpaca, text; of none it is a BadRow.
+    Of several formats, the first of these wins: `input_ids`, text where `data.columns` names it
+    (`text`), turns, prompt and completion, Alpaca, text; of none it is a BadRow.
     """
-    if all(name in row for row in rows for name in (*OF_A_TREE, text_column)):
+    if all(name in row for row in rows for name in (*OF_A_TREE, "text")):
         raise BadRow(
-            "expected conversations, got single messages of a tree (parent_id, role and "
-            f"{text_column!r}, as in oasst1); write each path from a root to a leaf as one row of "
-            f"'messages', or leave parent_id out (data.columns) to learn each {text_column!r}",
+            "expected conversations, got single messages of a tree (parent_id, role and 'text', as "
+            "in oasst1); write each path from a root to a leaf as one row of 'messages', or leave "
+            "parent_id out (data.columns) to learn each 'text'",
             "tree of messages",
         )
-    found = Counter(layout for row in rows if (layout := _layout_of(row, text_column)) is not None)
+    found = Counter(layout for row in rows if (layout := _layout_of(row, text)) is not None)
     if found:
         return found.most_common(1)[0][0]
     raise BadRow(
-        f"expected the columns of a format, got {named(rows[0])}. Known are: text "
-        f"({text_column!r}, set by data.text_column); prompts and completions ('prompt' and "
-        "'completion'); conversations ('messages' or 'conversations', or Alpaca's 'instruction' "
-        "and 'output'); token ids ('input_ids', with 'labels', 'completion_mask' or "
-        "'assistant_masks'). Set data.columns, such as {prompt: question, completion: answer}, or "
-        "data.text_column",
+        f"expected the columns of a format, got {named(rows[0])}. Known are: text ('text'); "
+        "prompts and completions ('prompt' and 'completion'); conversations ('messages' or "
+        "'conversations', or Alpaca's 'instruction' and 'output'); token ids ('input_ids', with "
+        "'labels', 'completion_mask' or 'assistant_masks'). Set data.columns, such as "
+        "{prompt: question, completion: answer} or {text: body}",
         "unknown format",
     )
 
 
-def document_layout(rows: Sequence[Row], text_column: str = "text") -> Layout:
+def document_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
     """Return the layout of documents: token ids where rows have any, else text, else BadRow."""
     if any("input_ids" in row for row in rows):
         return Layout("tokenised", ("input_ids",), whole=True)
-    if any(text_column in row for row in rows):
-        return Layout("text", (text_column,), whole=True)
-    advice = "set data.text_column to the one that holds the text"
-    if (other := _layout_of(rows[0], text_column)) is not None:
+    if any("text" in row for row in rows):
+        return Layout("text", ("text",), whole=True)
+    advice = "set data.columns to {text: NAME} of the one that holds the text"
+    if (other := _layout_of(rows[0], text)) is not None:
         advice = f"these are {other}: recipes/finetune.py learns from them, pretraining from text"
     raise BadRow(
-        f"expected a column {text_column!r} (data.text_column) or 'input_ids', got "
-        f"{named(rows[0])}; {advice}",
+        f"expected a column 'text' or 'input_ids', got {named(rows[0])}; {advice}",
         "unknown format",
     )
 
 
-def known_columns(text_column: str = "text") -> tuple[str, ...]:
+def known_columns() -> tuple[str, ...]:
     """Return the columns that are of use in any format."""
     extras = (name for shape in _SHAPES.values() for name in shape.extras)
     needed = ("input_ids", *turns.TURN_COLUMNS, "prompt", "completion", "instruction", "output")
-    return tuple(dict.fromkeys((text_column, *needed, *extras)))
+    return tuple(dict.fromkeys(("text", *needed, *extras)))
 
 
-def _layout_of(row: Row, text_column: str) -> Layout | None:
+def _layout_of(row: Row, text: bool) -> Layout | None:
     if "input_ids" in row:
         masks = [name for name in _MASKS if row.get(name) is not None]
         return Layout("tokenised", ("input_ids", *masks))
-    if text_column != "text" and text_column in row:
-        return Layout("text", (text_column,))
+    if text and "text" in row:
+        return Layout("text", ("text",))
     if column := next((c for c in turns.TURN_COLUMNS if c in row), None):
         return Layout(_turn_style(row[column], column), (column,))
     if "prompt" in row and "completion" in row:
@@ -192,7 +190,7 @@ def _layout_of(row: Row, text_column: str) -> Layout | None:
         return Layout("turn_lists" if lists else "prompt_completion", ("prompt", "completion"))
     if "instruction" in row and (answer := next((n for n in _ANSWERS if n in row), None)):
         return Layout("alpaca", ("instruction", answer))
-    return Layout("text", (text_column,)) if text_column in row else None
+    return Layout("text", ("text",)) if "text" in row else None
 
 
 def _turn_style(value: Any, column: str) -> RowShape:

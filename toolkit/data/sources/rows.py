@@ -124,7 +124,7 @@ def load_sources(
 def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
 ) -> DataSource:
-    known = recognise.known_columns(cfg.text_column)
+    known = recognise.known_columns()
     renamed = Names.of(source.columns or cfg.columns, known)
     known, there = (*known, *recognise.OF_A_TREE, *renamed.columns.values()), list[str]()
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
@@ -157,7 +157,7 @@ def _source(
         *(source.weight, source.max_repeats, tuple(map(str, files))),
         *(tuple(shard.size for shard in shards) or None, renamed),
     )
-    return made if kind == "text" else _recognised(made, cfg, documents, there)
+    return made if kind == "text" else _recognised(made, documents, there)
 
 
 def _say_splits(patterns: str | list[str], setting: str) -> None:
@@ -187,9 +187,7 @@ def _check_text(files: list[Path], where: str) -> None:
         ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
-def _recognised(
-    source: DataSource, cfg: DataConfig, documents: bool, there: list[str]
-) -> DataSource:
+def _recognised(source: DataSource, documents: bool, there: list[str]) -> DataSource:
     """Return `source` with the layout that its first rows have, and what it leaves of them and of
     the columns that are `there`.
     """
@@ -209,7 +207,8 @@ def _recognised(
     taken = {*names.columns.values(), *names.left_out}
     unread = {name: None for name in there if name not in taken}  # to be named in a refusal
     try:
-        layout = layout_of([{**unread, **names.renamed(row)} for row in rows], cfg.text_column)
+        renamed = [{**unread, **names.renamed(row)} for row in rows]
+        layout = layout_of(renamed, text="text" in names.columns)
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad

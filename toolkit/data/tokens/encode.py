@@ -1,6 +1,6 @@
 """Rows to token ids and what is learned of them, counted, and cached on disk.
 
-Conversations are encoded in `dataset_num_proc` processes; other rows in this one, where the Rust
+Conversations are encoded in a process for each core; other rows in this one, where the Rust
 tokenizer runs on threads (see [Note: threads, not processes] in `text_ids.py`).
 """
 
@@ -336,16 +336,19 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     return EncodedSource(source.name, tokens, counts, weight, limit, layout)
 
 
+def cores() -> int:
+    """Return how many cores this process may use."""
+    affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
+
+
 def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa.Table]:
     """Yield the tokens of rows that follow each other; at the end write their `Counts`."""
-    counts, cfg = Counts(), encoder.cfg
+    counts = Counts()
     total, whole = len(source.rows), source.layout.whole
     most, processes = _TEXT_ROWS, 1
-    if source.layout.format == "conversation" and isinstance(cfg, FinetuneDataConfig):
-        affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
-        asked = cfg.dataset_num_proc or min(cores, 1 + total // _ROWS_OF_A_PROCESS)
-        processes = min(asked, total)
+    if source.layout.format == "conversation":
+        processes = min(cores(), 1 + total // _ROWS_OF_A_PROCESS, total)
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
     starts = range(0, total, step)
@@ -376,7 +379,7 @@ def _each(
         with ProcessPoolExecutor(processes, None, _set_work, (encoded_from,)) as pool:
             yield from pool.map(_work_here, starts)
     except BrokenProcessPool as error:
-        what = "that encode it was killed, perhaps for its memory; lower data.dataset_num_proc"
+        what = "that encode it was killed, perhaps for its memory; give it fewer cores (taskset)"
         raise DataError(f"{source.where}: one of {processes} processes {what}") from error
 
 

@@ -76,7 +76,8 @@ def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: Any) 
         state.extra.pop(spikes.KEY, None)  # of a start that had them; they grow stale
     else:
         kept, device = state.extra.get(spikes.KEY, {}), data.run.device
-        spikes.watch(model, Spikes(train.skip_spikes, train.spike_window, device, kept))
-    integrity = None if train.check_steps == 0 else Integrity(state, train.check_steps)
+        spikes.watch(model, Spikes(train.skip_spikes, device, kept))
+    every = train.logging_steps if train.check_steps is None else train.check_steps
+    integrity = Integrity(state, every) if every else None
     bad_steps = BadSteps(train.max_bad_steps, data.samples_of, state)
     return Guards(bad_steps, integrity, lambda: feed.waited, state)

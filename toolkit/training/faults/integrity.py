@@ -30,8 +30,6 @@ from toolkit.models.peft_model import persistent_buffers
 Values = list[tuple[list[str], torch.Tensor]]  # on each device: names, and a value for each
 _NAMED = 3  # tensors of a rank
 _SMALL = 2**16  # bytes: a call costs more than reading them
-_ON_HOST = 10  # steps: shards in host memory beside a device cost more to read than there
-_STATE = 10  # steps: AdamW's is twice the weights to read, and soon forgets a gradient
 _COUNTS = "the optimizer's step counts"
 _ADVICE = (
     "Nothing of it is saved: the newest checkpoint is from before. Memory, a device or a driver of "
@@ -48,11 +46,10 @@ class Integrity:
 
     Args:
         state: a `TrainState` with model and optimizer, before the first step of this start.
-        every: steps from one check at rest to the next; None: 1 for weights, 10 for the
-            optimizer's state and under cpu_offload.
+        every: steps from one check at rest to the next.
     """
 
-    def __init__(self, state: Any, every: int | None = None) -> None:
+    def __init__(self, state: Any, every: int = 1) -> None:
         reshard(state.model)
         self._state, self._parameters = state, dict(state.model.named_parameters())
         self._buffers = persistent_buffers(state.model)
@@ -60,12 +57,9 @@ class Integrity:
             if getattr(module, "track_running_stats", False):  # of a rank's own samples
                 for name, _ in module.named_buffers(prefix, recurse=False):
                     self._buffers.pop(name, None)
-        offloaded = vars(state.model).get("parameter_device") is not None
-        self._every = every or (_ON_HOST if offloaded and torch.accelerator.is_available() else 1)
-        self._every_state = every or _STATE
-        self._done = state.step
+        self._every, self._done = every, state.step
         self._start = _sums_of(self._frozen())
-        # Of weights, and where they are due of the optimizer's state, since its last step.
+        # Of weights and the optimizer's state since its last step, where a check is due.
         self._open: tuple[int, list[Values]] | None = None
         self._unread = list[tuple[str, Values]]()  # when; whether it differs, not looked at yet
         self._copies, self._sharded = self._start, set[str]()  # of the last look
@@ -79,24 +73,23 @@ class Integrity:
     def _stepping(self) -> None:
         """Compare what the optimizer has left with what it finds; does not wait."""
         if self._open is not None:
-            self._compare(self._at_rest(state=len(self._open[1]) > 1))
+            self._compare(self._at_rest())
             self._open = None
 
     def _stepped(self) -> None:
         """Sum what the optimizer has written, where a check is due; does not wait."""
         step = self._done + 1
         if step % self._every == 0:
-            self._open = step, self._at_rest(state=step % self._every_state == 0)
+            self._open = step, self._at_rest()
 
-    def _at_rest(self, state: bool) -> list[Values]:
-        weights = _sums_of(self._weights())
-        return [weights, _sums_of(self._optimizer_state())] if state else [weights]
+    def _at_rest(self) -> list[Values]:
+        return [_sums_of(self._weights()), _sums_of(self._optimizer_state())]
 
     def _compare(self, now: list[Values]) -> None:
         if self._open is not None:
             step, before = self._open
             when = f"between the optimizer's steps {step} and {step + 1}"
-            for then, sums in zip(before, now, strict=False):  # of what was summed both times
+            for then, sums in zip(before, now, strict=True):
                 self._unread.append((when, _changed(then, sums)))
 
     def numbers(self) -> list[int]:

@@ -17,6 +17,7 @@ from torch import nn
 
 KEY = "spikes"  # where `TrainState.extra` keeps the window
 _NORMAL = 1.4826  # standard deviations of normal values in a median absolute deviation
+_WINDOW = 128  # steps, about as many as a level takes to become the normal one
 _LEAST = ((0.01,), (0.1,))  # of the median of losses, and of norms: the least deviation taken
 
 
@@ -25,11 +26,17 @@ class Spikes:
 
     Args:
         deviations: above the median that are a spike.
+        device: on which losses and norms are.
         kept: the window of a checkpoint, as `state_dict` returned it; empty: none.
     """
 
     def __init__(
-        self, deviations: float, window: int, device: torch.device, kept: dict[str, Any]
+        self,
+        deviations: float,
+        device: torch.device,
+        kept: dict[str, Any],
+        *,
+        window: int = _WINDOW,
     ) -> None:
         self._deviations = deviations
         rows = [kept.get(name, [])[-window:] for name in ("loss", "grad_norm")]

@@ -16,11 +16,13 @@ from typing import Any
 import yaml
 
 from toolkit.config.accelerate_yaml import translate
-from toolkit.config.names import UNSAID, UNSAID_OF_LORA, setting_of, why_left
+from toolkit.config.names import setting_of
 from toolkit.config.outputs import Tracker
 from toolkit.config.parse import parse
-from toolkit.config.scripts import read_script
 from toolkit.config.settings import FinetuneConfig, Schedule
+from toolkit.convert.row_names import columns_of
+from toolkit.convert.scripts import read_script
+from toolkit.convert.tables_of_tools import UNSAID, UNSAID_OF_LORA, why_left
 from toolkit.errors import ConfigError, LaunchError, is_secret_name, looks_secret
 from toolkit.parsing import read_json, read_yaml
 
@@ -49,16 +51,6 @@ _LIGER = (
 )
 _OF_A_SOURCE = {"name": "dataset_config_name", "config": "dataset_config_name"} | {
     "split": "dataset_split"
-}
-# Keys of a data set -> the values that say what is recognised by the columns anyway.
-_USUAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("field_messages", "message_field_role", "message_field_content"),
-    ("messages", "conversations", "role", "content", "from", "value"),
-) | {
-    "message_property_mappings": (
-        {"role": "from", "content": "value"},
-        {"role": "role", "content": "content"},
-    )
 }
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
@@ -368,7 +360,7 @@ class _Converter:
         if where and not isinstance(entries, list):
             raise ConfigError(f"{where}: expected a list of data sets, got {entries!r}")
         entries = entries or []
-        found = [self.source(entry, i, len(entries) > 1) for i, entry in enumerate(entries)]
+        found = [self.source(entry, i) for i, entry in enumerate(entries)]
         if len(found) > 1:
             self.settings["data.sources"] = found
         elif found:
@@ -382,11 +374,14 @@ class _Converter:
             key, value = self.take(*others, setting)
             if key:
                 self.settings[f"data.{setting}"] = value
+        key, value = self.take("dataset_text_field", "text_field", "text_key", "text_column")
+        if key and value != "text":
+            self.settings["data.columns"] = {"text": value}
         name = self.settings.get("data.dataset_name")
         if isinstance(name, str) and _is_file(name):
             self.settings["data.train_files"] = self.settings.pop("data.dataset_name")
 
-    def source(self, entry: Any, index: int, several: bool) -> dict[str, Any]:
+    def source(self, entry: Any, index: int) -> dict[str, Any]:
         """Return one data set as a mapping of `data.sources`; names what of it is not carried."""
         entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
         entry = {key: value for key, value in entry.items() if value is not None}
@@ -400,20 +395,16 @@ class _Converter:
                 what = "its data_files are read from this machine"
                 self.note(f"datasets[{index}].path", what, path)
         out |= {name: entry.pop(key) for key, name in _OF_A_SOURCE.items() if key in entry}
+        if columns := columns_of(entry):
+            out["columns"] = columns
         for key, value in entry.items():
             why: str | None = why_left(key) or "no equivalent"
             kind = str(value).partition(".")[0]
-            if key == "field" and several:
-                why = "data.text_column is one for all sources; rename the column to text"
-            elif key == "field":
-                self.settings["data.text_column"], why = value, None
-            elif key == "type" and kind == "alpaca":
+            if key == "type" and kind == "alpaca":
                 why = "rendered by the chat template, not in Alpaca's own words"
             elif key == "type":
                 usual = kind in ("completion", "chat_template", "sharegpt")  # texts: learned whole
                 why = None if usual else "rows are recognised by their columns (docs/finetuning.md)"
-            elif value in _USUAL.get(key, ()):
-                why = None
             elif key == "columns" and isinstance(value, list | dict):
                 known = {"messages", "text", "chat_template_kwargs"}
                 why = None if {*map(str, value)} <= known else why
@@ -449,7 +440,7 @@ class _Converter:
         if least is not None:
             if value != "cosine_warmup_with_min_lr":
                 self.settings[schedule] = "cosine_with_min_lr"
-            self.settings["optim.min_lr_rate"] = least
+            more["min_lr_rate"] = least
         if more:
             self.settings["optim.lr_scheduler_kwargs"] = more
         self.warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
@@ -538,12 +529,14 @@ class _Converter:
             self.note("lora_r", "none is given; 8 is set")
         self.targets()
         double = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant")
-        for names in (("bnb_4bit_quant_type",), double):
-            key, value = self.take(*names)
-            if key and four_bits:
-                self.settings[f"lora.{names[0]}"] = value
-            elif key and key not in self.lora:
-                self.note(key, "the base is not in 4 bits", value)
+        key, value = self.take(*double)
+        if key and four_bits:
+            self.settings[f"lora.{double[0]}"] = value
+        elif key and key not in self.lora:
+            self.note(key, "the base is not in 4 bits", value)
+        key, value = self.take("bnb_4bit_quant_type")
+        if four_bits and value not in (None, "nf4"):
+            self.note(key, "nf4 is what there is", value)
         for key, usual, what in (
             ("bnb_4bit_compute_dtype", "bfloat16", "sharding.param_dtype is what is computed in"),
             ("bias", "none", "none is what there is"),
