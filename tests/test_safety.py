@@ -34,7 +34,6 @@ from toolkit.export import consolidate
 from toolkit.formats import (
     HFAssets,
     export_manifest,
-    hashing,
     read_header,
     read_metadata,
     weight_files,
@@ -48,8 +47,6 @@ STEP = "step-00000002"
 ran: list[str] = []
 """What the payload did, and what the audit hook saw of it."""
 _watching = False
-EXPORTERS_OWN = [sys.executable, "-P", hashing.__file__]
-"""The only program that anything here may start."""
 
 
 def sing(text: str) -> str:
@@ -59,8 +56,6 @@ def sing(text: str) -> str:
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "subprocess.Popen" and list(arguments[1]) == EXPORTERS_OWN:
-        return
     if _watching and (
         event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
         or (event in ("exec", "compile", "import") and CANARY in repr(arguments))

@@ -24,8 +24,7 @@ from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
 from toolkit.formats.bit_sums import bytes_sum, wrapped
 from toolkit.formats.device_threads import device_pool
-from toolkit.formats.hashing import write_behind
-from toolkit.formats.synced_files import preallocate, sync
+from toolkit.formats.synced_files import preallocate, sync, write_behind
 
 SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s

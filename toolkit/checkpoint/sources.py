@@ -9,19 +9,17 @@
 What they say is not trusted: a pickle is read by `formats.read_metadata` only.
 """
 
-import contextlib
 import hashlib
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from toolkit import formats
 from toolkit.adapters.base import base_digest
@@ -32,7 +30,6 @@ from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelErro
 from toolkit.parsing import parse_json
 
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints
-_AHEAD = 2**29  # bytes
 _OPTIMIZER = "optimizer_"  # Accelerate's folder of moments, beside the one of weights
 _SHARDING = "DCP_SHARDING_INFO"  # the header's entry in which torch says where a shard begins
 _CONSOLIDATED_BESIDE = "sharded"  # where torch puts the shards when it consolidates them itself
@@ -53,8 +50,6 @@ class Source:
     stored: Callable[[str], formats.StoredTensor]
     """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
     fault: Callable[[str], str | None]  # name -> why it is not covered once; None: it is
-    first: list[tuple[Path, int, int]] = field(default_factory=list)
-    """File, offset and count of the first weights' blobs; of another tool's they are not known."""
 
     def fingerprint(self) -> str:
         """Return a hash that changes with the weights: of the manifest, else of file stats."""
@@ -69,21 +64,6 @@ class Source:
         manifest = {} if self.checkpoint is None else commit.read_manifest(self.checkpoint)
         known = manifest["tensors"] if manifest.get("version") == MANIFEST_VERSION else {}
         return {key: entry["digest"] for key, entry in known.items()}
-
-    def read_ahead(self) -> None:
-        """Have the kernel read the first weights, while the caller plans what to do with them
-        (Linux; elsewhere nothing happens).
-        """
-        threading.Thread(target=self._read_first, name="read-ahead", daemon=True).start()
-
-    def _read_first(self) -> None:
-        # No call that comes back into Python from C++: the interpreter's end would abort in it.
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            # What fails here is said when it is read for use.
-            for name, begin, count in self.first:
-                with open(name, "rb", buffering=0) as file:
-                    # One call: each return would wait for Python's lock, up to 5 ms.
-                    os.sendfile(nowhere.fileno(), file.fileno(), begin, count)
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:
@@ -267,20 +247,7 @@ def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
         return formats.StoredTensor(*tensors[key], chunks)
 
     fault = partial(formats.coverage_fault, metadata)
-    first = list(_first_blobs(folder, metadata)) if checkpoint is not None else []
-    return Source(folder, hf, checkpoint, tensors, stored, fault, first)
-
-
-def _first_blobs(folder: Path, metadata: Metadata) -> Iterator[tuple[Path, int, int]]:
-    left = _AHEAD
-    for key, entry in metadata.state_dict_metadata.items():
-        if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
-            for part in entry.chunks:
-                blob = metadata.storage_data.get(MetadataIndex(key, part.offsets))
-                if blob is not None:  # else it is refused when it is read
-                    yield folder / blob.relative_path, blob.offset, min(blob.length, left)
-                    if (left := left - blob.length) <= 0:
-                        return
+    return Source(folder, hf, checkpoint, tensors, stored, fault)
 
 
 def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:

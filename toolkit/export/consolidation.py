@@ -34,8 +34,8 @@ from toolkit.export.plan import (
     model_of_assets,
     parse_options,
 )
-from toolkit.export.sources import AT_ONCE, AdapterMerge, SavedTensors
-from toolkit.export.writer import ReadGroup, check_output, staging_folder, write_export
+from toolkit.export.sources import AdapterMerge, SavedTensors
+from toolkit.export.writer import ReadGroup, check_output, write_export
 from toolkit.formats import HFAssets, assets_of
 from toolkit.models import tied_families
 
@@ -113,21 +113,17 @@ def consolidate(
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
-    # Of converted groups, and of a merge, one at a time is held.
-    at_once = 1 if merge or any(group.converted for group in plan.groups) else AT_ONCE
     weights = source.fingerprint()
-    write_export(plan, target, weights=weights, read_group=read, origin=origin, at_once=at_once)
+    write_export(plan, target, weights=weights, read_group=read, origin=origin)
     return str(Path(output).expanduser())
 
 
 def _target(source: Source, output: str | Path, nothing_to_merge: bool) -> Path:
-    """Return the folder to write, while the first weights are read ahead."""
+    """Return the folder to write."""
     given = source.checkpoint or source.folder
     target = check_output(output, given)
     if nothing_to_merge:
         raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
-    if not staging_folder(target).exists():  # else the first weights may be written already
-        source.read_ahead()
     return target
 
 

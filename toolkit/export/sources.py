@@ -7,12 +7,7 @@ Memory of a merge: the largest adapted tensor of the base, and two of its size i
 of tensors that transformers converts (fused experts) their group.
 """
 
-import contextlib
-import os
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -30,15 +25,13 @@ from toolkit.checkpoint.commit import damaged_files
 from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
-from toolkit.export.weight_file import StoredRows, TensorValues
+from toolkit.export.weight_file import TensorValues
 from toolkit.formats import (
     LANES,
     ExportGroup,
     StoredTensor,
     assets_of,
     blocks,
-    bytes_in_order,
-    digest,
     first_difference,
     hexadecimal,
     in_file,
@@ -50,9 +43,6 @@ from toolkit.formats import (
 from toolkit.loading import base_reader, load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
-# Files that are written at a time: while one waits for the disk, another is copied or cast.
-AT_ONCE = min(4, os.cpu_count() or 1)
-
 
 class SavedTensors:
     """The weights of one checkpoint; `names`: of the model's parameters, where the prefix of the
@@ -63,8 +53,6 @@ class SavedTensors:
         self.source = source
         self.prefix, self.keys = parameter_names(source, names)
         self._digests = source.digests()
-        self._readers: list[ThreadPoolExecutor] = []
-        self._one_at_a_time = threading.Lock()
 
     def shapes(self) -> TensorShapes:
         """Return parameter name -> dtype and shape."""
@@ -102,59 +90,19 @@ class SavedTensors:
             return plan.convert(group, parameters)
         (name,) = group.sources
         stored = self.source.stored(self.keys[plan.stored[name]])
-
-        def values(output: str) -> TensorValues:
-            same = plan.tensors[plan.names[output]].dtype == stored.dtype
-            copied = self._copied(plan.stored[name], stored) if same else None
-            return copied or self.blocks(plan.stored[name], stored)
-
-        return {output: values(output) for output in group.outputs}
-
-    def _copied(self, name: str, stored: StoredTensor) -> StoredRows | None:
-        """Return how a tensor is copied; None where what it was when it was saved is not known, or
-        its bytes are not stored in order.
-        """
-        key, pieces = self.keys[name], bytes_in_order(stored)
-        if key not in self._digests or not pieces:
-            return None
-        width = stored.nbytes // stored.rows
-
-        def check() -> None:
-            self._compare(key, digest(self.source.stored(key), key))
-
-        return StoredRows(pieces, key, width, self._digests[key], check)
+        return {output: self.blocks(plan.stored[name], stored) for output in group.outputs}
 
     def blocks(self, name: str, stored: StoredTensor) -> Iterator[torch.Tensor]:
         """Yield the rows of a tensor in order, some at a time; CheckpointError after the last one
-        where they are not what was saved. A thread reads up to three blocks ahead.
+        where they are not what was saved.
         """
         key = self.keys[name]
         total, known = torch.zeros(LANES, dtype=torch.int64), key in self._digests
-
-        def read() -> Iterator[tuple[torch.Tensor, torch.Tensor | int]]:
-            for first, rows in blocks(stored):
-                yield rows, rows_digest(key, rows, first) if known else 0
-
-        items = read()
-        by_rows = all(chunk.raw is not None for chunk in stored.chunks)  # else it is read whole
-        held = contextlib.nullcontext() if by_rows else self._one_at_a_time
-        with held, self._reader() as reading:
-            coming = deque(reading.submit(next, items, None) for _ in range(3))
-            while (item := coming.popleft().result()) is not None:
-                coming.append(reading.submit(next, items, None))
-                rows, lanes = item
-                total += lanes
-                yield rows
+        for first, rows in blocks(stored):
+            if known:
+                total += rows_digest(key, rows, first)
+            yield rows
         self._compare(key, hexadecimal(total))
-
-    @contextlib.contextmanager
-    def _reader(self) -> Iterator[ThreadPoolExecutor]:
-        """Lend a thread that reads. It is kept for the next tensor: a new one's memory is new."""
-        reader = self._readers.pop() if self._readers else ThreadPoolExecutor(1)
-        try:
-            yield reader
-        finally:
-            self._readers.append(reader)
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in memory; compares as `blocks` does."""

@@ -1,8 +1,7 @@
 """The one writer of exports: group by group read, convert back, cast, write, hash, free.
 
-In OUTPUT.tmp-export/ weight files are written, and read back behind the writing
-(`export.weight_file`); only then each is noted as finished. All are fsynced at the end: an fsync
-may hold up the whole disk. Memory of each that is written at a time: blocks of 1 MB, and what
+In OUTPUT.tmp-export/ one weight file after the other is written, and noted as finished. All are
+fsynced at the end: an fsync may hold up the whole disk. Memory: blocks of 1 MB, and what
 `read_group` holds of one group.
 
 [Note: what an interrupted export leaves] The note names the plan and the weights (their hashes),
@@ -16,13 +15,9 @@ import errno
 import fcntl
 import json
 import os
-import queue
 import shutil
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +28,7 @@ from toolkit import ranks
 from toolkit.checkpoint.commit import CHECKPOINTS
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
-from toolkit.export.weight_file import Follower, TensorValues, WrittenFile, write_file
+from toolkit.export.weight_file import TensorValues, write_file
 from toolkit.formats import ExportGroup, TensorEntry, export_manifest, is_plain_name
 from toolkit.formats.synced_files import replacing, sync, sync_above
 from toolkit.parsing import read_json
@@ -81,25 +76,20 @@ def write_export(
     weights: str,
     read_group: ReadGroup,
     origin: dict[str, Any],
-    at_once: int = 1,
 ) -> None:
     """Write the folder of `plan` as `target` (of `check_output`), whole or not at all.
-
-    Costs one write of the weights and one more read for the hashes.
 
     Args:
         weights: changes with the weights; an interrupted export of the same ones is taken up.
         read_group: called for each group that is not written yet, in the order of the files.
         origin: what the manifest says of where the weights come from.
-        at_once: files that are written at a time, by threads that call `read_group`, each for the
-            groups of its file; 1: by this thread.
 
     Raises:
-        ExportError: no space, files of others in the way, or what was written does not read back.
+        ExportError: no space, or files of others in the way.
     """
     with _staged(target, {"plan": plan.digest(), "weights": weights}) as staging:
         _check_space(plan, staging)
-        _write_files(plan, staging, read_group, at_once)
+        _write_files(plan, staging, read_group)
         for name, content in plan.assets.items():
             (staging.folder / name).write_bytes(content)
         described = export_manifest.describe(staging.folder, sorted(plan.assets))
@@ -121,65 +111,19 @@ def write_export(
         export_manifest.write(staging.folder, described, known)
 
 
-def _write_files(
-    plan: ExportPlan, staging: "_Staging", read_group: ReadGroup, at_once: int
-) -> None:
+def _write_files(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup) -> None:
     """Write the weight files that are not finished."""
     todo: dict[str, dict[str, TensorEntry]] = {}
     for name, place in plan.tensors.items():
         if place.file.name not in staging.finished:
             todo.setdefault(place.file.name, {})[name] = place
-    at_once = max(1, min(at_once, len(todo)))
     total = sum(len(plan.headers[file]) for file in todo)
     total += sum(place.nbytes for places in todo.values() for place in places.values())
-    stopped, lock, idle = threading.Event(), threading.Lock(), queue.SimpleQueue[Follower]()
-
-    with _progress(total) as bar, contextlib.ExitStack() as stack:
-
-        def advance(count: int) -> None:
-            if stopped.is_set():
-                raise ExportError("another file could not be written")
-            with lock:
-                bar.update(count)
-
-        def write(file: str, values: Iterator[TensorValues]) -> WrittenFile:
-            path, follower = staging.folder / file, idle.get()
-            try:
-                return write_file(path, plan.headers[file], todo[file], values, follower, advance)
-            finally:
-                idle.put(follower)
-
-        def start(file: str) -> Future[WrittenFile]:
-            if at_once > 1:
-                return pool.submit(write, file, _values(plan, list(todo[file]), read_group))
-            done: Future[WrittenFile] = Future()
-            done.set_result(write(file, in_order))
-            return done
-
-        def finish_first() -> None:
-            staging.finish(written[0].result().describe())
-            written.popleft()
-
-        for _ in range(at_once):
-            idle.put(stack.enter_context(contextlib.closing(Follower())))
-        pool = stack.enter_context(ThreadPoolExecutor(at_once))
-        in_order = _values(plan, [n for places in todo.values() for n in places], read_group)
-        written = deque[Future[WrittenFile]]()
-        try:
-            for file in todo:
-                written.append(start(file))
-                # A file is read back while the next one is written.
-                if len(written) > at_once:
-                    finish_first()
-            while written:
-                finish_first()
-        except BaseException:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for future in written:  # an interrupted export goes on from there
-                with contextlib.suppress(Exception):
-                    staging.finish(future.result().describe())
-            raise
+    values = _values(plan, [n for places in todo.values() for n in places], read_group)
+    with _progress(total) as bar:
+        for file, places in todo.items():
+            path, header = staging.folder / file, plan.headers[file]
+            staging.finish(write_file(path, header, places, values, bar.update))
 
 
 def _progress(total: int) -> tqdm:

@@ -81,7 +81,6 @@ from toolkit.formats.source_names import (
 from toolkit.formats.stored_tensors import (
     StoredTensor,
     blocks,
-    bytes_in_order,
     digest,
     first_difference,
     in_file,

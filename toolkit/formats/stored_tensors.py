@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -72,21 +71,6 @@ def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch
         step = tensor.rows
     for first in range(0, tensor.rows, step):
         yield first, tensor.block(first, min(first + step, tensor.rows))
-
-
-def bytes_in_order(tensor: StoredTensor) -> list[tuple[Path, int, int]] | None:
-    """Return (file, offset, count) of the pieces that are a tensor's bytes in row-major order; None
-    where it is stored in another way.
-    """
-    inner, found, rows = tensor.shape[1:], [], 0
-    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
-        at = chunk.offsets[0] if chunk.offsets else 0
-        if chunk.raw is None or chunk.sizes[1:] != inner or at != rows:
-            return None
-        rows += chunk.sizes[0] if chunk.sizes else 1
-        count = math.prod(chunk.sizes) * chunk.dtype.itemsize
-        found.append((chunk.file, chunk.raw, count))
-    return found
 
 
 def digest(tensor: StoredTensor, name: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _WORTH_RESERVING = 2**20
+_BEHIND = 16 * 2**20  # bytes
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _NO_RESERVING = {errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
 
@@ -46,6 +47,18 @@ def preallocate(descriptor: int, begin: int, size: int) -> None:
             raise
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
+def write_behind(descriptor: int, given: int, end: int) -> int:
+    """Have the kernel begin to write a file to the disk, some MB at a time: fsync then waits for
+    the rest only. The bytes up to `given` are on their way; return up to where they are now.
+
+    The page cache may let go of them: what reads them soon should have read them before.
+    """
+    if end - given < _BEHIND or not hasattr(os, "posix_fadvise"):
+        return given
+    os.posix_fadvise(descriptor, given, end - given, os.POSIX_FADV_DONTNEED)
+    return end
 
 
 def sync_above(folder: Path) -> None:
