@@ -299,11 +299,10 @@ def report(
             f"{args.repeats} repeats, all sides in turns, in an order that is drawn each time; "
             "medians, the ratio is the median of the pairs. Peak is anonymous memory above what "
             "was there before the call, sampled every 2 ms in one more export, not timed, in the "
-            "process that exports; each program that reads back, one for each file that is "
-            "written at a time, holds 16 MB.",
+            "process that exports.",
             "",
-            "Toolkit: all of `consolidate`, with what no peer does: reading back what was written, "
-            "their hashes, and comparing with the digests of the checkpoint. `cp` copies the "
+            "Toolkit: all of `consolidate`, with what no peer does: hashes of what is written, and "
+            "a comparison of what is read with the digests of the checkpoint. `cp` copies the "
             "exported files of the same dtype; transformers and Accelerate cannot cast: both write "
             "fp32 also in the bfloat16 rows, and one file.",
             "",

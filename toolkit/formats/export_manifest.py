@@ -1,8 +1,7 @@
 """`toolkit_manifest.json`: sizes and hashes of files and tensors of a Hugging Face folder.
 
 The hashes are XXH3-128, at 10 GB/s: they find what went wrong by accident. Whoever can change a
-file here can change this one too, so sha256 proved no more. Versions 1 and 2 had it of files, and
-version 1 of tensors.
+file here can change this one too, so sha256 would prove no more.
 
 Not part of it: the model card (README.md), which is the user's to edit, and hidden names, which are
 those of other tools (`.gitattributes`, `.cache` of a download).
@@ -25,9 +24,9 @@ from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 
 FILE = "toolkit_manifest.json"
 CARD = "README.md"
-VERSION = 3
+VERSION = 1
 _TERMS = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-_]\w+)?(\.(md|txt))?", re.IGNORECASE)
-_HEX = re.compile(r"([0-9a-f]{32}){1,2}")
+_HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
@@ -113,16 +112,6 @@ def terms(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if _TERMS.fullmatch(name))
 
 
-def tensor_hash(manifest: dict[str, Any]) -> str:
-    """Return which hash a manifest has of each tensor."""
-    return "sha256" if manifest["version"] == 1 else "xxh3"
-
-
-def file_hash(manifest: dict[str, Any]) -> str:
-    """Return which hash a manifest has of each file."""
-    return "sha256" if manifest["version"] < 3 else "xxh3"
-
-
 def _render(manifest: dict[str, Any]) -> bytes:
     """Return the file's one rendering: any other byte in it is damage."""
     text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
@@ -133,21 +122,21 @@ def _render(manifest: dict[str, Any]) -> bytes:
 def _check(file: Path, manifest: Any) -> None:
     """Refuse what `write` never writes: the hash says that a file is whole, not whose it is."""
     try:
-        if manifest["version"] not in range(1, VERSION + 1):
-            what = f"this toolkit ({__version__}) reads up to version {VERSION}: get a newer one"
+        if manifest["version"] != VERSION:
+            what = f"this toolkit ({__version__}) reads version {VERSION}"
             raise ExportError(f"{file} has version {manifest['version']!r}; {what}")
         if not isinstance(manifest["origin"], dict):
             raise TypeError("its origin is no object")
         for name, entry in manifest["files"].items():
             if not is_plain_name(name) or name in (FILE, CARD):
                 raise ExportError(f"{file} names {name!r}, which is no file of its folder")
-            if type(entry["size"]) is not int or not _HEX.fullmatch(entry[file_hash(manifest)]):
+            if type(entry["size"]) is not int or not _HEX.fullmatch(entry["xxh3"]):
                 raise TypeError(f"size or hash of {name}")
         for key, entry in manifest["tensors"].items():
             known = entry["file"] in manifest["files"] and entry["dtype"] in DTYPE_NAMES.values()
             shaped = all(type(n) is int and n >= 0 for n in entry["shape"])
             placed = type(entry["begin"]) is int and entry["begin"] >= 0
-            if not (known and shaped and placed and _HEX.fullmatch(entry[tensor_hash(manifest)])):
+            if not (known and shaped and placed and _HEX.fullmatch(entry["xxh3"])):
                 raise TypeError(f"tensor {key}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ExportError(f"{file} is no manifest of this toolkit: {error}") from error

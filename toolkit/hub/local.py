@@ -63,7 +63,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = dict(zip(contents, pool.map(_entry, contents.values()), strict=True))
     for name, entry in manifest["files"].items():
-        if any(entries[name][k] != entry[k] for k in ("size", export_manifest.file_hash(manifest))):
+        if any(entries[name][k] != entry[k] for k in ("size", "xxh3")):
             raise ExportError(f"{folder / name} changed after it was verified; consolidate again")
     shape = read_model_config(folder) if whole else None
     raw = (folder / export_manifest.FILE).read_bytes()
