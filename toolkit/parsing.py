@@ -147,8 +147,10 @@ class _PlainLoader(yaml.CSafeLoader):
                 continue
             line = key.start_mark.line + 1
             if key.value in lines:
-                what = f"in lines {lines[key.value]} and {line}; join them into one"
-                raise yaml.YAMLError(f"{key.value!r} stands twice in one mapping, {what}")
+                raise yaml.YAMLError(
+                    f"{key.value!r} stands twice in one mapping, in lines {lines[key.value]} and "
+                    f"{line}; join them into one"
+                )
             lines[key.value] = line
         return super().construct_mapping(node, deep)
 

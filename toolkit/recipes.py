@@ -204,8 +204,10 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: boo
             return 128 + int(error.sigval)
         except Exception as error:  # of a YAML that it cannot use Accelerate may raise anything
             by = f" by {arguments[2]}" if arguments[1:2] == ["--config_file"] else ""
-            what = f"accelerate launch cannot start{by} ({one_line(error)})"
-            raise LaunchError(f"{what}; correct the file, or give another") from error
+            raise LaunchError(
+                f"accelerate launch cannot start{by} ({one_line(error)}); correct the file, or "
+                "give another"
+            ) from error
     raise AssertionError
 
 
@@ -323,8 +325,10 @@ def copy(name: str, target: Path) -> list[Path]:
         if new.exists() and (not new.is_file() or new.read_bytes() != old.read_bytes())
     ]
     if changed:
-        what = "is there already and differs; move it away, or copy into another folder"
-        raise ToolkitError(f"{', '.join(changed)} {what}")
+        raise ToolkitError(
+            f"{', '.join(changed)} is there already and differs; move it away, or copy into "
+            "another folder"
+        )
     for old, new in pairs.items():
         new.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(old, new)

@@ -66,8 +66,10 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
     """
     entry = _entry(model)
     if entry["digest"] is None:
-        what = f"which base the adapters of {entry['name_or_path']} belong to is not known"
-        raise CheckpointError(f"{what}: nothing was loaded into it; fill it before a save")
+        raise CheckpointError(
+            f"which base the adapters of {entry['name_or_path']} belong to is not known: nothing "
+            "was loaded into it; fill it before a save"
+        )
     return entry
 
 

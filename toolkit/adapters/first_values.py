@@ -47,8 +47,10 @@ def first_values(
         else:
             part = _of_adapter(parameter, *adapters[id(parameter)], device)
         if part.shape != (shape := local_tensor(parameter).shape):
-            what = f"{list(shape)} on this rank, its first value {list(part.shape)}"
-            raise LoadingError(f"{name} holds {what}; leave its module out of lora.target_modules")
+            raise LoadingError(
+                f"{name} holds {list(shape)} on this rank, its first value {list(part.shape)}; "
+                "leave its module out of lora.target_modules"
+            )
         yield name, part
 
 

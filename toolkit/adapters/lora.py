@@ -96,14 +96,18 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}")
     for name in ("lora_dropout", "use_dora"):
         if cfg.target_parameters and getattr(cfg, name):
-            what = f"lora.target_parameters {cfg.target_parameters} cannot have lora.{name}"
-            raise ConfigError(f"{what}, as the weight itself is changed; leave out one of them")
+            raise ConfigError(
+                f"lora.target_parameters {cfg.target_parameters} cannot have lora.{name}, as the "
+                "weight itself is changed; leave out one of them"
+            )
     if has_adapters(model):
         raise ModelError("the model has adapters already; build it anew to adapt it otherwise")
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if sharded or not all(p.is_meta for p in model.parameters()):
-        what = f"{plain_name(model)} {'is sharded' if sharded else 'has bytes'} already"
-        raise ModelError(f"{what}; put adapters on what build_on_meta returns, before apply_fsdp")
+        raise ModelError(
+            f"{plain_name(model)} {'is sharded' if sharded else 'has bytes'} already; put adapters "
+            "on what build_on_meta returns, before apply_fsdp"
+        )
 
 
 def _peft_config(targets: Targets) -> "PeftConfig":

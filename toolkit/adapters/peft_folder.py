@@ -105,8 +105,10 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
             peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**config))
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
-        what = f"PEFT cannot put the adapter of {CONFIG_FILE} into {type(base).__name__}"
-        raise ExportError(f"{what}: {one_line(error)}") from error
+        raise ExportError(
+            f"PEFT cannot put the adapter of {CONFIG_FILE} into {type(base).__name__}: "
+            f"{one_line(error)}"
+        ) from error
 
 
 def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
@@ -202,8 +204,9 @@ def read_as_peft(
                 base, str(folder), ADAPTER, torch_device="cpu", low_cpu_mem_usage=lean
             )
     except Exception as error:  # whatever is in the folder: PEFT may raise anything
-        what = f"{folder} is not loaded by PeftModel.from_pretrained"
-        raise ExportError(f"{what}: {one_line(error)}") from error
+        raise ExportError(
+            f"{folder} is not loaded by PeftModel.from_pretrained: {one_line(error)}"
+        ) from error
     warned = [" ".join(str(w.message).split()) for w in caught]
     return model, [text for text in warned if "missing adapter keys" in text]
 

@@ -72,8 +72,10 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
     modules = _expected(model, cfg, named)
     if modules and modules <= beside:
-        what = f"names only what text does not run through, such as {min(modules)}"
-        raise ModelError(f"lora.target_modules {cfg.target_modules} {what}; name text's modules")
+        raise ModelError(
+            f"lora.target_modules {cfg.target_modules} names only what text does not run through, "
+            f"such as {min(modules)}; name text's modules"
+        )
     modules -= excluded | _inside(named, saved)
     tied = _tied_modules(model)
     _refuse_ties_apart(tied, modules, saved)
@@ -152,8 +154,9 @@ def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Modul
     try:
         pattern = re.compile(targets)
     except re.error as error:
-        what = f"lora.target_modules {targets!r} is no regular expression"
-        raise ConfigError(f"{what}: {error}") from error
+        raise ConfigError(
+            f"lora.target_modules {targets!r} is no regular expression: {error}"
+        ) from error
     if matched := {n for n in named if pattern.fullmatch(n)}:
         return matched
     raise ModelError(
@@ -193,8 +196,10 @@ def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
     lacking = [n for n, m in model.named_modules() if any(m is e for e in ends) and n not in saved]
     if lacking:
         leaves = ", ".join(name.rpartition(".")[2] for name in lacking)
-        what = f"adds rows to {', '.join(lacking)}, which adapters neither train nor hold"
-        raise ModelError(f"model.resize_embeddings {what}; set lora.modules_to_save: [{leaves}]")
+        raise ModelError(
+            f"model.resize_embeddings adds rows to {', '.join(lacking)}, which adapters neither "
+            f"train nor hold; set lora.modules_to_save: [{leaves}]"
+        )
 
 
 def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
@@ -203,8 +208,10 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
         owner = model.get_submodule(name.rpartition(".")[0])
         flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)
         if flat and "expert" in name:
-            what = "whose experts lie one below the other: PEFT adapts stacked ones. Leave it out"
-            raise ModelError(f"lora.target_parameters names {name}, {what}")
+            raise ModelError(
+                f"lora.target_parameters names {name}, whose experts lie one below the other: PEFT "
+                "adapts stacked ones. Leave it out"
+            )
 
 
 def _misfit(module: nn.Module) -> str:
@@ -263,26 +270,36 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             if pattern in left_over:
                 raise ModelError(_unknown("lora.target_modules", pattern, targets.names))
         elif not _ending(pattern, expected):
-            what = "names only modules of lora.exclude_modules or lora.modules_to_save"
-            raise ModelError(f"lora.target_modules: {pattern!r} {what}; leave it out of one")
+            raise ModelError(
+                f"lora.target_modules: {pattern!r} names only modules of lora.exclude_modules or "
+                "lora.modules_to_save; leave it out of one"
+            )
     for pattern in cfg.target_parameters:
         if not _ending(pattern, parameters):
-            what = "name the parameter (mlp.experts.gate_up_proj) itself, and not its module too"
-            raise ModelError(f"lora.target_parameters: PEFT left {pattern!r} unadapted; {what}")
+            raise ModelError(
+                f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
+                "(mlp.experts.gate_up_proj) itself, and not its module too"
+            )
     if touched := sorted(_inside(parameters, targets.excluded)):
-        what = f"PEFT adapts {touched[0]} although lora.exclude_modules names its module"
-        raise ModelError(f"{what}; give lora.target_modules as a list of the names that are meant")
+        raise ModelError(
+            f"PEFT adapts {touched[0]} although lora.exclude_modules names its module; give "
+            "lora.target_modules as a list of the names that are meant"
+        )
     by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
     if wider := sorted(modules - expected - by_parameter):
-        what = f"PEFT adapts {len(wider)} module(s) beyond lora.target_modules, such as {wider[0]}"
-        raise ModelError(f"{what}; give a list of names instead of a regular expression")
+        raise ModelError(
+            f"PEFT adapts {len(wider)} module(s) beyond lora.target_modules, such as {wider[0]}; "
+            "give a list of names instead of a regular expression"
+        )
     lost = sorted(expected - modules)
     if lost and targets.all_linear:  # PEFT knows why: it has its own list of what it cannot adapt
         kinds = ", ".join(dict.fromkeys(map(numbered, lost)))
         ranks.say(f"adapters   all-linear leaves out {kinds:.200}: PEFT adapts its experts instead")
     elif lost:
-        what = f"PEFT left out {len(lost)} module(s) of lora.target_modules, such as {lost[0]}"
-        raise ModelError(f"{what}; {_excluding(cfg, lost)}")
+        raise ModelError(
+            f"PEFT left out {len(lost)} module(s) of lora.target_modules, such as {lost[0]}; "
+            f"{_excluding(cfg, lost)}"
+        )
     saved, tied = copied_modules(adapted), targets.tied
     asked = targets.saved | (tied if targets.ties else set())
     if saved.keys() != asked:
@@ -291,5 +308,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             f"{', '.join(sorted(saved))}, since it compares the ends of names; name other modules"
         )
     if targets.ties and len({id(saved[name][1].weight) for name in tied}) != 1:
-        what = f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not"
-        raise ModelError(f"{what}; leave them out of lora.modules_to_save")
+        raise ModelError(
+            f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not; leave them out "
+            "of lora.modules_to_save"
+        )

@@ -352,8 +352,10 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
         manifest = _without_blobs(manifest)
         text = json.dumps(manifest, indent=1, sort_keys=True)
     if len(text) > MAX_JSON_BYTES:
-        what = f"has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} that are read"
-        raise CheckpointError(f"{MANIFEST} of step {step} {what}: not committed")
+        raise CheckpointError(
+            f"{MANIFEST} of step {step} has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} "
+            "that are read: not committed"
+        )
     if isinstance(folder, store.Place):
         (folder / MANIFEST).write_bytes(text.encode())
         _check_whole(folder, manifest)
@@ -514,9 +516,10 @@ def counting(attempts: list[Attempt]) -> dict[int, Attempt]:
         if fault is None:
             said = _STEP.search(content)
             if said and int(said[1]) != a.step:
-                what = f"is the checkpoint of step {int(said[1])}, renamed or copied by hand"
-                advice = f"give it back the name {step_name(int(said[1]))}, or move it away"
-                raise CheckpointError(f"{a.folder} {what}; {advice}")
+                raise CheckpointError(
+                    f"{a.folder} is the checkpoint of step {int(said[1])}, renamed or copied by "
+                    f"hand; give it back the name {step_name(int(said[1]))}, or move it away"
+                )
             found[a.step] = a
     return found
 

@@ -226,9 +226,11 @@ def _copy(checkpoint: Place, folder: Path) -> None:
         raise CheckpointError(f"{checkpoint} holds {odd[0]!r}, which is no name of a file")
     nbytes, temporary = sum(files.values()), tempfile.gettempdir()
     if nbytes > (free := shutil.disk_usage(temporary).free):
-        what = f"{checkpoint} has {nbytes:,} bytes and {free:,} are free in {temporary}"
-        advice = f"set TMPDIR to a larger folder, or copy it to a folder named {folder.name} by"
-        raise CheckpointError(f"{what}: {advice} the tool of its store, and give that")
+        raise CheckpointError(
+            f"{checkpoint} has {nbytes:,} bytes and {free:,} are free in {temporary}: set TMPDIR "
+            f"to a larger folder, or copy it to a folder named {folder.name} by the tool of its "
+            "store, and give that"
+        )
     print(f"copying {checkpoint} ({nbytes:,} bytes) to {folder}", file=sys.stderr, flush=True)
 
     def copy(name: str) -> None:
@@ -259,8 +261,10 @@ def claim(cfg: Any) -> Any:
     pieces = (f"{TOKENIZER}.tmp-", _TOKEN)
     strangers = {name for name in present if not (name in ours or name.startswith(pieces))}
     if strangers and CONFIG not in present:
-        what = f"files that are not a run's ({', '.join(sorted(strangers)[:3])})"
-        raise ConfigError(f"output_dir {folder} holds {what}; give an empty or new folder")
+        raise ConfigError(
+            f"output_dir {folder} holds files that are not a run's "
+            f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
+        )
     before = None
     if CONFIG in present and ((folder / METRICS).is_file() or committed_steps(folder)):
         before = _read(folder / CONFIG, type(cfg))
@@ -273,8 +277,10 @@ def claim(cfg: Any) -> Any:
                 f"and {CONFIG} from there to {root}, or leave checkpoint.root as it was"
             )
     elif CONFIG in present and not _is_ours(folder / CONFIG, type(cfg)):
-        what = f"a {CONFIG} that no run has written, and this run would overwrite it"
-        raise ConfigError(f"output_dir {folder} holds {what}; give an empty or new folder")
+        raise ConfigError(
+            f"output_dir {folder} holds a {CONFIG} that no run has written, and this run would "
+            "overwrite it; give an empty or new folder"
+        )
     if cfg.checkpoint.root is not None:
         if isinstance(root, Place):
             store.probe(root)
@@ -360,8 +366,10 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
         if name.startswith(_IDENTITY) and name not in _HARMLESS
     ]
     if changed:
-        what = f"{'; '.join(changed[:4])}. Give another {setting}, or the settings of that run"
-        raise ConfigError(f"{setting} {folder} holds another run: {what} ({folder / CONFIG})")
+        raise ConfigError(
+            f"{setting} {folder} holds another run: {'; '.join(changed[:4])}. Give another "
+            f"{setting}, or the settings of that run ({folder / CONFIG})"
+        )
 
 
 def _check_writable(folder: Path, setting: str) -> None:

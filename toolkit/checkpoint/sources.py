@@ -100,8 +100,9 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
         found = commit.find_checkpoint(path)
     except CheckpointError as error:
         if _has_config(path) and any(path.glob("*.safetensors")):
-            what = "is a Hugging Face folder already: nothing to consolidate"
-            raise CheckpointError(f"{path} {what}") from error
+            raise CheckpointError(
+                f"{path} is a Hugging Face folder already: nothing to consolidate"
+            ) from error
         raise
     return _own_checkpoint(found, hf_assets)
 
@@ -120,8 +121,10 @@ def base_entry(source: Source) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the base that was adapted."""
     entry = commit.read_manifest(source.checkpoint).get(ENTRY) if source.checkpoint else None
     if not isinstance(entry, dict) or not isinstance(entry.get("name_or_path"), str):
-        what = f"does not say which base model its adapter is for ({ENTRY!r} in its manifest)"
-        raise CheckpointError(f"{source.checkpoint or source.folder} {what}")
+        raise CheckpointError(
+            f"{source.checkpoint or source.folder} does not say which base model its adapter is "
+            f"for ({ENTRY!r} in its manifest)"
+        )
     return entry
 
 
@@ -132,8 +135,10 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
     """
     entry = base_entry(source)
     if str(entry.get("digest")).startswith("random"):
-        what = f"was drawn at random ({entry['digest']}) and is in no folder"
-        raise ExportError(f"the base of {source.checkpoint} {what}: nothing to put the adapter on")
+        raise ExportError(
+            f"the base of {source.checkpoint} was drawn at random ({entry['digest']}) and is in no "
+            "folder: nothing to put the adapter on"
+        )
     given = str(elsewhere) if elsewhere is not None else entry["name_or_path"]
     revision = None if elsewhere is not None else entry.get("revision")
     folder = _base_folder(given, revision)
@@ -166,8 +171,10 @@ def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str,
         ours, theirs = formats.read_config(source.hf), formats.read_config(folder)
         for key in sorted((ours.keys() & theirs.keys()) - _OF_A_SAVE):
             if ours[key] != theirs[key]:
-                what = f"its config has {key} {theirs[key]!r}, the checkpoint's {ours[key]!r}"
-                raise ExportError(f"{given} is not the base that was adapted: {what}")
+                raise ExportError(
+                    f"{given} is not the base that was adapted: its config has {key} "
+                    f"{theirs[key]!r}, the checkpoint's {ours[key]!r}"
+                )
     return {**entry, "name_or_path": given, "revision": None}
 
 
@@ -175,8 +182,10 @@ def _base_folder(given: str, revision: str | None = None) -> Path:
     try:
         return formats.local_folder(given, revision)
     except ModelError as error:
-        advice = "give its folder or Hub id with --hf_assets"
-        raise ExportError(f"the base of this adapter is not found: {error}; {advice}") from error
+        raise ExportError(
+            f"the base of this adapter is not found: {error}; give its folder or Hub id with "
+            "--hf_assets"
+        ) from error
 
 
 def travels(name: str) -> bool:
@@ -297,8 +306,10 @@ def _assets(hf_assets: str | Path | None, own: Path) -> Path:
     """Return the folder with the config: the one given, else the checkpoint's own."""
     if hf_assets is None:
         if not _has_config(own):
-            advice = "give the folder or the Hub id that has it: --hf_assets FOLDER_OR_ID"
-            raise ExportError(f"{own} is without the model's config (config.json); {advice}")
+            raise ExportError(
+                f"{own} is without the model's config (config.json); give the folder or the Hub id "
+                "that has it: --hf_assets FOLDER_OR_ID"
+            )
         return own
     path = Path(hf_assets).expanduser()
     if path.is_file():
@@ -325,6 +336,8 @@ def _find_prefix(clean: dict[str, str], wanted: set[str], source: Source) -> str
     held = {p: len({p + n for n in wanted} & clean.keys()) for p in found}
     best = sorted(p for p in found if held[p] == max(held.values()))
     if len(best) > 1:
-        what = f"{len(best)} times, under {', '.join(map(repr, best))}"
-        raise ExportError(f"{source.folder} holds the model {what}; save the one to export alone")
+        raise ExportError(
+            f"{source.folder} holds the model {len(best)} times, under "
+            f"{', '.join(map(repr, best))}; save the one to export alone"
+        )
     return best[0] if best else _PREFIX

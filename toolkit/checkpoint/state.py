@@ -125,8 +125,9 @@ def state_faults(checkpoint: Folder) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        what = f"is no state of a run: {one_line(error)}"
-        raise CheckpointError(f"{checkpoint / STATE} {what}") from error
+        raise CheckpointError(
+            f"{checkpoint / STATE} is no state of a run: {one_line(error)}"
+        ) from error
 
 
 def piece(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
@@ -148,8 +149,10 @@ def check_model(tensors: Tensors, known: Known, checkpoint: Folder) -> None:
     if others := [f"{n} {saved[n]}, the model's {now[n]}" for n in now if saved[n] != now[n]]:
         faults.append(f"{len(others)} have other shapes or dtypes: {'; '.join(others[:3])}")
     if faults:
-        advice = "Use the model it was trained with, or another output_dir"
-        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(faults)}. {advice}")
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {'; '.join(faults)}. Use the model it was trained "
+            "with, or another output_dir"
+        )
 
 
 def empty_moments(
@@ -164,8 +167,10 @@ def empty_moments(
     before = piece(saved, "optimizer", checkpoint)
     kind = type(state.optimizer).__name__
     if before["class"] != kind:
-        what = f"holds the optimizer state of {before['class']}, which {kind} cannot go on with"
-        raise CheckpointError(f"{checkpoint} {what}; use that one, or another output_dir")
+        raise CheckpointError(
+            f"{checkpoint} holds the optimizer state of {before['class']}, which {kind} cannot go "
+            "on with; use that one, or another output_dir"
+        )
     parameters = state.trained()
     own: Any = getattr(state.optimizer, "init_state", None)
     first = {name: own(p) if own else {} for name, p in parameters.items()}
@@ -196,8 +201,10 @@ def empty_moments(
         if not before["tensors"] and not before["scalars"]:
             lacking.append(f"all state of {name}")
     if lacking:
-        what = f"{len(lacking)} of what this run needs: {', '.join(lacking[:3])}"
-        raise CheckpointError(f"{checkpoint} holds no optimizer state for {what}")
+        raise CheckpointError(
+            f"{checkpoint} holds no optimizer state for {len(lacking)} of what this run needs: "
+            f"{', '.join(lacking[:3])}"
+        )
     return moments
 
 

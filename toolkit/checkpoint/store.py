@@ -111,16 +111,19 @@ def where(path: str | Folder) -> Folder:
     url = str(path).rstrip("/")
     parts = urllib.parse.urlsplit(url)
     if "@" in parts.netloc or parts.query or "::" in url:
-        what = f"{parts.scheme}://... holds credentials, options or a chain of file systems"
-        advice = "give the store's own URL, such as s3://bucket/run, and leave those to its driver"
-        raise CheckpointError(f"{what}; {advice}")
+        raise CheckpointError(
+            f"{parts.scheme}://... holds credentials, options or a chain of file systems; give the "
+            "store's own URL, such as s3://bucket/run, and leave those to its driver"
+        )
     import fsspec  # here: a run on a disk needs no store
 
     try:
         fs, stripped = fsspec.url_to_fs(url)
     except Exception as error:  # drivers have no common class
-        what = f"each machine of the run needs the driver of the store: {one_line(error)}"
-        raise CheckpointError(f"{url} cannot be opened, {what}") from error
+        raise CheckpointError(
+            f"{url} cannot be opened, each machine of the run needs the driver of the store: "
+            f"{one_line(error)}"
+        ) from error
     return Place(url, str(stripped).rstrip("/"), fs)
 
 
@@ -184,8 +187,10 @@ def probe(place: Place) -> None:
         if found != (b"probe", {"object": 5}):
             raise CheckpointError(f"5 bytes were put there, read and listed are {found}")
     except (CheckpointError, FileNotFoundError) as error:
-        advice = "check the URL, the network and the credentials, or give another checkpoint.root"
-        raise CheckpointError(f"checkpoints cannot go to {place}: {error}; {advice}") from error
+        raise CheckpointError(
+            f"checkpoints cannot go to {place}: {error}; check the URL, the network and the "
+            "credentials, or give another checkpoint.root"
+        ) from error
 
 
 @contextlib.contextmanager

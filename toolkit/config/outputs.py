@@ -59,8 +59,10 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.save_total_limit is None and self.keep_best:
-            what = "does nothing where save_total_limit is empty: all checkpoints are kept"
-            raise ConfigError(f"checkpoint.keep_best {what}")
+            raise ConfigError(
+                "checkpoint.keep_best does nothing where save_total_limit is empty: all "
+                "checkpoints are kept"
+            )
 
     def best_metric(self) -> tuple[str, bool]:
         """Return the name of the metric in a line of metrics.jsonl, and whether more is better."""
@@ -85,8 +87,10 @@ class MetricsConfig:
         asked = [self.report_to] if isinstance(self.report_to, str) else self.report_to
         names: list[str] = [name for name in dict.fromkeys(asked) if name != "none"]
         if missing := [name for name in names if importlib.util.find_spec(name) is None]:
-            what = f"metrics.report_to: {', '.join(missing)} cannot be imported here"
-            raise ConfigError(f"{what}; pip install {' '.join(missing)}, or leave the tracker out")
+            raise ConfigError(
+                f"metrics.report_to: {', '.join(missing)} cannot be imported here; pip install "
+                f"{' '.join(missing)}, or leave the tracker out"
+            )
         return names
 
 

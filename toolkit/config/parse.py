@@ -237,8 +237,10 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
                 unknown.add(error)
                 continue
             if dataclasses.is_dataclass(kind):
-                first = f"--{setting}.{dataclasses.fields(kind)[0].name} VALUE"
-                raise ConfigError(f"{flag} is a section of settings; give them one by one: {first}")
+                raise ConfigError(
+                    f"{flag} is a section of settings; give them one by one: "
+                    f"--{setting}.{dataclasses.fields(kind)[0].name} VALUE"
+                )
             if equals:
                 _check_text(setting, kind, value)
             elif following.startswith("--"):
@@ -249,8 +251,10 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
 
 def _refuse_secret(text: str, where: str) -> None:
     if looks_secret(text):
-        what = "what looks like a token or a password, and config.yaml would keep it"
-        raise ConfigError(f"{where} holds {what}; leave it to HF_TOKEN, or to `hf auth login`")
+        raise ConfigError(
+            f"{where} holds what looks like a token or a password, and config.yaml would keep it; "
+            "leave it to HF_TOKEN, or to `hf auth login`"
+        )
 
 
 def _check_text(setting: str, kind: Any, text: str) -> None:
@@ -306,9 +310,9 @@ def _check_path(cls: type, path: str, where: str) -> Any:
         hints = typing.get_type_hints(here) if dataclasses.is_dataclass(here) else {}
         if part not in hints:
             if is_secret_name(part):
-                what = "is no setting: a config is written to files, where no token belongs"
                 raise ConfigError(
-                    f"{path!r} ({where}) {what}. Use `hf auth login`, or set HF_TOKEN"
+                    f"{path!r} ({where}) is no setting: a config is written to files, where no "
+                    "token belongs. Use `hf auth login`, or set HF_TOKEN"
                 )
             said = f"; {walked.removesuffix('.')} takes a value"
             if instead := GONE.get(path):

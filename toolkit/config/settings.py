@@ -171,21 +171,30 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         if self.device_memory is not None and parse_size(self.device_memory) is None:
-            what = f"sharding.device_memory {self.device_memory!r} is not a size"
-            raise ConfigError(f"{what}; write 80GB, or 500MB")
+            raise ConfigError(
+                f"sharding.device_memory {self.device_memory!r} is not a size; write 80GB, or 500MB"
+            )
         freed = self.reshard_after_forward not in ("auto", False)
         if self.accumulation == "keep_gathered" and freed:
-            what = "keeps what reshard_after_forward frees; set one of them to auto"
-            raise ConfigError(f"sharding.accumulation: keep_gathered {what}")
+            raise ConfigError(
+                "sharding.accumulation: keep_gathered keeps what reshard_after_forward frees; set "
+                "one of them to auto"
+            )
         if self.frozen == "replicated" and self.cpu_offload:
-            what = "keeps on the device what cpu_offload moves to the host; leave out one of them"
-            raise ConfigError(f"sharding.frozen: replicated {what}")
+            raise ConfigError(
+                "sharding.frozen: replicated keeps on the device what cpu_offload moves to the "
+                "host; leave out one of them"
+            )
         if self.activation_offload and self.torch_compile not in (False, "none", "auto"):
-            what = "runs uncompiled code in each layer: torch_compile would compile none of it"
-            raise ConfigError(f"sharding.activation_offload {what}; leave out one of them")
+            raise ConfigError(
+                "sharding.activation_offload runs uncompiled code in each layer: torch_compile "
+                "would compile none of it; leave out one of them"
+            )
         if self.activation_offload and self.activation_checkpointing in (False, "none", "auto"):
-            what = "does nothing without activation_checkpointing: full, selective or a number"
-            raise ConfigError(f"sharding.activation_offload {what}; set that")
+            raise ConfigError(
+                "sharding.activation_offload does nothing without activation_checkpointing: full, "
+                "selective or a number; set that"
+            )
 
 
 @dataclass(frozen=True)
@@ -368,18 +377,24 @@ class TrainConfig:
     def __post_init__(self) -> None:
         steps = self.profile_steps
         if steps and (len(steps) != 2 or steps[0] > steps[1]):
-            what = "expected the first and the last step, such as [10, 12]"
-            raise ConfigError(f"train.profile_steps: {what}, got {steps}")
+            raise ConfigError(
+                "train.profile_steps: expected the first and the last step, such as [10, 12], got "
+                f"{steps}"
+            )
         if self.per_device_train_batch_size == "auto" and self.global_batch_size is None:
-            what = "train.per_device_train_batch_size: auto needs train.global_batch_size"
-            raise ConfigError(f"{what}: the samples of a step, which it keeps")
+            raise ConfigError(
+                "train.per_device_train_batch_size: auto needs train.global_batch_size: the "
+                "samples of a step, which it keeps"
+            )
 
     @property
     def micro_batch(self) -> int:
         """`per_device_train_batch_size`; ConfigError where `auto` is not decided yet."""
         if not isinstance(self.per_device_train_batch_size, int):
-            what = "train.per_device_train_batch_size: auto is decided when a run starts"
-            raise ConfigError(f"{what}; give a number here")
+            raise ConfigError(
+                "train.per_device_train_batch_size: auto is decided when a run starts; give a "
+                "number here"
+            )
         return self.per_device_train_batch_size
 
 
@@ -401,8 +416,9 @@ class FinetuneTrainConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.early_stopping_patience is not None and self.eval_steps is None:
-            what = "train.early_stopping_patience needs train.eval_steps"
-            raise ConfigError(f"{what}: it counts evaluations")
+            raise ConfigError(
+                "train.early_stopping_patience needs train.eval_steps: it counts evaluations"
+            )
 
 
 @dataclass(frozen=True)
@@ -465,21 +481,26 @@ class RunConfig:
             if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
                 raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
         if self.model.kernels == "liger" and self.sharding.activation_checkpointing == "selective":
-            what = "keeps queries and keys, which Liger's rotary kernel overwrites"
             raise ConfigError(
-                f"model.kernels: liger: sharding.activation_checkpointing: selective {what}, "
-                "unseen by torch: gradients would be wrong. Set it to full, or leave kernels out"
+                "model.kernels: liger: sharding.activation_checkpointing: selective keeps queries "
+                "and keys, which Liger's rotary kernel overwrites, unseen by torch: gradients "
+                "would be wrong. Set it to full, or leave kernels out"
             )
         if self.data.streaming and self.train.max_steps == -1:
-            what = "the length of a pass is not known before it"
-            raise ConfigError(f"data.streaming needs train.max_steps: {what}")
+            raise ConfigError(
+                "data.streaming needs train.max_steps: the length of a pass is not known before it"
+            )
         if self.train.deterministic and "autotune" in (self.sharding.torch_compile_mode or ""):
-            what = "chooses kernels by the time that they take; leave one of them out"
-            raise ConfigError(f"train.deterministic: sharding.torch_compile_mode {what}")
+            raise ConfigError(
+                "train.deterministic: sharding.torch_compile_mode chooses kernels by the time "
+                "that they take; leave one of them out"
+            )
         every, evals = self.checkpoint.save_steps, self.train.eval_steps
         if self.checkpoint.keep_best and (evals is None or every % evals):
-            what = f"save_steps {every} must be a multiple of train.eval_steps, got {evals}"
-            raise ConfigError(f"checkpoint.keep_best needs an evaluation at each save: {what}")
+            raise ConfigError(
+                f"checkpoint.keep_best needs an evaluation at each save: save_steps {every} must "
+                f"be a multiple of train.eval_steps, got {evals}"
+            )
 
 
 @dataclass(frozen=True)
@@ -511,19 +532,27 @@ class FinetuneConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.train_tokenizer:
-            what = "is for pretraining; set model.tokenizer_name_or_path"
-            raise ConfigError(f"model.train_tokenizer {what}, or leave it out")
+            raise ConfigError(
+                "model.train_tokenizer is for pretraining; set model.tokenizer_name_or_path, or "
+                "leave it out"
+            )
         if not self.lora.r:
             return
         if self.model.frozen_parameters:
-            what = "does nothing: adapters freeze the whole base; leave it out"
-            raise ConfigError(f"model.frozen_parameters with lora.r {what}")
+            raise ConfigError(
+                "model.frozen_parameters with lora.r does nothing: adapters freeze the whole "
+                "base; leave it out"
+            )
         if self.model.trust_remote_code:
-            what = "adapters are proven on a base built without code from outside"
-            raise ConfigError(f"lora.r with model.trust_remote_code: {what}; leave one of them out")
+            raise ConfigError(
+                "lora.r with model.trust_remote_code: adapters are proven on a base built without "
+                "code from outside; leave one of them out"
+            )
         if self.checkpoint.async_save is True:
-            what = "gains nothing: a save of an adapter is proven at once; leave it out"
-            raise ConfigError(f"checkpoint.async_save with lora.r {what}")
+            raise ConfigError(
+                "checkpoint.async_save with lora.r gains nothing: a save of an adapter is proven "
+                "at once; leave it out"
+            )
 
 
 def model_settings(cfg: RunConfig) -> ModelConfig:

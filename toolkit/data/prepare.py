@@ -95,8 +95,10 @@ def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) 
     """
     tokenizer = load_tokenizer(model_cfg)
     if isinstance(cfg, FinetuneConfig) and cfg.train.eval_prompts and tokenizer is None:
-        what = f"needs a tokenizer, and {cfg.model.name_or_path} comes with none"
-        raise DataError(f"train.eval_prompts {what}; set model.tokenizer_name_or_path")
+        raise DataError(
+            f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with none; "
+            "set model.tokenizer_name_or_path"
+        )
     encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model))
     given = cfg.data.chat_template if isinstance(cfg, FinetuneConfig) else None
     if given is not None and tokenizer is not None:
@@ -184,8 +186,10 @@ def choose_packing(
     if verdict.ok:
         return Choice("bfd", verdict.why, verdict.mask)
     if asked == "bfd":
-        what = f"does not keep packed samples apart ({verdict.why}); set data.packing: none"
-        raise DataError(f"data.packing bfd: {models.plain_name(model)} {what}")
+        raise DataError(
+            f"data.packing bfd: {models.plain_name(model)} does not keep packed samples apart "
+            f"({verdict.why}); set data.packing: none"
+        )
     return Choice("none", verdict.why)
 
 
@@ -232,8 +236,10 @@ def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str])
     known |= {*own_metrics}
     metric, _ = cfg.checkpoint.best_metric()
     if metric not in known and {*asked} - {"train.eval_prompts"}:
-        what = f"is none of what an evaluation gives: {', '.join(sorted(known))}"
-        raise ConfigError(f"checkpoint.metric_for_best_model {metric} {what}")
+        raise ConfigError(
+            f"checkpoint.metric_for_best_model {metric} is none of what an evaluation gives: "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 @dataclass(eq=False)

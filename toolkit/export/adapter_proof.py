@@ -81,8 +81,10 @@ def _load(checkpoint: str | Path, trained: dict[str, torch.Tensor]) -> dict[str,
     found = model.state_dict()
     missing = [n for n in trained if n not in found or found[n].is_meta]
     if missing:
-        what = f"{missing[0]} (and {len(missing) - 1} more)"
-        raise CheckpointError(f"PEFT does not load {what} of the export of {checkpoint}; {_ADVICE}")
+        raise CheckpointError(
+            f"PEFT does not load {missing[0]} (and {len(missing) - 1} more) of the export of "
+            f"{checkpoint}; {_ADVICE}"
+        )
     return {n: found[n].detach().to(t.dtype) for n, t in trained.items()}
 
 

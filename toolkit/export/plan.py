@@ -133,8 +133,10 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
     limit = parse_size(str(max_shard_size))
     if limit is None:
-        what = 'is not a size; write "5GB", "500MB" or a number of bytes'
-        raise ExportError(f"max_shard_size {max_shard_size!r} {what}")
+        raise ExportError(
+            f'max_shard_size {max_shard_size!r} is not a size; write "5GB", "500MB" or a '
+            "number of bytes"
+        )
     return (None if dtype == "auto" else getattr(torch, dtype)), limit
 
 
@@ -189,8 +191,10 @@ def make_plan(
             if dtype.is_floating_point:
                 wanted = override or (default if said is None else DTYPES.get(said))
             if wanted is None or (dtype.is_floating_point and wanted not in CASTABLE):
-                what = f"is {said} in the source checkpoint (quantized), to which nothing is cast"
-                raise ExportError(f"{names[name]} {what}; pass --dtype bfloat16")
+                raise ExportError(
+                    f"{names[name]} is {said} in the source checkpoint (quantized), to which "
+                    "nothing is cast; pass --dtype bfloat16"
+                )
             shapes[names[name]] = wanted, shape
     for name, entry in beside.items():
         groups.append(ExportGroup((), {name: entry.shape}, False))
@@ -240,19 +244,24 @@ def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
     described = f"{type(model).__name__} of {assets_of(model).folder}/config.json"
     doubt = "is it the config of this checkpoint?"
     if unknown := sorted(stored.keys() - state.keys()):
-        names = f"{prefix}{unknown[0]}{_more(unknown)}"
-        raise ExportError(f"{where} holds {names}, which {described} does not have; {doubt}")
+        raise ExportError(
+            f"{where} holds {prefix}{unknown[0]}{_more(unknown)}, which {described} does not have; "
+            f"{doubt}"
+        )
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
     if missing := [name for name, family in owned.items() if not stored.keys() & set(family)]:
-        what = f"{prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} needs"
-        raise ExportError(f"{where} lacks {what}: the checkpoint is incomplete or of another model")
+        raise ExportError(
+            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} "
+            "needs: the checkpoint is incomplete or of another model"
+        )
     origin, dropped = {}, model.all_tied_weights_keys or {}
     for name, family in owned.items():
         held = next(member for member in family if member in stored)
         shape, expected = stored[held][1], tuple(state[name].shape)
         if shape != expected:
-            what = f"is {shape} in {where}, {expected} in {described}"
-            raise ExportError(f"{prefix}{held} {what}; {doubt}")
+            raise ExportError(
+                f"{prefix}{held} is {shape} in {where}, {expected} in {described}; {doubt}"
+            )
         origin[min(family, key=lambda name: name in dropped)] = held
     return origin
 
@@ -297,8 +306,10 @@ def make_adapter_plan(
     wanted = set(layout.keys.values())
     for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
         if names:
-            what = f"{kind} {min(names)}{_more(names)}: the adapter is not the one of its"
-            raise ExportError(f"{where} {what} {CONFIG_FILE}")
+            raise ExportError(
+                f"{where} {kind} {min(names)}{_more(names)}: the adapter is not the one of its "
+                f"{CONFIG_FILE}"
+            )
     placed = {}
     for key, name in layout.keys.items():
         dtype, shape = stored[name]

@@ -239,8 +239,9 @@ def _staged(target: Path, key: dict[str, str]) -> Iterator[_Staging]:
             (target / _MARK).unlink()
             os.fsync(lock)
         except OSError as error:
-            cause = f"writing {target} failed: {error.strerror or error}"
-            raise ExportError(f"{cause}; {staging.leave()}") from error
+            raise ExportError(
+                f"writing {target} failed: {error.strerror or error}; {staging.leave()}"
+            ) from error
         except (KeyboardInterrupt, SystemExit):
             print(staging.leave(), file=sys.stderr)
             raise

@@ -50,8 +50,9 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     except Exception as error:  # what a damaged pickle raises has no common class
-        what = f"is damaged, or not as torch writes it: {one_line(error)}"
-        raise CheckpointError(f"{file} {what}") from error
+        raise CheckpointError(
+            f"{file} is damaged, or not as torch writes it: {one_line(error)}"
+        ) from error
     names = {info.relative_path for info in metadata.storage_data.values()}
     for name in names:
         if not is_plain_name(name):
@@ -136,9 +137,11 @@ class _Unpickler(_InPython):
             return _ALLOWED[module, name]
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        what = "which DCP metadata never needs; it was not read, because loading it could run code"
-        advice = "Do not use this checkpoint unless you know who wrote it"
-        raise CheckpointError(f"names {module!s:.100}.{name!s:.100}, {what}. {advice}")
+        raise CheckpointError(
+            f"names {module!s:.100}.{name!s:.100}, which DCP metadata never needs; it was not "
+            "read, because loading it could run code. Do not use this checkpoint unless you know "
+            "who wrote it"
+        )
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -257,9 +260,10 @@ def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> Non
     for index, info in metadata.storage_data.items():
         name, end = info.relative_path, info.offset + info.length
         if info.offset < 0 or info.length < 0 or end > sizes[name]:
-            what = f"{index.fqn} should be at {info.offset} to {end}"
-            advice = "the file is truncated or of another checkpoint"
-            raise CheckpointError(f"{folder / name} is {sizes[name]} bytes long; {what}: {advice}")
+            raise CheckpointError(
+                f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at "
+                f"{info.offset} to {end}: the file is truncated or of another checkpoint"
+            )
     for fqn, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
@@ -267,7 +271,7 @@ def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> Non
             blob = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
             nbytes = math.prod(part.sizes) * entry.properties.dtype.itemsize
             if blob and blob.length < nbytes and not blob.transform_descriptors:
-                what = f"a chunk of {nbytes:,} bytes, and a blob of {blob.length:,} of another"
                 raise CheckpointError(
-                    f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has {what}"
+                    f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has a chunk of "
+                    f"{nbytes:,} bytes, and a blob of {blob.length:,} of another"
                 )

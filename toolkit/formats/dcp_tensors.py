@@ -83,13 +83,16 @@ def _locate(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetada
                 frame.tensor = blob.load("meta")
         begin, length, tensor = frame.begin, frame.length, frame.tensor
     except Exception as error:  # what a damaged blob raises has no common class
-        what = f"the blob of {fqn} cannot be read: {one_line(error)}"
-        raise CheckpointError(f"{file}: {what}") from error
+        raise CheckpointError(
+            f"{file}: the blob of {fqn} cannot be read: {one_line(error)}"
+        ) from error
     is_tensor = isinstance(tensor, torch.Tensor)
     found = (tensor.dtype, tuple(tensor.shape)) if is_tensor else type(tensor)
     if found != (dtype, sizes) or length < nbytes:
-        what = f"should be {dtype} {sizes} in {nbytes} bytes, is {found} in {length}"
-        raise CheckpointError(f"{file}: the blob of {fqn} {what}")
+        raise CheckpointError(
+            f"{file}: the blob of {fqn} should be {dtype} {sizes} in {nbytes} bytes, is {found} in "
+            f"{length}"
+        )
     row_major = length == nbytes and tensor.is_contiguous() and tensor.storage_offset() == 0
     raw = info.offset + begin if row_major else None
     return Chunk(file, tuple(part.offsets), sizes, dtype, raw, (info.offset, info.length))

@@ -48,8 +48,9 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
             raise ExportError(str(error)) from error
         for key, entry in entries.items():
             if key in tensors:
-                both = f"{tensors[key]['file']} and {name}"
-                raise ExportError(f"{folder}: tensor {key} is in both {both}")
+                raise ExportError(
+                    f"{folder}: tensor {key} is in both {tensors[key]['file']} and {name}"
+                )
             xxh3 = hash_of_part(file, entry.begin, entry.nbytes, "xxh3")
             tensors[key] = describe_tensor(entry, xxh3)
     return {"files": files, "tensors": tensors}
@@ -87,8 +88,9 @@ def read(folder: Path) -> dict[str, Any]:
     """
     file = folder / FILE
     if not file.is_file():
-        what = "not written by `toolkit consolidate`, or not copied whole"
-        raise ExportError(f"{folder} has no {FILE}: {what}")
+        raise ExportError(
+            f"{folder} has no {FILE}: not written by `toolkit consolidate`, or not copied whole"
+        )
     raw = read_bounded(plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
     content = parse_json(raw, f"{file} is damaged: it", ExportError)
     manifest: Any = content.get("manifest") if isinstance(content, dict) else None
@@ -123,8 +125,10 @@ def _check(file: Path, manifest: Any) -> None:
     """Refuse what `write` never writes: the hash says that a file is whole, not whose it is."""
     try:
         if manifest["version"] != VERSION:
-            what = f"this toolkit ({__version__}) reads version {VERSION}"
-            raise ExportError(f"{file} has version {manifest['version']!r}; {what}")
+            raise ExportError(
+                f"{file} has version {manifest['version']!r}; this toolkit ({__version__}) reads "
+                f"version {VERSION}"
+            )
         if not isinstance(manifest["origin"], dict):
             raise TypeError("its origin is no object")
         for name, entry in manifest["files"].items():

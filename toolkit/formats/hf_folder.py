@@ -115,8 +115,9 @@ def assets_of(model: torch.nn.Module) -> HFAssets:
     """Return the assets that `build_on_meta` attached to `model`; ModelError without."""
     assets = getattr(model, "hf_assets", None)
     if not isinstance(assets, HFAssets):
-        what = "carries no Hugging Face assets; build it with build_on_meta"
-        raise ModelError(f"{type(model).__name__} {what}")
+        raise ModelError(
+            f"{type(model).__name__} carries no Hugging Face assets; build it with build_on_meta"
+        )
     return assets
 
 
@@ -207,8 +208,9 @@ def check_config(folder: Path) -> None:
         if file.is_file() and file.name not in _BY_RUST:
             read_json(file, ModelError)
         elif file.is_file() and (size := file.stat().st_size) > _VOCABULARY_BYTES:
-            what = f"more than the {_VOCABULARY_BYTES:,} expected; {_AGAIN}"
-            raise ModelError(f"{file} has {size:,} bytes, {what}")
+            raise ModelError(
+                f"{file} has {size:,} bytes, more than the {_VOCABULARY_BYTES:,} expected; {_AGAIN}"
+            )
 
 
 def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
@@ -268,8 +270,10 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
     for file in more:
         content = plain_file(file.parent, file.name, ModelError).read_bytes()
         if len(content) > MAX_TEMPLATE_BYTES:
-            what = f"has {len(content):,} bytes, more than the {MAX_TEMPLATE_BYTES:,} expected"
-            raise ModelError(f"the chat template {file} {what}")
+            raise ModelError(
+                f"the chat template {file} has {len(content):,} bytes, more than the "
+                f"{MAX_TEMPLATE_BYTES:,} expected"
+            )
         texts[file.stem] = content
     if _TEMPLATE in files:
         texts["default"] = files[_TEMPLATE]
@@ -301,8 +305,10 @@ def weight_files(
         names = sorted(set(read_index(folder / INDEX_FILE).values()))
         missing = [n for n in names if not _obtain(folder, n, remote, revision)]
         if missing:
-            what = f"{len(missing)} file(s) that are not there: {', '.join(missing[:5])}"
-            raise LoadingError(f"{folder / INDEX_FILE} names {what}; complete the copy of {folder}")
+            raise LoadingError(
+                f"{folder / INDEX_FILE} names {len(missing)} file(s) that are not there: "
+                f"{', '.join(missing[:5])}; complete the copy of {folder}"
+            )
     else:
         kinds = (".bin", ".pt", ".pth", ".gguf")
         others = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
@@ -328,8 +334,10 @@ def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
     if index is not None and index.is_file() and files[0].name != SINGLE_FILE:
         for name, where in read_index(index).items():
             if name not in entries or entries[name].file.name != where:
-                what = "does not hold it; they are not of one checkpoint. Copy all of them again"
-                raise LoadingError(f"{index} places tensor {name} in {where}, which {what}")
+                raise LoadingError(
+                    f"{index} places tensor {name} in {where}, which does not hold it; they are "
+                    "not of one checkpoint. Copy all of them again"
+                )
     return entries
 
 
@@ -359,10 +367,14 @@ def read_index(file: Path) -> dict[str, str]:
     content = parse_json(raw, file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not index or not _are_texts(index):
-        what = f"its weight_map must map tensor names to file names; {_AGAIN}"
-        raise LoadingError(f"{file} is not a safetensors index: {what}")
+        raise LoadingError(
+            f"{file} is not a safetensors index: its weight_map must map tensor names to file "
+            f"names; {_AGAIN}"
+        )
     for name in sorted(set(index.values())):
         if not is_plain_name(name):
-            what = "not a file of its folder; get the checkpoint from a source that you trust"
-            raise LoadingError(f"{file} names {name!r:.200}, which is {what}")
+            raise LoadingError(
+                f"{file} names {name!r:.200}, which is not a file of its folder; get the "
+                "checkpoint from a source that you trust"
+            )
     return index

@@ -34,8 +34,10 @@ def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
     if not is_plain_name(name):
         raise error(f"{name!r:.200} is no file of its folder, {folder}")
     if path.is_symlink() and path.resolve().parent != home and not is_cached(home / name):
-        advice = "copy the file here, or give the folder that holds it"
-        raise error(f"{path} is a link that leaves its folder, to {path.resolve()}; {advice}")
+        raise error(
+            f"{path} is a link that leaves its folder, to {path.resolve()}; copy the file here, or "
+            "give the folder that holds it"
+        )
     if not path.is_file():
         raise error(f"{path} is missing, or no plain file; complete the copy of {folder}")
     return path

@@ -65,8 +65,9 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
     except (ValueError, TypeError) as error:
         raise _damaged(file, error) from error
     if whole and position != size:
-        what = f"should be {position} bytes long by its header, and is {size}"
-        raise LoadingError(f"{file} {what}; {_AGAIN}")
+        raise LoadingError(
+            f"{file} should be {position} bytes long by its header, and is {size}; {_AGAIN}"
+        )
     return entries
 
 
@@ -90,8 +91,10 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
         raise _damaged(file, "it is no JSON object")
     count = raw.count(b'"data_offsets"')
     if count > _MAX_TENSORS:
-        what = f"more than the {_MAX_TENSORS:,} of one file that are read; save several"
-        raise LoadingError(f"{file} names {count:,} tensors, {what} (max_shard_size)")
+        raise LoadingError(
+            f"{file} names {count:,} tensors, more than the {_MAX_TENSORS:,} of one file that are "
+            "read; save several (max_shard_size)"
+        )
     header = parse_json(raw, f"{file}: damaged safetensors header: it", LoadingError, strict=True)
     about = header.get("__metadata__", {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):

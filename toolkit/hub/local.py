@@ -38,22 +38,27 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     """
     folder = folder.expanduser()
     if any((folder / name).exists() for name in (CHECKPOINTS, COMMIT, "dcp")):
-        advice = f"make one first: toolkit consolidate {folder} --output {folder}-hf"
-        raise ExportError(f"{folder} is a run or a checkpoint, not an export; {advice}")
+        raise ExportError(
+            f"{folder} is a run or a checkpoint, not an export; make one first: toolkit "
+            f"consolidate {folder} --output {folder}-hf"
+        )
     for file in folder.glob("*"):  # what links lead to may not be meant for it
         if file.is_symlink():
             raise ExportError(f"{file} is a link, which is not published; copy the file here")
     report = verify_export(None, folder)
     if not report.ok:
         more = f" (and {len(report.findings) - 1} more)" if len(report.findings) > 1 else ""
-        what = f"{report.lines()[0]}{more}; see `toolkit verify {folder}`, or consolidate again"
-        raise ExportError(f"{folder} is not published, it does not verify: {what}")
+        raise ExportError(
+            f"{folder} is not published, it does not verify: {report.lines()[0]}{more}; see "
+            f"`toolkit verify {folder}`, or consolidate again"
+        )
     config, whole = folder / CONFIG_FILE, not (folder / CONFIG_FILE).is_file()
     base = None if whole else read_json(config, ExportError)["base_model_name_or_path"]
     if base is not None and is_path(base, folder):
-        what = f"{CONFIG_FILE} names its base by a path, {base!r}"
-        advice = "Export again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
-        raise ExportError(f"{folder} is not published: {what}. {advice}")
+        raise ExportError(
+            f"{folder} is not published: {CONFIG_FILE} names its base by a path, {base!r}. Export "
+            "again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
+        )
     manifest = export_manifest.read(folder)
     # A small file is read now, so that what is sent is what was verified.
     contents: dict[str, Path | bytes] = {
@@ -77,10 +82,10 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
         try:
             card = model_card.render(manifest, repo_id, hashlib.sha256(raw).hexdigest(), shape)
         except Exception as error:  # facts of a run from outside: they may be of any shape
-            what = f"the facts of its run in {export_manifest.FILE} make no model card"
-            advice = f"consolidate again, or put a {CARD} of your own there"
             raise ExportError(
-                f"{folder} is not published: {what} ({one_line(error)}); {advice}"
+                f"{folder} is not published: the facts of its run in {export_manifest.FILE} make "
+                f"no model card ({one_line(error)}); consolidate again, or put a {CARD} of your "
+                "own there"
             ) from error
     terms = export_manifest.terms(folder)
     own = [(name, plain_file(folder, name, ExportError).read_bytes()) for name in terms]

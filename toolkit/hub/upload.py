@@ -206,8 +206,10 @@ class _Repository:
             try:
                 state = self.read(main=True)
             except retries.NoRepositoryError:
-                what = "the name is taken, and not by a model that this token may read"
-                raise HubError(f"{self.repo_id} cannot be created: {what}; give another") from None
+                raise HubError(
+                    f"{self.repo_id} cannot be created: the name is taken, and not by a model that "
+                    "this token may read; give another"
+                ) from None
             self.say(f"created {self.repo_id}, {'private' if self.private else 'public'}")
         # The visibility of the whole is decided before anything is added to it.
         self.check_visibility(state)
@@ -215,8 +217,10 @@ class _Repository:
 
     def check_visibility(self, state: _Revision) -> None:
         if self.private and not state.private:
-            advice = "add --public (private=False) to publish there, or give another --repo_id"
-            raise HubError(f"{self.repo_id} is public; {advice}")
+            raise HubError(
+                f"{self.repo_id} is public; add --public (private=False) to publish there, or give "
+                "another --repo_id"
+            )
 
     def check_access(self, create: bool) -> None:
         """Refuse a token that may not write, or not `create` the missing repository."""
@@ -231,10 +235,11 @@ class _Repository:
             groups = [g["name"] for g in owner.get("orgs", []) if g.get("roleInOrg") != "read"]
             role = owner.get("auth", {}).get("accessToken", {}).get("role")
             if role == "read" or self.repo_id.split("/")[0] not in (owner["name"], *groups):
-                of = f"the token ({role or 'of unknown role'}) is of {owner['name']}"
-                may = f"who may create in {', '.join([owner['name'], *groups])}"
-                what = "does not exist, and this token may not create it"
-                raise HubError(f"{self.repo_id} {what}: {of}, {may}; give another id") from None
+                raise HubError(
+                    f"{self.repo_id} does not exist, and this token may not create it: the token "
+                    f"({role or 'of unknown role'}) is of {owner['name']}, who may create in "
+                    f"{', '.join([owner['name'], *groups])}; give another id"
+                ) from None
             return
         with self.request("asking for permission to write"):
             self.api.auth_check(self.repo_id, write=True)
@@ -268,8 +273,10 @@ class _Repository:
         if wrong := [name for names in state.difference(export) for name in names]:
             if not url.endswith(state.head):
                 raise retries.TryAgainError("the Hub does not list the commit yet")
-            what = f"but the Hub lists other content of {', '.join(wrong[:3])}"
-            raise HubError(f"{url} was made, {what}; push again, and look at the history")
+            raise HubError(
+                f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
+                "again, and look at the history"
+            )
         what = f"{len(sizes)} files, {sum(sizes.values()):,} bytes, all sizes and hashes agree"
         self.say(f"{where} holds the export: {what}")
         return url

@@ -36,8 +36,10 @@ def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> Non
 def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
     """Allocate `model`'s shards on `device` without values; buffers are computed. Collective."""
     if has_adapters(model):
-        what = "load it with load_pretrained or init_weights, then resume"
-        raise LoadingError(f"a checkpoint of adapters does not hold the base: {what}")
+        raise LoadingError(
+            "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
+            "init_weights, then resume"
+        )
     _fill(model, torch.device(device), None)
 
 

@@ -245,8 +245,10 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry
     for name in [name for name in entries if name in shapes and name not in in_parts]:
         entry, expected = entries[name], shapes[name]
         if entry.shape != expected and _resized_rows(model, name, entry) is None:
-            what = f"has shape {list(entry.shape)}, the model expects {list(expected)}"
-            raise LoadingError(f"{entry.file}: {name} {what}; give the weights of this config.json")
+            raise LoadingError(
+                f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "
+                f"{list(expected)}; give the weights of this config.json"
+            )
 
 
 def _resized_rows(model: PreTrainedModel, name: str, entry: formats.TensorEntry) -> int | None:

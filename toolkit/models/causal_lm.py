@@ -77,8 +77,10 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             "setting out: PyTorch's own attention is the default"
         ) from error
     except Exception as error:  # config.json comes from outside: it may ask for anything
-        what = f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json"
-        raise ModelError(f"{what}: {one_line(error, 400)}") from error
+        raise ModelError(
+            f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
+            f"{one_line(error, 400)}"
+        ) from error
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # of no use in training; the export keeps the pristine config
     if dtype != torch.float32:
@@ -93,8 +95,10 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
         model.get_parameter(name).requires_grad_(False)
     if cfg.frozen_parameters and not any(p.requires_grad for p in model.parameters()):
-        what = f"names every parameter of {type(model).__name__}: nothing would be trained"
-        raise ModelError(f"model.frozen_parameters {cfg.frozen_parameters} {what}")
+        raise ModelError(
+            f"model.frozen_parameters {cfg.frozen_parameters} names every parameter of "
+            f"{type(model).__name__}: nothing would be trained"
+        )
     assets.tied, assets.model_class = tied_names(model), model_class
     assets.whole = None if whole in (None, model_class) else (whole, composite)
     assets.conversions = formats.conversion_mapping(model, hf_quantizer=reader)
@@ -177,24 +181,26 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
     config = _load_config(cfg, folder)
     _causal_lm_class(config, cfg, folder)
     if cfg.init == "pretrained" and (folder / "adapter_config.json").is_file():
-        what = (
-            "transformers would load weights and adapter together, this toolkit the weights alone"
-        )
         raise ModelError(
-            f"{folder} holds an adapter (adapter_config.json) beside its weights: {what}. Merge it "
+            f"{folder} holds an adapter (adapter_config.json) beside its weights: transformers "
+            "would load weights and adapter together, this toolkit the weights alone. Merge it "
             "into them (PEFT's merge_and_unload), or move it away"
         )
     if cfg.attn_implementation == "flex_attention" and torch.device(device).type == "cpu":
-        what = "has no backward on CPUs"
-        raise ModelError(f"model.attn_implementation flex_attention {what}; leave it out for sdpa")
+        raise ModelError(
+            "model.attn_implementation flex_attention has no backward on CPUs; leave it out for "
+            "sdpa"
+        )
     if getattr(config.get_text_config(), "output_router_logits", False):
         what = "output_router_logits asks for the auxiliary loss of its router"
         ranks.say(f"WARNING: {cfg.name_or_path}: {what}, which is not trained here")
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < sequence_length:
-        what = f"the model has {limit} positions (max_position_embeddings); use at most {limit}"
-        raise ModelError(f"data.sequence_length is {sequence_length}, {what}")
+        raise ModelError(
+            f"data.sequence_length is {sequence_length}, the model has {limit} positions "
+            f"(max_position_embeddings); use at most {limit}"
+        )
     if cfg.init == "pretrained":
         formats.read_weights(formats.weight_files(folder, cfg.name_or_path, cfg.revision))
 
@@ -215,8 +221,10 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         value = getattr(model.config.get_text_config(), name, 0.0)
         if isinstance(value, float | int) and value > 0:
-            what = "ranks would skip different layers, whose shards then mix. Set it to 0.0 there"
-            raise ModelError(f"{name} is {value} in config.json: {what}")
+            raise ModelError(
+                f"{name} is {value} in config.json: ranks would skip different layers, whose "
+                "shards then mix. Set it to 0.0 there"
+            )
     if cfg.kernels == "liger":
         use_kernels(model)
     return model
@@ -291,8 +299,10 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
         stored = torch.float16
     dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     if dtype == torch.float16:
-        what = "is stored in float16, in which AdamW's second moment underflows to 0"
-        raise ModelError(f"{cfg.name_or_path} {what}; set model.dtype: float32")
+        raise ModelError(
+            f"{cfg.name_or_path} is stored in float16, in which AdamW's second moment underflows "
+            "to 0; set model.dtype: float32"
+        )
     return dtype
 
 
@@ -339,8 +349,10 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
         with torch.device("meta"):
             model.resize_token_embeddings(size, mean_resizing=False)
     except Exception as error:  # the code of any model
-        what = f"transformers cannot give {type(model).__name__} another number of tokens"
-        raise ModelError(f"model.resize_embeddings: {what}: {one_line(error, 200)}") from error
+        raise ModelError(
+            f"model.resize_embeddings: transformers cannot give {type(model).__name__} another "
+            f"number of tokens: {one_line(error, 200)}"
+        ) from error
     now = model.config.get_text_config().to_dict().items()
     changed = {k: v for k, v in now if type(v) is int and v != settings.get(k)}
     # Not the vocabulary of another section, which images or sound have.

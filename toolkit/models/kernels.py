@@ -26,8 +26,10 @@ _CHOSEN = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 def check_kernels(device: torch.device | str) -> None:
     """Refuse kernels that cannot run on `device`, or that are not installed; ConfigError."""
     if (kind := torch.device(device).type) not in _DEVICES:
-        what = f"that Triton compiles for ({' or '.join(_DEVICES)}); this run computes on {kind}"
-        raise ConfigError(f"{_ASKED} needs a device {what}. Leave model.kernels out")
+        raise ConfigError(
+            f"{_ASKED} needs a device that Triton compiles for ({' or '.join(_DEVICES)}); this run "
+            f"computes on {kind}. Leave model.kernels out"
+        )
     _known_types()
 
 
@@ -40,8 +42,10 @@ def use_kernels(model: PreTrainedModel) -> None:
     """
     kind = model.config.model_type
     if kind not in (known := _known_types()):
-        what = f"for model_type {kind!r}; it knows {', '.join(sorted(known))}"
-        raise ModelError(f"{_ASKED}: Liger has no kernels {what}. Leave model.kernels out")
+        raise ModelError(
+            f"{_ASKED}: Liger has no kernels for model_type {kind!r}; it knows "
+            f"{', '.join(sorted(known))}. Leave model.kernels out"
+        )
     apply = transformers_private("integrations.liger", "apply_liger_kernel")
     modeling = vars(sys.modules[type(model).__module__])
     before = dict(modeling)
@@ -49,8 +53,10 @@ def use_kernels(model: PreTrainedModel) -> None:
         apply(model, _CHOSEN)
         replaced = {n: modeling[n] for n, own in before.items() if modeling[n] is not own}
     except Exception as error:  # of any class, where transformers has moved on
-        what = f"cannot be put on {type(model).__name__}: {one_line(error)}"
-        raise ModelError(f"{_ASKED}: Liger {what}. Leave model.kernels out") from error
+        raise ModelError(
+            f"{_ASKED}: Liger cannot be put on {type(model).__name__}: {one_line(error)}. Leave "
+            "model.kernels out"
+        ) from error
     finally:
         modeling.update(before)
     _call_instead(model, {n: f for n, f in replaced.items() if inspect.isfunction(f)})
@@ -89,6 +95,8 @@ def _known_types() -> dict[str, Any]:
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
-        what = f"of which an import fails ({error}): install fsdp2-toolkit[liger], or leave it out"
-        raise ConfigError(f"{_ASKED} needs liger-kernel 0.8 and Triton, {what}") from error
+        raise ConfigError(
+            f"{_ASKED} needs liger-kernel 0.8 and Triton, of which an import fails ({error}): "
+            "install fsdp2-toolkit[liger], or leave it out"
+        ) from error
     return MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -190,11 +190,15 @@ def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     try:
         off = _worst_error(device, lora, dtype)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
-        what = f"{library} does not compute in {QUANT_TYPE} on {device}"
-        raise ConfigError(f"{what} ({one_line(error)}); train on another device") from error
+        raise ConfigError(
+            f"{library} does not compute in {QUANT_TYPE} on {device} ({one_line(error)}); train on "
+            "another device"
+        ) from error
     if not off < 0.25:  # half of the widest step of nf4 is 0.15
-        what = f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest"
-        raise ConfigError(f"{what}, 4 bits explain 0.15); install another bitsandbytes")
+        raise ConfigError(
+            f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest, 4 "
+            "bits explain 0.15); install another bitsandbytes"
+        )
 
 
 def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
@@ -221,6 +225,8 @@ def bitsandbytes(asked: str = "lora.load_in_4bit") -> Any:
     try:
         import bitsandbytes as library
     except ImportError as error:
-        what = f"{asked} needs bitsandbytes, which cannot be imported ({error})"
-        raise ConfigError(f"{what}: install fsdp2-toolkit[qlora], or leave it out") from error
+        raise ConfigError(
+            f"{asked} needs bitsandbytes, which cannot be imported ({error}): install "
+            "fsdp2-toolkit[qlora], or leave it out"
+        ) from error
     return library

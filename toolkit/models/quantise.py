@@ -61,12 +61,16 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     make, dtype = packed_linear.packed_linear(), getattr(torch, param_dtype)
     chosen, left = _choose(model, cfg)
     if not chosen:
-        what = f"{plain_name(model)} has no linear layer to quantise in its decoder layers"
-        raise ModelError(f"lora.load_in_4bit: {what} ({_why(left) or 'they hold no matrices'})")
+        raise ModelError(
+            f"lora.load_in_4bit: {plain_name(model)} has no linear layer to quantise in its "
+            f"decoder layers ({_why(left) or 'they hold no matrices'})"
+        )
     for target in cfg.target_parameters:
         if hit := [name for name in chosen if f".{name}.weight".endswith(f".{target}")]:
-            what = f"names the weight of {hit[0]}, which is in 4 bits; use lora.target_modules"
-            raise ModelError(f"lora.target_parameters: {target!r} {what}")
+            raise ModelError(
+                f"lora.target_parameters: {target!r} names the weight of {hit[0]}, which is in 4 "
+                "bits; use lora.target_modules"
+            )
     packed: dict[int, packed_linear.PackedLinear] = {}
     weights: dict[int, nn.Parameter] = {}
     for name, linear in chosen.items():

@@ -49,8 +49,10 @@ def calibration_of(
     factors = ((peak - (p.nbytes - p.working)) / p.working for p in sim.peaks.values() if p.working)
     memory, time = min(factors), seconds / planned_seconds
     if not 1 / _WITHIN <= memory <= _WITHIN:
-        what = f"{source} peaked at {peak / 1e9:,.3f} GB, its plan at {sim.peak.nbytes / 1e9:,.3f}"
-        raise PlanningError(f"{what}: that is not the step that was planned")
+        raise PlanningError(
+            f"{source} peaked at {peak / 1e9:,.3f} GB, its plan at {sim.peak.nbytes / 1e9:,.3f}: "
+            "that is not the step that was planned"
+        )
     return Calibration(round(memory, 4), round(time, 4), source)
 
 

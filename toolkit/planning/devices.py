@@ -131,8 +131,10 @@ def device_of(name: str) -> Device:
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
     if not name.endswith((".yaml", ".yml")):
-        what = f"--device {name} is none of cpu, {', '.join(KNOWN)}"
-        raise ConfigError(f"{what}; or give a YAML file that describes one")
+        raise ConfigError(
+            f"--device {name} is none of cpu, {', '.join(KNOWN)}; or give a YAML file that "
+            "describes one"
+        )
     try:
         device = load(Device, name)
     except ConfigError as error:

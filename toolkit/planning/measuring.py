@@ -114,8 +114,10 @@ def calibrate_by_run(run: Path, cfg: Config, device_name: str | None = None) -> 
     if not isinstance(said, str) or type(world) is not int or world < 1:
         raise ConfigError(f"{run / STARTS} says of its last start no device and number of ranks")
     if said == "cpu":
-        what = "was on CPUs, where metrics hold the memory of the whole process"
-        raise ConfigError(f"--calibrate {run} {what}; measure a step here: --calibrate alone")
+        raise ConfigError(
+            f"--calibrate {run} was on CPUs, where metrics hold the memory of the whole process; "
+            "measure a step here: --calibrate alone"
+        )
     known = device_name or named_as(said)
     if known is None:
         raise ConfigError(f"the figures of {said} are not known; give --device FILE")

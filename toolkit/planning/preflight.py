@@ -247,10 +247,9 @@ def _in_words(plan: Plan, found: list[Plan]) -> str:
 def _refuse(cfg: Config, world: int, device: Device, memory: int, parts: dict[str, int]) -> None:
     listed = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items() if n)
     missing = size_text(sum(parts.values()) - memory)
-    what = f"the run cannot fit: each of {world} rank(s) holds at least {listed}"
     raise MemoryShortageError(
-        f"{what}; {size_text(memory)} are free, {missing} are missing. Cheapest changes: "
-        f"{_advice(cfg, world, device, memory)}"
+        f"the run cannot fit: each of {world} rank(s) holds at least {listed}; {size_text(memory)} "
+        f"are free, {missing} are missing. Cheapest changes: {_advice(cfg, world, device, memory)}"
     )
 
 

@@ -105,12 +105,18 @@ class Life:
             for name in _SAME:
                 old, new = (lines[step].get(name) for lines in (self.before, after))
                 if old != new:
-                    what = f"step {step}, done again after a kill, has {name} {new}, not {old}"
-                    raise StageError(f"the resumed run is not the undisturbed one: {what}", log=log)
+                    raise StageError(
+                        f"the resumed run is not the undisturbed one: step {step}, done again "
+                        f"after a kill, has {name} {new}, not {old}",
+                        log=log,
+                    )
         again = self.run / CHECKPOINTS / step_name(_AGAIN)
         if differing := _differences(self.aside / step_name(_AGAIN), again):
-            what = f"the checkpoint of step {_AGAIN} has other {', '.join(differing)}"
-            raise StageError(f"the resumed run is not the undisturbed one: {what}", log=log)
+            raise StageError(
+                f"the resumed run is not the undisturbed one: the checkpoint of step {_AGAIN} has "
+                f"other {', '.join(differing)}",
+                log=log,
+            )
         return f"steps {EVERY + 1} to {_AGAIN} again, bit for bit; then to step {LAST}"
 
     def evaluate(self) -> str:
@@ -137,12 +143,17 @@ class Life:
         log = self._to_the_end("other_ranks", world)
         position, loss = _position(last), read_metrics(self.run)[-1]["loss"]
         if position != expected[0]:
-            what = f"the position in the data is {position}, not {expected[0]}"
-            raise StageError(f"on {world} rank(s) {what}", log=log)
+            raise StageError(
+                f"on {world} rank(s) the position in the data is {position}, not {expected[0]}",
+                log=log,
+            )
         off = abs(loss - expected[1]) / max(abs(expected[1]), 1e-6)
         if not off < _CLOSE:
-            what = f"the last loss is {loss:.6f}, on {self.world_size} it was {expected[1]:.6f}"
-            raise StageError(f"on {world} rank(s) {what}", log=log)
+            raise StageError(
+                f"on {world} rank(s) the last loss is {loss:.6f}, on {self.world_size} it was "
+                f"{expected[1]:.6f}",
+                log=log,
+            )
         return f"steps {_AGAIN + 1} to {LAST} on {world} rank(s): same data, loss within {off:.1e}"
 
     # ---- What comes out of it

@@ -154,9 +154,9 @@ class Rehearsal:
         kernel = cfg.model.attn_implementation or ""
         wanted = _ATTENTION.get(kernel, ("kernels",) if "/" in kernel else ())
         if wanted and not any(importlib.util.find_spec(name) for name in wanted):
-            what = f"needs {' or '.join(wanted)}, which cannot be imported here"
             raise ConfigError(
-                f"model.attn_implementation {kernel} {what}; pip install it, or set sdpa"
+                f"model.attn_implementation {kernel} needs {' or '.join(wanted)}, which cannot be "
+                "imported here; pip install it, or set sdpa"
             )
         asked = {"liger_kernel": cfg.model.kernels == "liger" and "model.kernels: liger"}
         asked["bitsandbytes"] = (cfg.optim.optim == "adamw_8bit" and "optim.optim: adamw_8bit") or (
@@ -164,9 +164,9 @@ class Rehearsal:
         )
         for package, setting in asked.items():
             if setting and importlib.util.find_spec(package) is None:
-                what = f"{setting} needs {package}, which cannot be imported here"
                 raise ConfigError(
-                    f"{what}; pip install {package.replace('_', '-')}, or leave it out"
+                    f"{setting} needs {package}, which cannot be imported here; pip install "
+                    f"{package.replace('_', '-')}, or leave it out"
                 )
         if is_url(cfg.checkpoint.root):
             where(cfg.checkpoint.root)  # its driver
@@ -177,8 +177,10 @@ class Rehearsal:
             files += model.glob("*.py")
         for file in files:
             if lacking := sorted(_missing(file)):
-                what = f"{file} imports {', '.join(lacking)}, which cannot be found here"
-                raise ConfigError(f"{what}; pip install {' '.join(lacking)}")
+                raise ConfigError(
+                    f"{file} imports {', '.join(lacking)}, which cannot be found here; pip install "
+                    f"{' '.join(lacking)}"
+                )
         return f"all that the settings and {script} import"
 
     def check_output(self) -> str:
@@ -200,8 +202,10 @@ class Rehearsal:
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
-                what = f"cannot be written to ({error.strerror}); give another"
-                raise ConfigError(f"{setting} {folder}: {above} {what}") from error
+                raise ConfigError(
+                    f"{setting} {folder}: {above} cannot be written to ({error.strerror}); give "
+                    "another"
+                ) from error
         return f"{' and '.join(map(str, places.values()))} can be written"
 
     def check_hub(self) -> str:
@@ -242,8 +246,10 @@ class Rehearsal:
         refuse_long([*heads, *evals], cfg.data.sequence_length, self.most_too_long)
         formats = {head.source.layout.format for head in heads}
         if tokenizer is None and not untrained and formats != {"tokenised"}:
-            what = f"expected a tokenizer for the text, {cfg.model.name_or_path} comes with none"
-            raise DataError(f"{what}; set model.tokenizer_name_or_path")
+            raise DataError(
+                f"expected a tokenizer for the text, {cfg.model.name_or_path} comes with none; set "
+                "model.tokenizer_name_or_path"
+            )
         batch, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
         if batch is not None and size != "auto":
             accumulation_for(batch, size, self.ranks)  # refuses what does not divide

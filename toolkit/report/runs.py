@@ -79,8 +79,10 @@ def evaluation_key(source: str, measure: str) -> str:
 
 def _read(path: Path, name: str) -> RunRecord:
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
-        expected = f"a run's folder, with {CONFIG} or {METRICS}"
-        raise ReportError(f"{path}: expected {expected}; give the output_dir of a run")
+        raise ReportError(
+            f"{path}: expected a run's folder, with {CONFIG} or {METRICS}; give the output_dir of "
+            "a run"
+        )
     config, lines = plain_config(path), read_metrics(path)
     notes = _odd_lines(path, lines)
     if not config:

@@ -56,5 +56,7 @@ def _write(
 def _check_packages() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        needed = f"pip install {' '.join(_PACKAGES)}"
-        raise ReportError(f"a report needs {' and '.join(missing)}, not installed here: {needed}")
+        raise ReportError(
+            f"a report needs {' and '.join(missing)}, not installed here: pip install "
+            f"{' '.join(_PACKAGES)}"
+        )

@@ -67,15 +67,18 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
     if replicas == -1:
         replicas = world_size // max(1, shards)
     if replicas < 1 or shards < 1 or replicas * shards != world_size:
-        sizes = f"dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard}"
-        what = f"does not make {world_size} processes; -1 takes all that the other leaves"
-        raise ShardingError(f"sharding.{sizes} {what}")
+        raise ShardingError(
+            f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
+            f"{world_size} processes; -1 takes all that the other leaves"
+        )
     overrides = cfg.reshard_after_forward_overrides.items()
     values = {f"reshard_after_forward_overrides[{pattern}]": own for pattern, own in overrides}
     for name, value in {"reshard_after_forward": cfg.reshard_after_forward, **values}.items():
         if not isinstance(value, bool | str) and (value < 1 or shards % value):
-            what = f"must divide the {shards} rank(s) that share a copy, or be true, false or auto"
-            raise ShardingError(f"sharding.{name} {value} {what}")
+            raise ShardingError(
+                f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy, or "
+                "be true, false or auto"
+            )
     return replicas, shards
 
 
@@ -205,8 +208,10 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
     """Refuse types whose experts may get no token of a rank, where torch cannot reduce them."""
     kind = getattr(getattr(model, "config", None), "model_type", "")
     if kind in _IDLE_EXPERTS and ranks > 1 and not hasattr(FSDPModule, _REDUCE_UNUSED):
-        what = "sends tokens past its experts: a rank may use none, which needs torch 2.13"
-        raise ShardingError(f"{kind} {what}; this is {torch.__version__}")
+        raise ShardingError(
+            f"{kind} sends tokens past its experts: a rank may use none, which needs torch 2.13; "
+            f"this is {torch.__version__}"
+        )
 
 
 def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
@@ -229,8 +234,10 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
                 stored.setdefault(parameters[name].dtype, name)
         if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
-            what = f"cannot share the unit {unit.name}: {listed}; set model.dtype: float32"
-            raise ShardingError(f"parameters of several storage dtypes {what}")
+            raise ShardingError(
+                f"parameters of several storage dtypes cannot share the unit {unit.name}: "
+                f"{listed}; set model.dtype: float32"
+            )
 
 
 def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:
@@ -239,8 +246,10 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
     if asked is False or asked == "none":
         return []
     if asked == "auto":
-        what = "activation_checkpointing: auto is decided by planning.settle, as the recipes do"
-        raise ShardingError(f"sharding.{what}; call it before, or set none, selective or full")
+        raise ShardingError(
+            "sharding.activation_checkpointing: auto is decided by planning.settle, as the "
+            "recipes do; call it before, or set none, selective or full"
+        )
     # Of nested ones (sharding.layer_classes) the outer recomputes the inner too.
     every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
     names = [n for n in plan.layers if not _inside(n, plan.layers)][::every]
@@ -337,8 +346,10 @@ def compiles_layers(
 def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
     known = torch.compiler.list_backends(exclude_tags=())
     if cfg.torch_compile_backend not in known:
-        what = f"is none of torch {torch.__version__}: {', '.join(known)}"
-        raise ShardingError(f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} {what}")
+        raise ShardingError(
+            f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} is none of torch "
+            f"{torch.__version__}: {', '.join(known)}"
+        )
     return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
 
 

@@ -89,9 +89,10 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     members = _joined(model, members, replicated, dtypes.keys())
     owned = _owned(model, members, replicated)
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
-        advice = "set sharding.layer_classes, or name fewer in sharding.ignored_parameters"
-        what = f"no unit but the root would hold a parameter; {advice}"
-        raise ShardingError(f"{plain_name(model)}: {what}")
+        raise ShardingError(
+            f"{plain_name(model)}: no unit but the root would hold a parameter; set "
+            "sharding.layer_classes, or name fewer in sharding.ignored_parameters"
+        )
     order = {name: i for i, name in enumerate(named)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
     depth = {name: len(name.split(".")) if name else 0 for name in named}
@@ -109,8 +110,10 @@ def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | Non
         return list(names), None
     layers = list(decoder_layers(model))
     if not layers:
-        what = f"{plain_name(model)} has no decoder layers to shard"
-        raise ShardingError(f"{what}; set sharding.layer_classes to the class of its layers")
+        raise ShardingError(
+            f"{plain_name(model)} has no decoder layers to shard; set sharding.layer_classes to "
+            "the class of its layers"
+        )
     return layers, _ROOT_ONLY.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
@@ -171,8 +174,10 @@ def _overrides(
         asked = {_dtype_for([*outer_names(name), name], wanted, default) for name in member}
         if len(asked) > 1:
             kinds = " and ".join(sorted(map(str, asked)))
-            what = f"in one unit ({', '.join(member)}), which computes in one dtype"
-            raise ShardingError(f"sharding.param_dtype_overrides asks for {kinds} {what}")
+            raise ShardingError(
+                f"sharding.param_dtype_overrides asks for {kinds} in one unit "
+                f"({', '.join(member)}), which computes in one dtype"
+            )
         if asked != {default}:
             dtypes[member] = asked.pop()
     for name, dtype in wanted.items():

@@ -54,8 +54,10 @@ def choose(local: int, here: int) -> int:
     if count == 1:  # each may see one of its own (srun --gpus-per-task=1): `refuse_shared` looks
         return 0
     if here > count:
-        what = f"{here} processes were started on this machine, which has {count} device(s)"
-        raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
+        raise LaunchError(
+            f"{here} processes were started on this machine, which has {count} device(s); start at "
+            "most one process per device (--num_processes)"
+        )
     return local
 
 
@@ -72,8 +74,10 @@ def refuse_shared(every: list[list[str]]) -> list[None]:
     for one, count in Counter(map(tuple, every)).items():
         if count > 1:
             others = " and ".join(str(rank) for rank, two in enumerate(every) if tuple(two) == one)
-            what = f"processes {others} were given the same device of {one[0]}"
-            raise LaunchError(f"{what}; start at most one process per device (--num_processes)")
+            raise LaunchError(
+                f"processes {others} were given the same device of {one[0]}; start at most one "
+                "process per device (--num_processes)"
+            )
     return [None] * len(every)
 
 

@@ -117,9 +117,10 @@ def encoded_prompts(
         if not ids:
             raise TrainingError(f"the prompt {prompt[:60]!r} has no tokens; give one that has text")
         if isinstance(positions, int) and 0 < positions < len(ids) + max_new_tokens:
-            what = f"has {len(ids)} tokens, and with {max_new_tokens} more"
-            said = f"the model's {positions} positions do not hold it; shorten it, or ask for fewer"
-            raise TrainingError(f"the prompt {prompt[:60]!r} {what} {said}")
+            raise TrainingError(
+                f"the prompt {prompt[:60]!r} has {len(ids)} tokens, and with {max_new_tokens} more "
+                f"the model's {positions} positions do not hold it; shorten it, or ask for fewer"
+            )
         found.append(list(ids))
     return found
 

@@ -133,9 +133,11 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
     try:
         accelerator = Accelerator(cpu=cpu, mixed_precision="no")
         if accelerator.num_processes != world or accelerator.process_index != rank:
-            seen = f"Accelerate sees {accelerator.process_index} of {accelerator.num_processes}"
-            what = f"the launcher started process {rank} of {world}, {seen}"
-            raise LaunchError(f"{what}; use a file of accelerate_configs/")
+            raise LaunchError(
+                f"the launcher started process {rank} of {world}, Accelerate sees "
+                f"{accelerator.process_index} of {accelerator.num_processes}; use a file of "
+                "accelerate_configs/"
+            )
         job = next((os.environ[name] for name in _JOBS if name in os.environ), "")
         run = Run(accelerator, accelerator.device, rank, world, job=job, place=place)
         device.limit_compilers(place.sharers)

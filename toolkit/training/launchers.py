@@ -40,9 +40,9 @@ def adopt() -> None:
         found |= {n: os.environ[n] for n in ("MASTER_ADDR", "MASTER_PORT") if n in os.environ}
         # One that `accelerate launch` started alone, on each machine.
         if not found["RANK"] or len(found) < 4 or "ACCELERATE_MIXED_PRECISION" in os.environ:
-            what = f"{os.environ[size]} processes ({size}), each of which would train on its own"
             raise LaunchError(
-                f"{launcher} started {what}; set MASTER_ADDR to the host of its first process and "
+                f"{launcher} started {os.environ[size]} processes ({size}), each of which would "
+                "train on its own; set MASTER_ADDR to the host of its first process and "
                 "MASTER_PORT to a free port there, or let it start one accelerate launch or "
                 "torchrun a machine"
             )
@@ -155,8 +155,10 @@ def _slurm_meets() -> dict[str, str]:
     first, own = first_host(nodes), os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     is_first = os.environ.get("SLURM_PROCID") == "0" and "MASTER_ADDR" not in os.environ
     if is_first and first.partition(".")[0] != own.partition(".")[0]:
-        what = f"the first process of this step runs on {own}, the first host of {nodes} is {first}"
-        raise LaunchError(f"{what}; set MASTER_ADDR={own} and a free MASTER_PORT for all processes")
+        raise LaunchError(
+            f"the first process of this step runs on {own}, the first host of {nodes} is {first}; "
+            f"set MASTER_ADDR={own} and a free MASTER_PORT for all processes"
+        )
     step = sum(int(os.environ.get(f"SLURM_{n}_ID", "0")) for n in ("JOB", "STEP"))
     return {"MASTER_ADDR": first, "MASTER_PORT": str(_PORTS[step % len(_PORTS)])}
 

@@ -64,8 +64,10 @@ def sample_lengths(
     """
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
         if value is not None and value.ndim != 2:
-            what = "as [batch, tokens] to know how long each sample is"
-            raise TrainingError(f"NEFTune needs the {name} {what}, got {list(value.shape)}")
+            raise TrainingError(
+                f"NEFTune needs the {name} as [batch, tokens] to know how long each sample is, got "
+                f"{list(value.shape)}"
+            )
     if attention_mask is not None:
         real = attention_mask != 0
         return real * real.sum(-1, keepdim=True)

@@ -84,8 +84,10 @@ def exchange(
                 store.set(f"{topic}/for-{other}", json.dumps([error, value]))
         _poll(lambda: store.check([key]), _TO_TELL)
     except RuntimeError as missing:
-        what = f"one of {world} processes ended or stopped before it told the others its {topic}"
-        raise LaunchError(f"{what}; what it says itself is the cause ({missing})") from missing
+        raise LaunchError(
+            f"one of {world} processes ended or stopped before it told the others its {topic}; "
+            f"what it says itself is the cause ({missing})"
+        ) from missing
     error, value = json.loads(store.get(key))
     if error:
         store.add(f"{topic}/heard", 1)

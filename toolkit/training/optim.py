@@ -168,8 +168,10 @@ def _schedule(optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
     if kind == "warmup_stable_decay":
         decay = extra.setdefault("num_decay_steps", math.ceil(_DECAY_STEPS * max_steps))
         if warmup + decay > max_steps:
-            what = f"num_decay_steps {decay} are more than the {max_steps} steps of the run"
-            raise ConfigError(f"optim.warmup_steps {warmup} and {what}; lower one of them")
+            raise ConfigError(
+                f"optim.warmup_steps {warmup} and num_decay_steps {decay} are more than the "
+                f"{max_steps} steps of the run; lower one of them"
+            )
     try:
         if extra and kind in ("constant", "constant_with_warmup"):
             raise TypeError(f"{kind} takes none")
@@ -177,5 +179,6 @@ def _schedule(optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
 
         return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)
     except (TypeError, ValueError) as error:
-        what = f"{cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"
-        raise ConfigError(f"optim.lr_scheduler_kwargs {what}") from error
+        raise ConfigError(
+            f"optim.lr_scheduler_kwargs {cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"
+        ) from error

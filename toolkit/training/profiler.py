@@ -119,8 +119,10 @@ def memory_history(file: Path) -> Iterator[None]:
     """
     missing = [name for name in _PRIVATE if not hasattr(torch.cuda.memory, name)]
     if missing:
-        what = f"torch {torch.__version__} has no torch.cuda.memory.{missing[0]}"
-        raise TrainingError(f"train.profile_steps: {what}; leave the setting out")
+        raise TrainingError(
+            f"train.profile_steps: torch {torch.__version__} has no "
+            f"torch.cuda.memory.{missing[0]}; leave the setting out"
+        )
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
     try:
         yield

@@ -90,9 +90,10 @@ class Trackers:
             if name == "comet_ml" and known is None:
                 tracker.tracker.set_name(run_name)
         except Exception as error:
-            what = f"metrics.report_to: {name} does not start: {one_line(error)}"
-            advice = "see to its login and address, or leave it out"
-            raise TrainingError(f"{what}; {advice}") from error
+            raise TrainingError(
+                f"metrics.report_to: {name} does not start: {one_line(error)}; see to its login "
+                "and address, or leave it out"
+            ) from error
         if name in _OWN_ID:
             run_id = operator.attrgetter(_OWN_ID[name])(tracker.tracker)
         return tracker, run_id

@@ -95,8 +95,9 @@ class AdapterCheck(ExportCheck):
         try:
             return local_folder(name, self.config.get("revision"), ask=False)
         except ModelError as error:
-            advice = "give the base's folder or Hub id with --hf_assets"
-            raise ExportError(f"{error}; {advice}") from error
+            raise ExportError(
+                f"{error}; give the base's folder or Hub id with --hf_assets"
+            ) from error
 
     def check_tensors(self, model: PreTrainedModel) -> None:
         """Compare keys and shapes with what PEFT makes of the config, then let PEFT load it."""

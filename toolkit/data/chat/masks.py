@@ -188,8 +188,9 @@ class Search:
         if not marks:
             return end
         if after := self.text[marks[-1].end() : end].strip():
-            what = f"{after[:60]!r} follows its tool calls"
-            raise NotFound(f"cannot tell where {self.named(i)} ends: {what}")
+            raise NotFound(
+                f"cannot tell where {self.named(i)} ends: {after[:60]!r} follows its tool calls"
+            )
         return marks[-1].end()
 
     def _changed_calls(self, i: int) -> list[tuple[Message, str]]:
@@ -205,8 +206,11 @@ class Search:
         tails: list[str] = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
-                what = f"the chat template prints {self.named(i)} {text.count(word)} times"
-                raise BadRow(f"{what}; use another (data.chat_template)", "turn printed twice")
+                raise BadRow(
+                    f"the chat template prints {self.named(i)} {text.count(word)} times; use "
+                    "another (data.chat_template)",
+                    "turn printed twice",
+                )
             if word not in text:
                 raise NotFound(f"the chat template does not print {self.named(i)}")
             tails.append(text.rpartition(word)[2])
@@ -253,8 +257,10 @@ class Search:
             found = closings_of(last, middle, self.specials, self.known.openers, calls=calls)
             closings = [c for c in found if rest.startswith(c)]
             if not closings and pattern_of(self.specials).sub("", last).strip():
-                what = f"{last[:60]!r} follows it at the end, {middle[:60]!r} amid a conversation"
-                raise NotFound(f"cannot tell where {self.named(i)} ends: {what}")
+                raise NotFound(
+                    f"cannot tell where {self.named(i)} ends: {last[:60]!r} follows it at the end, "
+                    f"{middle[:60]!r} amid a conversation"
+                )
         closing = max(closings, key=len, default="")
         self.notes[NO_STOP] += not self.ends_turn(closing)
         stop = end + len(closing)
@@ -300,8 +306,9 @@ class Search:
             prompt = header == self.known.prompt and (i or not self._words(self.text[at:low]))
             if single and (at == low or prompt):
                 return at, False
-            said = f"the chat template gives no prompt for {self.named(i)}"
-            raise NotFound(f"{said}{self._begins_with_answer()}")
+            raise NotFound(
+                f"the chat template gives no prompt for {self.named(i)}{self._begins_with_answer()}"
+            )
         if not before <= len(asked) <= end:
             raise NotFound(f"the prompt for {self.named(i)} ends in another turn")
         constant = self.text[len(asked) : low]
@@ -403,8 +410,10 @@ class Search:
         most = min(len(inside), _LONGEST_PROMPT)
         shared = next((k for k in range(most, 0, -1) if asked.endswith(inside[:k])), 0)
         if pattern_of(self.specials, tags=True).search(inside[:shared]):
-            what = f"the prompt for {self.named(i)} holds {inside[:shared][:60]!r} already"
-            raise NotFound(f"{what}, the conversation prints it once")
+            raise NotFound(
+                f"the prompt for {self.named(i)} holds {inside[:shared][:60]!r} already, the "
+                "conversation prints it once"
+            )
         if i == len(self.messages) - 1 and loose_start(asked, self.text)[0] < len(asked):
             self.notes[OTHER_PROMPT] += 1
 

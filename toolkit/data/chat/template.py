@@ -83,8 +83,10 @@ class Chat:
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
             names = ", ".join(sorted(self.templates))
-            what = f"chat templates by name ({names}), and none named default"
-            raise DataError(f"the tokenizer has {what}; choose one with data.chat_template")
+            raise DataError(
+                f"the tokenizer has chat templates by name ({names}), and none named default; "
+                "choose one with data.chat_template"
+            )
         try:
             wanted = learned_turns(conversation, self.supervise)
             rendered = self.templates[name].mark(conversation, wanted)
@@ -118,9 +120,10 @@ class Template:
         try:
             chat_template_utils._compile_jinja_template(text)
         except TemplateSyntaxError as error:
-            what = f"line {error.lineno}: {error.message}"
-            advice = "give another with data.chat_template"
-            raise DataError(f"the chat template cannot be used: {what}; {advice}") from error
+            raise DataError(
+                f"the chat template cannot be used: line {error.lineno}: {error.message}; give "
+                "another with data.chat_template"
+            ) from error
 
     def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered | BadRow:
         """Return what `Search` finds of the first spelling that it takes, or why of none: with the
@@ -329,8 +332,11 @@ def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]
     """Return the indices of the assistant's turns that are learned; of `all` none in particular."""
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if supervise == "all" and conversation.context:
-        said = f"got a weight of 0 for turns {sorted(conversation.context)}"
-        raise BadRow(f"expected turns that all count (data.supervise all), {said}", "weight of 0")
+        raise BadRow(
+            "expected turns that all count (data.supervise all), got a weight of 0 for turns "
+            f"{sorted(conversation.context)}",
+            "weight of 0",
+        )
     if supervise == "all":
         return []
     if supervise == "last_assistant":
@@ -351,9 +357,11 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
         text = named.get(given) or (given if "{" in given else _read(given, sorted(named)))
         templates = {"default": text}
     elif type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        what = f"renders conversations by code of its own ({type(tokenizer).__name__})"
-        advice = "what is the assistant's cannot be told; give a template with data.chat_template"
-        raise DataError(f"the tokenizer {tokenizer.name_or_path} {what}: {advice}")
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} renders conversations by code of its own "
+            f"({type(tokenizer).__name__}): what is the assistant's cannot be told; give a "
+            "template with data.chat_template"
+        )
     elif not own:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} has no chat template, and the data holds "
@@ -364,8 +372,10 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
         templates = named or {"default": own}
     for name, text in templates.items():
         if len(text) > MAX_TEMPLATE_BYTES:  # Jinja takes hundreds of times as much to read it
-            what = f"has {len(text):,} characters, more than the {MAX_TEMPLATE_BYTES:,} expected"
-            raise DataError(f"the chat template {name!r} {what}; give another (data.chat_template)")
+            raise DataError(
+                f"the chat template {name!r} has {len(text):,} characters, more than the "
+                f"{MAX_TEMPLATE_BYTES:,} expected; give another (data.chat_template)"
+            )
     return templates
 
 

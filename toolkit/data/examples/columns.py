@@ -60,8 +60,9 @@ class Names:
         for theirs, ours, there in pairs:
             if theirs not in there and ours not in there:
                 of_turns = f"; turns have {named(inner)}" if inner else ""
-                what = f"data.columns names {theirs!r}, the rows have {named(seen)}{of_turns}"
-                raise DataError(f"{where}: {what}")
+                raise DataError(
+                    f"{where}: data.columns names {theirs!r}, the rows have {named(seen)}{of_turns}"
+                )
 
     def renamed(self, row: Row) -> Row:
         """Return a row with the toolkit's names, without what is left out."""

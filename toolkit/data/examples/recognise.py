@@ -255,8 +255,11 @@ def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Co
         said = turn.get("tool_calls") or (turn.get("content") or "").strip()
         if turn["role"] == "assistant" and not said:
             content = shown(turn.get("content"))
-            what = f"expected an answer in turn {i} (assistant), got content {content}"
-            raise BadRow(f"{what} and no tool_calls", "empty assistant turn")
+            raise BadRow(
+                f"expected an answer in turn {i} (assistant), got content {content} and no "
+                "tool_calls",
+                "empty assistant turn",
+            )
     context = frozenset(i for i, turn in enumerate(messages) if turn.pop("weight", 1) == 0)
     learned = [turn["role"] for turn in messages[supervised_from:]]
     if not any(
@@ -307,9 +310,11 @@ def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
         return [bool(value) for value in values]
     for i, (label, token) in enumerate(zip(values, ids, strict=True)):
         if label not in (IGNORED, token):
-            advice = "labels stand at the place of their token, the loss shifts them"
-            what = f"expected 'labels[{i}]' to be its token's id {token} or {IGNORED}, got {label}"
-            raise BadRow(f"{what}; {advice}", "labels that are not the tokens")
+            raise BadRow(
+                f"expected 'labels[{i}]' to be its token's id {token} or {IGNORED}, got {label}; "
+                "labels stand at the place of their token, the loss shifts them",
+                "labels that are not the tokens",
+            )
     return [label != IGNORED for label in values]
 
 

@@ -135,8 +135,11 @@ def _message(turn: Row, where: str) -> Row:
         calls = [{"type": "function", "function": parsed(call, f"{where}.function_call")}]
     if calls is not None:
         if role != "assistant":
-            said = "expected tool_calls in turns of the assistant only, got some"
-            raise BadRow(f"{said} in {where!r} ({role})", "tool calls of another role")
+            raise BadRow(
+                f"expected tool_calls in turns of the assistant only, got some in {where!r} "
+                f"({role})",
+                "tool calls of another role",
+            )
         if not isinstance(calls, list):
             wrong(calls, f"{where}.tool_calls", "a list")
         places = (f"{where}.tool_calls[{i}]" for i in range(len(calls)))

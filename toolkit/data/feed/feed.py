@@ -56,8 +56,10 @@ def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None)
             f"{max(rows.total, 2)}"
         )
     if not len(pieces):
-        what = f"{source.name}, got none of {len(rows)}; give more data, or leave the source out"
-        raise DataError(f"expected at least one row with a token in the source {what}")
+        raise DataError(
+            f"expected at least one row with a token in the source {source.name}, got none of "
+            f"{len(rows)}; give more data, or leave the source out"
+        )
     return Samples(pieces, shape)
 
 

@@ -137,8 +137,10 @@ class SourceStream:
     ) -> None:
         limit = source.max_repeats
         if limit is not None and (limit < 1 or limit != int(limit)):
-            what = f"of {source.name}, whose length is not known before its end, got {limit}"
-            raise DataError(f"expected a whole number of passes as max_repeats {what}")
+            raise DataError(
+                f"expected a whole number of passes as max_repeats of {source.name}, whose length "
+                f"is not known before its end, got {limit}"
+            )
         self.source, self.shape, self.lane = source, shape, lane
         self.window, self.first = window, first
         shared = derived_seed(seed, "stream", number)  # by all lanes
@@ -202,9 +204,11 @@ class SourceStream:
             after = after.next_pass()
             # Each pass deals the rows anew: by now this lane had about as many as there are.
             if after.empty_passes == self.lane.of:
-                what = f"{after.rows_read} rows read gave none: {after.left_out} were left out"
-                advice = "see data.on_bad_row, data.too_long and the format of the rows"
-                raise DataError(f"expected samples in {self.source.name}, {what}; {advice}")
+                raise DataError(
+                    f"expected samples in {self.source.name}, {after.rows_read} rows read gave "
+                    f"none: {after.left_out} were left out; see data.on_bad_row, data.too_long and "
+                    "the format of the rows"
+                )
         self._next = after
 
     def _permuted(self, items: list, what: str) -> list:

@@ -53,8 +53,10 @@ class StreamFeed(Feed):
     ) -> None:
         self.sources, self.window = list(sources), window
         if len(sources) > 1 and (lacking := [s.name for s in sources if s.weight is None]):
-            what = f"whose size is not known before its end: {', '.join(lacking)} has none"
-            raise DataError(f"expected a weight (data.sources[...].weight) of each stream, {what}")
+            raise DataError(
+                "expected a weight (data.sources[...].weight) of each stream, whose size is not "
+                f"known before its end: {', '.join(lacking)} has none"
+            )
         self.lanes = fewer_lanes([source.rows for source in sources], lanes, lane_rows)
         reading: dict[str, Any] = {
             "data.packing": shape.packing,
@@ -89,8 +91,10 @@ class StreamFeed(Feed):
         return [f"NOTE: the stream's {how}, and uses its own samples of them (data.stream_lanes)"]
 
     def steps_for(self, epochs: float) -> int:
-        what = "the length of a stream is not known before its end; set train.max_steps"
-        raise DataError(f"expected a number of steps: {what}")
+        raise DataError(
+            "expected a number of steps: the length of a stream is not known before its end; set "
+            "train.max_steps"
+        )
 
     def check_enough(self, world_size: int) -> None:
         # However few samples there are is enough: a stream that is read through begins anew.

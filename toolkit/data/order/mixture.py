@@ -78,8 +78,10 @@ class Mixture:
         """
         stop = start + count
         if self.total is not None and stop > self.total:
-            what = f"where max_repeats ends all sources, got up to {stop}"
-            raise DataError(f"expected positions below {self.total}, {what}")
+            raise DataError(
+                f"expected positions below {self.total}, where max_repeats ends all sources, got "
+                f"up to {stop}"
+            )
         positions = np.arange(start, stop, dtype=np.int64)
         sources, turns = np.empty_like(positions), np.empty_like(positions)
         ends = [phase.start for phase in self._phases[1:]] + [stop]

@@ -136,9 +136,11 @@ class Position:
         for name in saved | now:
             if saved.get(name) != now.get(name):
                 said = ["nothing" if d.get(name) is None else d[name] for d in (saved, now)]
-                what = f"counts on {name} {said[0]}, this run has {said[1]}"
-                advice = "give the same data and settings, or start anew in another output_dir"
-                raise DataError(f"the checkpoint's position in the data {what}; {advice}")
+                raise DataError(
+                    f"the checkpoint's position in the data counts on {name} {said[0]}, this run "
+                    f"has {said[1]}; give the same data and settings, or start anew in another "
+                    "output_dir"
+                )
         self.samples_seen, self.global_batch = state["samples_seen"], state["global_batch"]
         self.stream, self.own, self.after_step = state.get("stream"), {}, None
 

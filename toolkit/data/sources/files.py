@@ -84,8 +84,10 @@ def kind_of(files: list[Path], what: str) -> Kind:
     kinds = {DATA_ENDINGS.get(_ending(file), "text"): file for file in reversed(files)}
     if len(kinds) > 1:
         mixed = ", ".join(f"{kind}: {file}" for kind, file in kinds.items())
-        advice = "Name one kind with a glob such as data/*.jsonl, or convert the others"
-        raise DataError(f"{what}: expected files of one kind, got several ({mixed}). {advice}")
+        raise DataError(
+            f"{what}: expected files of one kind, got several ({mixed}). Name one kind with a glob "
+            "such as data/*.jsonl, or convert the others"
+        )
     return next(iter(kinds))
 
 

@@ -164,9 +164,10 @@ def _is_list(stream: IO[bytes]) -> bool:
 def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
     content = stream.read(LIST_BYTES + 1)
     if len(content) > LIST_BYTES or sum(map(content.count, b",[{")) > LIST_VALUES:
-        most = f"{LIST_BYTES:,} bytes and {LIST_VALUES:,} values"
-        advice = "write JSON lines, which are read one by one"
-        raise DataError(f"{file}: expected a JSON list of at most {most}, got more; {advice}")
+        raise DataError(
+            f"{file}: expected a JSON list of at most {LIST_BYTES:,} bytes and {LIST_VALUES:,} "
+            "values, got more; write JSON lines, which are read one by one"
+        )
     try:
         rows = json.loads(content.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError) as error:
@@ -202,8 +203,10 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
     text = "".join(header)
     broken = text.encode("utf-8", "replace") != text.encode("utf-8", "surrogateescape")
     if not header or len(set(header)) < len(header) or not all(header) or broken:
-        what = f"of different names in UTF-8 in its first line, got {named(header)}"
-        raise DataError(f"{file}: expected a CSV header {what}")
+        raise DataError(
+            f"{file}: expected a CSV header of different names in UTF-8 in its first line, got "
+            f"{named(header)}"
+        )
     while True:
         first = last + 1
         try:

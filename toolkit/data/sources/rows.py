@@ -182,8 +182,7 @@ def _check_text(files: list[Path], where: str) -> None:
         layout = or_bad(recognise.recognise, [row])
         advice = "let its name end in .jsonl, or put texts that look so into a column 'text'"
         if isinstance(layout, recognise.Layout):
-            said = f"expected text, got JSON lines ({layout}); {advice}"
-            raise DataError(f"{where}: {file}: {said}")
+            raise DataError(f"{where}: {file}: expected text, got JSON lines ({layout}); {advice}")
         ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
@@ -199,8 +198,10 @@ def _recognised(source: DataSource, documents: bool, there: list[str]) -> DataSo
         raise DataError(f"{source.where}: expected examples, found no row")
     readable = [(i, row) for i, (_, row) in enumerate(first) if isinstance(row, dict)]
     if not readable:
-        what = f"and none of the first {len(first)} rows can be read. Is this the right file?"
-        raise DataError(f"{source.place(first[0][0], 0)}: {first[0][1]}, {what}")
+        raise DataError(
+            f"{source.place(first[0][0], 0)}: {first[0][1]}, and none of the first {len(first)} "
+            "rows can be read. Is this the right file?"
+        )
     layout_of = recognise.document_layout if documents else recognise.recognise
     names, rows = source.names, [row for _, row in readable]
     names.check([dict.fromkeys(there), *rows], source.where)

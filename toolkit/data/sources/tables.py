@@ -174,8 +174,10 @@ def _common(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
             try:
                 found = pa.unify_schemas([found, table.schema], promote_options="permissive")
             except pa.ArrowException as error:
-                what = f"has other types than the files before it: {one_line(error)}"
-                raise DataError(f"{shard.file} {what}; give it as a source of its own") from error
+                raise DataError(
+                    f"{shard.file} has other types than the files before it: {one_line(error)}; "
+                    "give it as a source of its own"
+                ) from error
     return found
 
 
@@ -191,8 +193,10 @@ def _tables(
                 if schema is not None:
                     if unlike := set(schema.names).symmetric_difference(table.column_names):
                         names = ", ".join(sorted(unlike))
-                        what = f"has other columns than the first file: {names}"
-                        raise DataError(f"{file} {what}; give it as a source of its own")
+                        raise DataError(
+                            f"{file} has other columns than the first file: {names}; give it as a "
+                            "source of its own"
+                        )
                     table = table_cast(table.select(schema.names), schema)
                 yield f"{at}_{bounds}_{row}", table
                 row += len(table)
@@ -200,8 +204,9 @@ def _tables(
             raise
         except Exception as error:  # the file comes from outside: it may hold anything
             of_part = f" of part {bounds}" if bounds else ""
-            what = f"cannot be read from row {row}{of_part} on: {one_line(error)}"
-            raise DataError(f"{file} {what}") from error
+            raise DataError(
+                f"{file} cannot be read from row {row}{of_part} on: {one_line(error)}"
+            ) from error
 
 
 def arrow_tables(
@@ -297,8 +302,9 @@ def read_named(
         raise as_data_error(error, where) from error
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
-            what = f"no split {split!r}, only {', '.join(rows)}"
-            raise DataError(f"{where} has {what}; set its dataset_split")
+            raise DataError(
+                f"{where} has no split {split!r}, only {', '.join(rows)}; set its dataset_split"
+            )
         rows = rows[split]
     # A saved selection or shuffle is an index over the rows; what follows reads the rows in order.
     if isinstance(rows, datasets.Dataset) and rows._indices is not None:
@@ -353,8 +359,11 @@ def plain(value: Any, where: str, feature: Any = None) -> Any:
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            byte = f"byte 0x{value[error.start]:02x} at offset {error.start} of it"
-            raise BadRow(f"expected UTF-8 in {where!r}, got {byte}", "not UTF-8") from error
+            raise BadRow(
+                f"expected UTF-8 in {where!r}, got byte 0x{value[error.start]:02x} at offset "
+                f"{error.start} of it",
+                "not UTF-8",
+            ) from error
     if isinstance(value, list):
         if value and isinstance(value[0], int):  # token ids: many, and nothing to decode
             return value

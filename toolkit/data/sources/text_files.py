@@ -48,9 +48,10 @@ def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
             try:
                 yield block.decode("utf-8")
             except UnicodeDecodeError as error:
-                what = f"byte 0x{block[error.start]:02x} at offset {offset + error.start}"
-                advice = "Convert it (iconv -f latin1 -t utf-8) or leave it out"
-                raise DataError(f"{file} is not UTF-8 text: {what}. {advice}") from error
+                raise DataError(
+                    f"{file} is not UTF-8 text: byte 0x{block[error.start]:02x} at offset "
+                    f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or leave it out"
+                ) from error
             offset += len(block)
 
 
@@ -60,9 +61,10 @@ def _line_end(stream: BinaryIO, file: Path, begin: int) -> int:
     stream.seek(begin)
     while (part := stream.readline(1 << 20)) and not part.endswith(b"\n"):
         if stream.tell() - begin > LINE_BYTES:
-            what = f"lines of at most {LINE_BYTES:,} bytes, got a longer one at offset {begin}"
-            advice = "Is it text? Break it into lines (fold -s) or leave it out"
-            raise DataError(f"{file}: expected {what}. {advice}")
+            raise DataError(
+                f"{file}: expected lines of at most {LINE_BYTES:,} bytes, got a longer one at "
+                f"offset {begin}. Is it text? Break it into lines (fold -s) or leave it out"
+            )
     end = stream.tell()
     stream.seek(here)
     return end

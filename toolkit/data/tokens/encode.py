@@ -160,8 +160,10 @@ class Encoder:
         if isinstance(example, Tokens):
             return self._of_ids(example)
         if self.tokenizer is None:
-            advice = "set model.tokenizer_name_or_path, or give data with a column input_ids"
-            raise DataError(f"expected a tokenizer, since the data is text; {advice}")
+            raise DataError(
+                "expected a tokenizer, since the data is text; set model.tokenizer_name_or_path, "
+                "or give data with a column input_ids"
+            )
         if isinstance(example, Text):
             self._check_mode("texts", "auto", "all")
             return Rendered(example.text, [(0, len(example.text))])
@@ -180,8 +182,10 @@ class Encoder:
 
     def _check_mode(self, what: str, *modes: str) -> None:
         if self.supervise not in modes:
-            advice = f"expected one of {', '.join(modes)}"
-            raise DataError(f"data.supervise {self.supervise} does not go with {what}; {advice}")
+            raise DataError(
+                f"data.supervise {self.supervise} does not go with {what}; expected one of "
+                f"{', '.join(modes)}"
+            )
 
     def _of_ids(self, example: Tokens) -> EncodedRow:
         given = example.input_ids  # of any size, while they are Python's
@@ -379,8 +383,10 @@ def _each(
         with ProcessPoolExecutor(processes, None, _set_work, (encoded_from,)) as pool:
             yield from pool.map(_work_here, starts)
     except BrokenProcessPool as error:
-        what = "that encode it was killed, perhaps for its memory; give it fewer cores (taskset)"
-        raise DataError(f"{source.where}: one of {processes} processes {what}") from error
+        raise DataError(
+            f"{source.where}: one of {processes} processes that encode it was killed, perhaps for "
+            "its memory; give it fewer cores (taskset)"
+        ) from error
 
 
 def _encoded_from(source: DataSource, encoder: Encoder, count: int, first: int) -> list[EncodedRow]:

@@ -98,8 +98,10 @@ class TextTokenizer:
         for at in range(len(full) - len(bare) + 1):
             if full[at : at + len(bare)] == bare:
                 return full[:at], full[at + len(bare) :]
-        what = f"{full} for 'a' with special tokens and {bare} without"
-        raise DataError(f"the tokenizer gives {what}; use one that only puts tokens around a text")
+        raise DataError(
+            f"the tokenizer gives {full} for 'a' with special tokens and {bare} without; use one "
+            "that only puts tokens around a text"
+        )
 
     def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
         """Return the ids of texts that are not learned whole."""

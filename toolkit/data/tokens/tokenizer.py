@@ -63,9 +63,10 @@ def own_tokenizer(model: ModelConfig) -> ModelConfig:
         )
     except Exception as error:
         # Unreachable is not absent: going on would train another tokenizer without a word.
-        what = f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)})"
-        advice = "it is no folder here (check the path), and the Hub did not answer for it"
-        raise ModelError(f"{what}; {advice}") from error
+        raise ModelError(
+            f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)}); it is "
+            "no folder here (check the path), and the Hub did not answer for it"
+        ) from error
     return replace(model, tokenizer_name_or_path=model.name_or_path) if found else model
 
 
@@ -115,9 +116,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not _has_files(path):
-            advice = "set model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
-            what = f"found none of {', '.join(_FILES)}"
-            raise DataError(f"expected a tokenizer in {name}, {what}; {advice}")
+            raise DataError(
+                f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
+                "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
+            )
         check_config(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -128,9 +130,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
         if not tokenizer.get_vocab():
             raise ValueError("its vocabulary is empty: the vocabulary file is missing")
     except Exception as error:
-        advice = "check its files, or set model.tokenizer_name_or_path to another one"
-        what = f"cannot be loaded ({one_line(error)}); {advice}"
-        raise DataError(f"the tokenizer {name} {what}") from error
+        raise DataError(
+            f"the tokenizer {name} cannot be loaded ({one_line(error)}); check its files, or set "
+            "model.tokenizer_name_or_path to another one"
+        ) from error
     return tokenizer
 
 

@@ -71,9 +71,13 @@ class BadSteps:
             return
         said = ranks.gather(bad[:3])
         named = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(said) if b)
-        what = f"after step {step} values are NaN or infinite ({named}); they are not saved"
-        advice = "lower optim.learning_rate before going on from it"
-        raise ranks.alike(TrainingError(f"{what}. The newest checkpoint is from before; {advice}"))
+        raise ranks.alike(
+            TrainingError(
+                f"after step {step} values are NaN or infinite ({named}); they are not saved. The "
+                "newest checkpoint is from before; lower optim.learning_rate before going on from "
+                "it"
+            )
+        )
 
     def _describe(self, step: int, here: bool, spike: str) -> str:
         """Return what was wrong, where, with which samples. Collective."""
@@ -87,12 +91,12 @@ class BadSteps:
 
     def _stop(self, step: int, said: str) -> None:
         row = f"{self._streak} step(s) in a row, up to {step}," if self.most else f"step {step}"
-        what = f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
-        advice = "Lower optim.learning_rate, raise optim.warmup_steps, or look at these samples"
         raise ranks.alike(
             TrainingError(
-                f"{what}{self.most}); the last: {said}. Nothing was changed by them, and nothing "
-                f"was saved since. {advice}"
+                f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
+                f"{self.most}); the last: {said}. Nothing was changed by them, and nothing was "
+                "saved since. Lower optim.learning_rate, raise optim.warmup_steps, or look at "
+                "these samples"
             )
         )
 
