@@ -26,8 +26,8 @@ DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
 def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
     folder = RunFolder(cfg, run)  # keeps other starts out
-    models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
-    hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.lora.r else None)
+    models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
+    hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.adapters else None)
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
     models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
     model_cfg = own_tokenizer(model_settings(cfg))
@@ -37,7 +37,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
-    model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
+    model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
     folder.check_disk(model, data.max_steps)
 
@@ -98,7 +98,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
         run.say(export.export_step(model, folder.path, state.step))
-    run.say(metrics.close(), *folder.next_lines(state.step, adapted=cfg.lora.r > 0))
+    run.say(metrics.close(), *folder.next_lines(state.step, adapted=cfg.adapters is not None))
     hub.publish(folder.path, cfg.hub, run.say)
 
 

@@ -18,7 +18,7 @@ from toolkit import loading, models, training
 from toolkit.adapters import check_named
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim
-from toolkit.config.settings import FinetuneConfig, RunConfig, model_settings
+from toolkit.config.settings import RunConfig, model_settings
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for
 from toolkit.data.sources.files import configured
@@ -46,8 +46,8 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
         if here:
             loading.check_fits(model, cfg.model)
         _check_rows(cfg, model, model_cfg)
-        if isinstance(cfg, FinetuneConfig) and cfg.lora.r:
-            check_named(model, cfg.lora)
+        if cfg.adapters:
+            check_named(model, cfg.adapters)
         elif world_size is not None:
             steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
             need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, world_size, cfg.optim)
@@ -78,7 +78,7 @@ def _check_ranks(cfg: RunConfig, world_size: int | None) -> None:
 def _tokenizer(cfg: RunConfig) -> Any:
     """Return the model's settings with the tokenizer of the run, where there is one already."""
     model = own_tokenizer(model_settings(cfg))
-    if isinstance(cfg, FinetuneConfig) or model.train_tokenizer or _is_remote(cfg):
+    if not cfg.learns_documents or model.train_tokenizer or _is_remote(cfg):
         return model
     return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))
 
@@ -96,7 +96,7 @@ def _check_rows(cfg: RunConfig, model: PreTrainedModel, model_cfg: Any) -> None:
         return
     encoder = encoder_for(cfg, model_cfg, model)
     data = replace(cfg.data, streaming=True)
-    for source in load_sources(data, documents=not isinstance(cfg, FinetuneConfig)):
+    for source in load_sources(data, documents=cfg.learns_documents):
         for stored in source.rows:
             encoder.row(source, stored, 0)
             break

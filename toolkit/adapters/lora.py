@@ -144,9 +144,11 @@ def _excluded(targets: Targets) -> str | list[str]:
 
 @ranks.collective
 def prepare_adapters(
-    model: PreTrainedModel, cfg: LoraConfig, param_dtype: str
+    model: PreTrainedModel, cfg: LoraConfig | None, param_dtype: str
 ) -> "PreTrainedModel | PeftModel":
-    """Put on `model` what `cfg` asks for: 4-bit weights, adapters, or nothing. Collective."""
+    """Put on `model` what `cfg` asks for: 4-bit weights and adapters, or nothing. Collective."""
+    if cfg is None or not cfg.r:
+        return model
     if cfg.load_in_4bit:
         quantise_on_meta(model, cfg, param_dtype)
-    return add_adapters(model, cfg) if cfg.r else model
+    return add_adapters(model, cfg)

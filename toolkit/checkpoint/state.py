@@ -4,11 +4,9 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from toolkit import ranks
@@ -19,37 +17,12 @@ from toolkit.checkpoint.store import Folder, read_object
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import Known, Tensors
 from toolkit.models.peft_model import has_adapters
+from toolkit.training.train_state import TrainState
 
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("step", "tokens", "world_size"), int),
     **dict.fromkeys(("optimizer", "scheduler", "data", "extra"), dict),
 }
-
-
-@dataclass
-class TrainState:
-    """Everything a run needs to go on as if nothing had happened."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: LRScheduler | None = None
-    data: Any = None
-    """Position in the data: anything with `state_dict()`, which every rank calls, and
-    `load_state_dict()` of JSON values."""
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # supervised tokens seen
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
-    extra: dict[str, Any] = field(default_factory=dict)  # any other JSON; `resume` updates it
-    restored: dict[str, float] = field(default_factory=dict)
-    """What `resume` read on this rank: `own_bytes` of its parts, `bytes_requested` to fill them
-    (verification, which reads everything, is not in it), `seconds`; empty before."""
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer has, by name."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        held = {id(p) for group in groups for p in group["params"]}
-        return {n: p for n, p in self.model.named_parameters() if id(p) in held}
 
 
 def optimizer_tensors(state: TrainState) -> Tensors:

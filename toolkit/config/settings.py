@@ -474,6 +474,18 @@ class RunConfig:
     seed: int = 42
     """Seeds the random weights and adapters, the sample order and dropout."""
 
+    @property
+    def adapters(self) -> "LoraConfig | None":
+        """The adapters that are trained; None: the model itself is."""
+        return None
+
+    @property
+    def learns_documents(self) -> bool:
+        """Whether all of a text is learned, in samples that are cut out of it; else examples, of
+        which some tokens are.
+        """
+        return True
+
     def __post_init__(self) -> None:
         paths = ("model.name_or_path", "output_dir", "checkpoint.root")
         for name in (*paths, "data.train_files", "data.eval_files"):
@@ -529,6 +541,16 @@ class FinetuneConfig(RunConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     output_dir: str = "runs/finetune"
 
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The adapters that are trained; None: the model itself is."""
+        return self.lora if self.lora.r else None
+
+    @property
+    def learns_documents(self) -> bool:
+        """False: examples are learned, of which some tokens count."""
+        return False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.train_tokenizer:
@@ -557,6 +579,5 @@ class FinetuneConfig(RunConfig):
 
 def model_settings(cfg: RunConfig) -> ModelConfig:
     """Return the model's settings with the dtype filled in: the checkpoint's own under adapters."""
-    with_adapters = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
-    dtype = cfg.model.dtype or ("auto" if with_adapters else "float32")
+    dtype = cfg.model.dtype or ("auto" if cfg.adapters else "float32")
     return dataclasses.replace(cfg.model, dtype=dtype)

@@ -62,7 +62,7 @@ def prepare_data(
     if choice.mask is None:
         attend_within_documents(model)
     feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, run.world_size))
-    if isinstance(cfg, FinetuneConfig) and encoder.tokenizer is not None:
+    if not cfg.learns_documents and encoder.tokenizer is not None:
         ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
         ranks.say(end_with(model, ends, encoder.tokenizer))
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, run)
@@ -109,17 +109,17 @@ def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) 
 
 def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size: int) -> Feed:
     """Read and encode the data; return what a run reads from. Cached on disk: one rank first."""
-    data, train, finetune = cfg.data, cfg.train, isinstance(cfg, FinetuneConfig)
+    data, train = cfg.data, cfg.train
 
     def encoded(source: DataSource) -> EncodedSource:
         made = encode(source, encoder)
-        if finetune:
+        if not cfg.learns_documents:
             check_supervised(made, data.sequence_length)
         return made
 
-    sources = load_sources(data, documents=not finetune)
+    sources = load_sources(data, documents=cfg.learns_documents)
     # Read before the training data is encoded, which may take an hour.
-    others = load_sources(data, what="eval", documents=not finetune)
+    others = load_sources(data, what="eval", documents=cfg.learns_documents)
     trained, evaluated = (
         {os.path.realpath(f) for source in some for f in source.files} for some in (sources, others)
     )
@@ -354,6 +354,6 @@ class TrainingData:
     def report(self) -> str:
         """Return the supervision report of fine-tuning; empty where the run encodes its rows."""
         encoded = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
-        if not encoded or not isinstance(self.cfg, FinetuneConfig):
+        if not encoded or self.cfg.learns_documents:
             return ""
         return render(supervision_report(self.feed, self.tokenizer, samples=1))

@@ -34,10 +34,13 @@ _LEFT = "not_in_4_bits"  # where a model keeps why -> names of matrices that are
 
 @ranks.collective
 def check_quantisation(
-    lora: LoraConfig, sharding: ShardingConfig, model: ModelConfig, device: torch.device | str
+    lora: LoraConfig | None,
+    sharding: ShardingConfig,
+    model: ModelConfig,
+    device: torch.device | str,
 ) -> None:
     """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Collective."""
-    if not lora.load_in_4bit:
+    if lora is None or not lora.load_in_4bit:
         return
     for with_what, on, why in (
         ("model.init random", model.init == "random", "there is nothing to quantise but noise"),

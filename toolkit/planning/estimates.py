@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from toolkit.config.settings import FinetuneConfig
 from toolkit.planning.calibration import Calibration
 from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
 from toolkit.planning.simulation import Config, Simulation
@@ -119,8 +118,7 @@ def estimate(
     held = _PROCESS + sim.offloaded
     copied = cfg.checkpoint.async_save
     if copied == "auto":  # where they fit, which a run sees
-        adapters = isinstance(cfg, FinetuneConfig) and cfg.lora.r > 0
-        copied = device.kind != "cpu" and not sim.sharding.cpu_offload and not adapters
+        copied = device.kind != "cpu" and not sim.sharding.cpu_offload and not cfg.adapters
     staged = sim.state.parameters + sim.state.optimizer if copied else 0
     return Estimate(
         memory=measured.peak(sim) + reserve_of(device, sim.mesh),

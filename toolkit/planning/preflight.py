@@ -25,7 +25,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.checkpoint import RunFolder
-from toolkit.config.settings import FinetuneConfig, ShardingConfig
+from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ToolkitError, one_line
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
@@ -194,7 +194,7 @@ def least_bytes(cfg: Config, model: nn.Module, world_size: int, device_type: str
     the part -> bytes. Of adapters the base alone, of 4-bit bases half a byte a value.
     """
     shards = mesh_shape(world_size, cfg.sharding)[1]
-    lora = cfg.lora if isinstance(cfg, FinetuneConfig) and cfg.lora.r else None
+    lora = cfg.adapters
     parameters = list(model.parameters())
     size = sum(p.numel() * (0.5 if lora and lora.load_in_4bit else p.itemsize) for p in parameters)
     trained = sum(p.numel() * p.itemsize for p in parameters if p.requires_grad and not lora)

@@ -219,8 +219,7 @@ def sharded(
     """
     with fake_world(world_size, rank):
         model: Any = build_on_meta(model_settings(cfg))
-        if isinstance(cfg, FinetuneConfig):
-            model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
+        model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
         sharding = _decided(model, cfg, world_size, device_type, memory)
         if compile_by is not None and _compiles(model, cfg, sharding, device_type):
             torch.compiler.reset()  # an earlier plan's shapes would make these symbols

@@ -19,7 +19,7 @@ from typing import Any
 from toolkit import config, hub
 from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, read_manifest, step_name
 from toolkit.checkpoint.run_folder import export_path
-from toolkit.config.settings import FinetuneConfig, RunConfig
+from toolkit.config.settings import RunConfig
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
 from toolkit.formats.metrics_file import SAMPLES, read_lines, read_metrics
@@ -51,7 +51,7 @@ class Life:
         self.run = Path(self.cfg.output_dir)
         self.aside = self.folder / "before"
         self.export, self.merged = export_path(self.run), self.folder / "merged"
-        self.adapted = isinstance(self.cfg, FinetuneConfig) and self.cfg.lora.r > 0
+        self.adapted = self.cfg.adapters is not None
         self.config = self.folder / "rehearsal.yaml"
         self.config.write_text(config.dump(self.cfg), "utf-8")
 

@@ -160,7 +160,7 @@ class Rehearsal:
             )
         asked = {"liger_kernel": cfg.model.kernels == "liger" and "model.kernels: liger"}
         asked["bitsandbytes"] = (cfg.optim.optim == "adamw_8bit" and "optim.optim: adamw_8bit") or (
-            isinstance(cfg, FinetuneConfig) and cfg.lora.load_in_4bit and "lora.load_in_4bit"
+            cfg.adapters and cfg.adapters.load_in_4bit and "lora.load_in_4bit"
         )
         for package, setting in asked.items():
             if setting and importlib.util.find_spec(package) is None:
@@ -211,7 +211,7 @@ class Rehearsal:
     def check_hub(self) -> str:
         """Refuse what publishing would be refused for; creates no repository."""
         cfg = self.cfg
-        adapted = cfg.model.name_or_path if isinstance(cfg, FinetuneConfig) and cfg.lora.r else None
+        adapted = cfg.model.name_or_path if cfg.adapters else None
         hub.check(cfg.hub, adapted=adapted, create=False)
         if not cfg.hub.push_to_hub:
             raise NotAskedError("hub.push_to_hub is off")
@@ -221,8 +221,7 @@ class Rehearsal:
         """Build the real model on meta; refuse a tokenizer that gives ids beyond the embedding."""
         cfg, own = self.cfg, on_cpu(self.cfg)
         training.check_optimizer(cfg.optim, cfg.train.max_steps)
-        if isinstance(cfg, FinetuneConfig):
-            check_quantisation(cfg.lora, cfg.sharding, own.model, "cpu")
+        check_quantisation(cfg.adapters, cfg.sharding, own.model, "cpu")
         check_usable(own.model, cfg.data.sequence_length, "cpu")
         self.model_cfg = own_tokenizer(model_settings(own))
         self.model = model = prepare(self.model_cfg)
@@ -265,8 +264,7 @@ class Rehearsal:
         cfg, model = self.cfg, self.model
         with fake_world(self.ranks):
             sharding = on_cpu(cfg).sharding
-            if isinstance(cfg, FinetuneConfig):
-                model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
+            model = prepare_adapters(model, cfg.adapters, sharding.param_dtype)
             splits = splits_ends(model, sharding, "cuda")
             compiled = "none" if sharding.torch_compile == "auto" else sharding.torch_compile
             sharding = replace(sharding, embedding_units=splits, torch_compile=compiled)

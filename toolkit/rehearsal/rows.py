@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 
-from toolkit.config.settings import FinetuneConfig, RunConfig
+from toolkit.config.settings import RunConfig
 from toolkit.data.report import check_supervised
 from toolkit.data.sources.files import What
 from toolkit.data.sources.row_values import BadRow, or_bad
@@ -81,9 +81,8 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
     """Return the first rows of each source that `cfg` names, judged as the run will judge them; of
     an `encoder` of None, as the tokenizer would be trained on them. Raises what the run would.
     """
-    data, finetune = replace(cfg.data, streaming=True), isinstance(cfg, FinetuneConfig)
-    heads = []
-    for source in load_sources(data, what=what, documents=not finetune):
+    data, heads = replace(cfg.data, streaming=True), []
+    for source in load_sources(data, what=what, documents=cfg.learns_documents):
         rows = source.rows
         if isinstance(rows, datasets.Dataset):
             source = replace(source, rows=rows.select(range(min(len(rows), LOOK_ROWS + 1))))
@@ -93,7 +92,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
             if encoder is not None:
                 results = encoder.rows(source, stored, first)
             _add(head, stored, results)
-        if encoder is not None and finetune:
+        if encoder is not None and not cfg.learns_documents:
             encoded = EncodedSource(source.name, datasets.Dataset.from_dict({}), head.counts)
             check_supervised(encoded, cfg.data.sequence_length)
         elif encoder is not None:

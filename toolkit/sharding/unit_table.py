@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.adapters import prepare_adapters
-from toolkit.config.settings import FinetuneConfig, RunConfig, ShardingConfig, model_settings
+from toolkit.config.settings import RunConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import DTYPES, assets_of, local_tensor, torch_private
 from toolkit.models.causal_lm import build_on_meta
@@ -132,8 +132,7 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
     replicas, shards = mesh_shape(world_size, sharding)
     with fake_world(world_size):
         model: Any = build_on_meta(model_settings(cfg))
-        if isinstance(cfg, FinetuneConfig):
-            model = prepare_adapters(model, cfg.lora, sharding.param_dtype)
+        model = prepare_adapters(model, cfg.adapters, sharding.param_dtype)
         splits = splits_ends(model, sharding, "cuda")
         # What is recomputed changes no unit.
         sharding = replace(sharding, embedding_units=splits, activation_checkpointing="none")

@@ -45,6 +45,7 @@ from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, writ
 from toolkit.training.step import EvalSets, evaluate
 from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
+from toolkit.training.train_state import TrainState
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 # Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
@@ -276,7 +277,7 @@ class Metrics:
 
 
 def begin(
-    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: Any
+    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: TrainState
 ) -> Metrics:
     """Print the lines that a run opens with; return its metrics from `state` on. From here on a
     signal waits for the loop (`stop_requested`). Collective.
@@ -293,7 +294,7 @@ def begin(
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe(model, shards),
         *unit_table(model, cfg.sharding).splitlines(),
-        f"dtypes     {ledger_line(model, cfg.sharding, state_dtypes(state.optimizer))}",
+        f"dtypes     {ledger_line(model, cfg.sharding, state_dtypes(state.required_optimizer))}",
         auto_line and f"auto       {auto_line}",
         *data.lines(),
     ]
@@ -394,7 +395,7 @@ def _profiling(
 
 
 def _trackers(
-    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: Any
+    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: TrainState
 ) -> Trackers | None:
     """Start the trackers of `metrics.report_to`, where there are steps to be done. Collective."""
     if not cfg.metrics.trackers() or state.step >= data.max_steps:
@@ -403,7 +404,7 @@ def _trackers(
         name: value if isinstance(value, bool | int | float | str | None) else str(value)
         for name, value in flat(cfg).items()
     } | {
-        "dtypes": ledger_line(model, cfg.sharding, state_dtypes(state.optimizer)),
+        "dtypes": ledger_line(model, cfg.sharding, state_dtypes(state.required_optimizer)),
         "parameters": count_values(model),
         "world_size": run.world_size,
         "global_batch": data.position.global_batch,

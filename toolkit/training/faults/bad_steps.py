@@ -13,6 +13,7 @@ import torch
 from toolkit import ranks
 from toolkit.errors import TrainingError
 from toolkit.formats import local_tensor
+from toolkit.training.train_state import TrainState
 
 _NAMED = 12  # samples of a step
 
@@ -24,7 +25,7 @@ class BadSteps:
     most: int = 0  # of them may follow each other; the next one ends the run
     samples: Callable[[int], Sequence[str]] | None = None
     """Step -> the samples that this rank reads in it, in words."""
-    state: Any = None  # a `TrainState`, whose values are looked at before they are saved
+    state: TrainState | None = None  # whose values are looked at before they are saved
 
     def __post_init__(self) -> None:
         self._unread = list[tuple[int, torch.Tensor]]()
@@ -102,12 +103,12 @@ class BadSteps:
 
 
 @torch.no_grad()
-def _not_finite(state: Any) -> list[str]:
+def _not_finite(state: TrainState) -> list[str]:
     """Return the names of this rank's tensors with a value that is NaN or infinite."""
     trained = state.trained()
     found: dict[str, torch.Tensor] = dict(trained)
     for name, parameter in trained.items():
-        values = state.optimizer.state.get(parameter, {})
+        values = state.required_optimizer.state.get(parameter, {})
         found |= {f"{key} of {name}": v for key, v in values.items() if torch.is_tensor(v)}
     local = {name: local_tensor(t) for name, t in found.items() if t.is_floating_point()}
     local = {name: t for name, t in local.items() if t.numel()}

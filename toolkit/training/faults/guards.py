@@ -14,6 +14,7 @@ from toolkit.training.faults import spikes
 from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.faults.integrity import Integrity
 from toolkit.training.faults.spikes import Spikes
+from toolkit.training.train_state import TrainState
 
 _NANO = 10**9
 
@@ -25,7 +26,7 @@ class Guards:
     bad_steps: BadSteps = field(default_factory=BadSteps)
     integrity: Integrity | None = None
     waited: Callable[[], float] | None = None  # seconds that this rank has waited for data so far
-    state: Any = None
+    state: TrainState | None = None
 
     def __post_init__(self) -> None:
         self._before = 0.0 if self.waited is None else self.waited()
@@ -69,7 +70,7 @@ class Guards:
             self.state.extra[spikes.KEY] = watched.state_dict()
 
 
-def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: Any) -> Guards:
+def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: TrainState) -> Guards:
     """Return what watches a run from `state` on; have its optimizer and model watched."""
     train, feed = cfg.train, data.feed
     if train.skip_spikes is None:

@@ -26,6 +26,7 @@ from toolkit.errors import TrainingError
 from toolkit.formats import local_tensor, reshard
 from toolkit.formats.bit_sums import bit_sums
 from toolkit.models.peft_model import persistent_buffers
+from toolkit.training.train_state import TrainState
 
 Values = list[tuple[list[str], torch.Tensor]]  # on each device: names, and a value for each
 _NAMED = 3  # tensors of a rank
@@ -49,7 +50,7 @@ class Integrity:
         every: steps from one check at rest to the next.
     """
 
-    def __init__(self, state: Any, every: int = 1) -> None:
+    def __init__(self, state: TrainState, every: int = 1) -> None:
         reshard(state.model)
         self._state, self._parameters = state, dict(state.model.named_parameters())
         self._buffers = persistent_buffers(state.model)
@@ -63,8 +64,8 @@ class Integrity:
         self._open: tuple[int, list[Values]] | None = None
         self._unread = list[tuple[str, Values]]()  # when; whether it differs, not looked at yet
         self._copies, self._sharded = self._start, set[str]()  # of the last look
-        state.optimizer.register_step_pre_hook(lambda *_: self._stepping())
-        state.optimizer.register_step_post_hook(lambda *_: self._stepped())
+        state.required_optimizer.register_step_pre_hook(lambda *_: self._stepping())
+        state.required_optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def take(self, step: int) -> None:
         """Note that `step` is done."""
@@ -161,7 +162,7 @@ class Integrity:
         """Return the optimizer's tensors by name."""
         found, counts = dict[str, torch.Tensor](), list[torch.Tensor]()
         for name, parameter in self._weights().items():
-            for key, value in self._state.optimizer.state.get(parameter, {}).items():
+            for key, value in self._state.required_optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value) and value.ndim:
                     found[f"{key} of {name}"] = value
                 elif torch.is_tensor(value):
@@ -177,7 +178,9 @@ class Integrity:
         return {n: p for n, p in self._parameters.items() if id(p) not in held}
 
     def _held(self) -> set[int]:
-        return {id(p) for group in self._state.optimizer.param_groups for p in group["params"]}
+        return {
+            id(p) for group in self._state.required_optimizer.param_groups for p in group["params"]
+        }
 
 
 @torch.no_grad()  # with gradients a DTensor's part costs as much as its sum
@@ -235,12 +238,14 @@ def _place(tensor: DTensor) -> int:
     return place
 
 
-def _facts(state: Any) -> dict[str, Any]:
+def _facts(state: TrainState) -> dict[str, Any]:
     """Return what has to be the same on all ranks beside tensors, as JSON values."""
     return {
         "the position in the data": None if state.data is None else state.data.state_dict(),
         "the schedule's step": None if state.scheduler is None else state.scheduler.last_epoch,
-        "the learning rate": [float(group["lr"]) for group in state.optimizer.param_groups],
+        "the learning rate": [
+            float(group["lr"]) for group in state.required_optimizer.param_groups
+        ],
     }
 
 

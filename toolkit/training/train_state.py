@@ -1,0 +1,43 @@
+"""The state of a run, which steps change, guards watch and checkpoints keep."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from toolkit.errors import TrainingError
+
+
+@dataclass
+class TrainState:
+    """Everything a run needs to go on as if nothing had happened."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: LRScheduler | None = None
+    data: Any = None
+    """Position in the data: anything with `state_dict()`, which every rank calls, and
+    `load_state_dict()` of JSON values."""
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # supervised tokens seen
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
+    extra: dict[str, Any] = field(default_factory=dict)  # any other JSON; `resume` updates it
+    restored: dict[str, float] = field(default_factory=dict)
+    """What `resume` read on this rank: `own_bytes` of its parts, `bytes_requested` to fill them
+    (verification, which reads everything, is not in it), `seconds`; empty before."""
+
+    @property
+    def required_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; TrainingError where the state has none, as one that is only exported."""
+        if self.optimizer is None:
+            raise TrainingError("this state has no optimizer; give TrainState one to train it")
+        return self.optimizer
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the optimizer has, by name."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        held = {id(p) for group in groups for p in group["params"]}
+        return {n: p for n, p in self.model.named_parameters() if id(p) in held}
