@@ -44,7 +44,7 @@ def on_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
     samples = train.micro_batch * train.gradient_accumulation_steps * world_size
     others = [2] if world_size == 1 else range(world_size // 2, 0, -1)
     world = next((n for n in others if samples % n == 0), None)
-    return world and (world, math.gcd(samples // world, train.micro_batch))
+    return None if world is None else (world, math.gcd(samples // world, train.micro_batch))
 
 
 def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:

@@ -475,12 +475,10 @@ def training_flops(model: nn.Module, sequence_length: int) -> float:
 
 def _width(config: Any) -> int:
     """Return how wide the heads of a layer are together."""
-    sizes = [getattr(config, n, None) for n in ("num_attention_heads", "head_dim")]
-    return (
-        math.prod(sizes)
-        if all(type(n) is int for n in sizes)
-        else getattr(config, "hidden_size", 0)
-    )
+    heads, size = (getattr(config, n, None) for n in ("num_attention_heads", "head_dim"))
+    if type(heads) is int and type(size) is int:
+        return heads * size
+    return getattr(config, "hidden_size", 0)
 
 
 def peak_flops(name: str) -> float | None:
