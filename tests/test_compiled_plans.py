@@ -185,6 +185,24 @@ def test_what_a_chain_makes_in_between_is_neither_read_nor_written() -> None:
     }
 
 
+def test_layers_of_other_sizes_are_counted_in_full() -> None:
+    """As those of Gemma 4, whose heads are of two sizes: torch makes symbols of sizes that change,
+    and their arithmetic is no operation of a graph's.
+    """
+    torch.compiler.reset()
+    layer = torch.compile(
+        lambda x, w: (x @ w).view(4, w.shape[1] // 2, 2).relu(),
+        backend="aot_eager_decomp_partition",
+    )
+    meter, sizes = Meter(), (32, 64, 16)
+    with FakeTensorMode(), meter.running(compiled=True):
+        meter.begin("forward", "step")
+        for size in sizes:
+            layer(torch.empty(4, 8), torch.empty(8, size))
+    found = meter.work["step"].operations
+    assert sum(flops * times for (flops, *_), times in found.items()) == 2 * 4 * 8 * sum(sizes)
+
+
 def test_what_a_dtensor_tries_on_whole_tensors_is_not_counted() -> None:
     """On torch 2.11 a plan had four times the whole model in the optimizer's step by that."""
     with fake_world(8):

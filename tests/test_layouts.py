@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from toolkit import checkpoint
 from toolkit.adapters.coverage import coverage, covered_share
 from toolkit.adapters.lora import add_adapters
+from toolkit.checkpoint.carried import carried_tensors
 from toolkit.config.settings import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, LoadingError, ModelError
 from toolkit.export import consolidate
-from toolkit.formats import assets_of, export_manifest
+from toolkit.formats import StoredTensor, assets_of, export_manifest
 from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_fits
 from toolkit.models.causal_lm import build_on_meta
@@ -307,6 +308,30 @@ def test_blocks_that_do_not_divide_a_matrix(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter(name), plain[name])
     _, other, _ = in_fp8({name: plain[name]})  # the control: other scales, other values
     assert not torch.equal(other[name], plain[name])
+
+
+def test_shapes_of_what_is_carried_are_found_without_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra layer of DeepSeek-V3 has 14 B parameters: an export reads them once, to write."""
+    source = layout("deepseek_v3 fp8", tmp_path)
+    model = build_on_meta(ModelConfig(str(source), dtype="float32"))
+    read, block = list[StoredTensor](), StoredTensor.block
+
+    def counted(tensor: StoredTensor, *rows: int) -> torch.Tensor:
+        read.append(tensor)
+        return block(tensor, *rows)
+
+    monkeypatch.setattr(StoredTensor, "block", counted)
+    found = carried_tensors(model, assets_of(model), source)
+    made = {name: one for name, one in found.items() if one.stored is None}
+    assert any(name.endswith("kv_a_proj_with_mqa.weight") for name in made)  # blocks do not divide
+    assert read == []
+    plain = load_file(source / "plain" / FILE)
+    for name, one in made.items():
+        assert one.shape == plain[name].shape, name
+        assert torch.equal(one.make(), plain[name].to(one.dtype)), name
+    assert len(read) == 2 * len(made)  # values and scales
 
 
 def test_what_transformers_cannot_read_in_full_precision_is_refused(tmp_path: Path) -> None:

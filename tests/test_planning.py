@@ -47,6 +47,7 @@ from toolkit.planning.simulation import (
     state_of,
 )
 from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.tables import count_text
 from toolkit.training import build_optimizer, train_step
 from toolkit.training.metrics import training_flops
 
@@ -351,6 +352,14 @@ def _plan(capsys: Any, *argv: Any) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(92_160, "92,160"), (2_737_920, "2.738 M"), (8_030_261_248, "8.030 B"), (10**6, "1.000 M")],
+)
+def test_small_models_have_no_0_000_billions(count: int, said: str) -> None:
+    assert count_text(count) == said
+
+
 @pytest.mark.plans
 def test_it_says_what_fits_and_what_makes_it_fit(file: Path, capsys: Any) -> None:
     code, out, _ = _plan(capsys, file, "--world_size", 2, "--json")
@@ -365,6 +374,8 @@ def test_it_says_what_fits_and_what_makes_it_fit(file: Path, capsys: Any) -> Non
     assert code == 1
     assert "In " in out
     assert "DOES NOT FIT: 20.0 MB are missing" in out
+    assert f"{count_text(found['parameters'])} parameters" in out
+    assert f"100 steps, {count_text(found['run']['tokens'])} tokens" in out
     assert "activation_checkpointing full" in out
     assert max(map(len, out.splitlines())) <= 80
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from published import PUBLISHED, folder_of
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, ModelConfig, PretrainConfig, load
@@ -39,6 +41,23 @@ def test_the_hub_counts_the_layer_that_predicts_one_more_token() -> None:
     width = PUBLISHED[name].config["text_config"]["hidden_size"]
     mtp = sum(p.numel() for p in layer.parameters()) + 2 * width**2 + 3 * width
     assert PUBLISHED[name].parameters + mtp == 9_653_104_368
+
+
+def test_the_hub_counts_the_tower_that_the_class_for_text_leaves_out() -> None:
+    """Of Llama 4 Scout. The figure is `safetensors.total` of the Hub's API."""
+    config = Llama4Config(**PUBLISHED["meta-llama/Llama-4-Scout-17B-16E-Instruct"].config)
+    with torch.device("meta"):
+        whole = Llama4ForConditionalGeneration(config)
+    assert sum(p.numel() for p in whole.parameters()) == 108_641_793_536
+
+
+def test_the_hub_counts_buffers() -> None:
+    """Of Gemma 4: a scalar a layer, two vectors of the tower. The figure is `safetensors.total`."""
+    name = "google/gemma-4-31B"
+    model = model_of(name)
+    stored = [b.numel() for n, b in model.named_buffers() if n in model.state_dict()]
+    assert len(stored) == 60 + 2
+    assert PUBLISHED[name].parameters + sum(stored) == 31_273_088_876
 
 
 # ---- Model FLOPs ---------------------------------------------------------------------------------
@@ -88,6 +107,15 @@ def test_flops_of_dense_models_leave_out_only_the_embedding() -> None:
         looked_up = 0 if tied else config["vocab_size"] * config["hidden_size"]
         weights = PUBLISHED[name].parameters - looked_up
         assert training_flops(model_of(name), LENGTH) == flops(weights, layers, heads)
+
+
+def test_flops_count_the_wider_heads_of_some_layers() -> None:
+    """Gemma 4: 50 layers of 32 heads of 256, 10 of 32 of 512; its embedding is its head, too."""
+    name = "google/gemma-4-31B"
+    tower = sum(p.numel() for n, p in model_of(name).named_parameters() if "vision" in n)
+    weights = PUBLISHED[name].parameters - tower
+    heads = 50 * 32 * 256 + 10 * 32 * 512
+    assert training_flops(model_of(name), LENGTH) == flops(weights, 1, heads)
 
 
 # ---- The shipped configs -------------------------------------------------------------------------

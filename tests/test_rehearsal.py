@@ -16,10 +16,10 @@ from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 
 from toolkit import cli
 from toolkit.config import DataConfig, PretrainConfig, ShardingConfig
-from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig
+from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, TrainConfig
 from toolkit.rehearsal import Result, launches, rehearse
 from toolkit.rehearsal.preflight import real_world
-from toolkit.rehearsal.settings import rehearsal_config
+from toolkit.rehearsal.settings import on_other_ranks, rehearsal_config
 from toolkit.rehearsal.shrunk import Shrunk, shrink
 from toolkit.rehearsal.stages import STAGES
 from toolkit.training import check_optimizer
@@ -242,6 +242,37 @@ def test_settings_for_gpus_are_mapped_and_named() -> None:
     for what in (*gone, "between device and host"):
         assert what in said
     assert real_world(cfg.sharding, 2) == 32
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "repeats", "world", "other"),
+    [
+        *((2, 2, 2, (1, 2)), (1, 1, 4, (2, 1)), (2, 1, 3, (1, 2))),
+        *((2, 1, 1, (2, 1)), (1, 2, 1, (2, 1)), (2, 2, 1, (2, 2)), (1, 1, 1, None)),
+        *((2, 1, 5, (2, 1)), (1, 1, 5, (1, 1)), (1, 1, 9, (3, 1))),
+    ],
+)
+def test_a_step_divides_over_other_ranks(micro_batch, repeats, world, other) -> None:
+    train = TrainConfig(
+        max_steps=1, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=repeats
+    )
+    assert on_other_ranks(train, world) == other
+    if other is not None:
+        ranks, again = other
+        assert micro_batch * repeats * world % (ranks * again) == 0
+
+
+@pytest.mark.plans
+@pytest.mark.parametrize("batch", [2, 1])
+def test_a_step_of_one_micro_batch_on_one_rank(folder, batch) -> None:
+    """On two ranks its micro-batch is half; of one sample there is no half, which is said."""
+    file = config(train={"per_device_train_batch_size": batch})
+    result = rehearse(file, world_size=1, show=print)
+    assert result.ok, result.text()
+    (stage,) = (s for s in result.stages if s.stage == "other ranks")
+    said = {2: "steps 9 to 12 on 2 rank(s)", 1: "a step of one sample cannot be divided over two"}
+    assert stage.ok is (True if batch == 2 else None)
+    assert said[batch] in stage.said
 
 
 def test_a_schedule_is_cut_to_the_steps_of_a_rehearsal() -> None:

@@ -2,12 +2,12 @@
 
 `stored/run.tar.xz`: a pretraining run of 2 ranks with a checkpoint at step 4 of 6, its export, a
 LoRA run on that export with a checkpoint at step 2 of 4, its adapter, and the metrics that each of
-them had when it went on undisturbed.
+them had when it went on undisturbed. Its prompts end in a word: after a space there, the first
+token of an answer was not learned then.
 """
 
 import json
 import tarfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,24 +52,13 @@ def test_the_run_goes_on_as_it_would_have(stored: Path, world: int) -> None:
 @pytest.mark.parametrize("world", [1, slow(2)])
 def test_the_adapter_run_goes_on_as_it_would_have(stored: Path, world: int) -> None:
     batch = ("--train.per_device_train_batch_size", str(2 // world))
-    resume = partial(run_recipe_ranks, "finetune", world, "--config", "tune.yaml", cwd=stored)
-    # Its prompts end in a space, so that the first word of an answer was not learned then: now it
-    # is, after other tokens.
-    done = resume(*batch)
-    assert done.returncode == 1
-    assert "counts on the lengths of the rows of the data" in done.stderr
-    rows = stored / "data/rows.jsonl"
-    pairs = [json.loads(line) for line in rows.read_text("utf-8").splitlines()]
-    for pair in pairs:  # the same tokens, all of the answer learned
-        pair["completion"] = f" {pair['completion']}"
-        pair["prompt"] = pair["prompt"].removesuffix(" ")
-    rows.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), "utf-8")
-    done = resume(*batch)
+    done = run_recipe_ranks("finetune", world, "--config", "tune.yaml", *batch, cwd=stored)
     assert done.returncode == 0, done.stderr
     now, then = lines(stored / "tuned/metrics.jsonl"), lines(stored / "tuned_metrics.jsonl")
     for step in (3, 4):
-        assert now[step]["loss"] == pytest.approx(then[step]["loss"], rel=0.2)
-        assert now[step]["tokens"] > then[step]["tokens"]  # that are learned
+        assert now[step]["loss"] == pytest.approx(then[step]["loss"], abs=1e-5)
+        assert now[step]["grad_norm"] == pytest.approx(then[step]["grad_norm"], rel=1e-4)
+        assert now[step]["tokens"] == then[step]["tokens"]
 
 
 def test_what_was_written_then_verifies_and_exports_alike(stored: Path) -> None:

@@ -52,6 +52,14 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def count_text(count: int) -> str:
+    """Return a number of parameters or tokens: `8.030 B`, `2.738 M`, `92,160`."""
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:,.3f} {unit}"
+    return f"{count:,}"
+
+
 def fold(names: list[str], facts: Sequence[Hashable] = ()) -> list[tuple[str, list[int]]]:
     """Return lines for names that are alike but for their numbers: (shown, indices of its names).
 

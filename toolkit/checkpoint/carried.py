@@ -32,7 +32,7 @@ from toolkit.formats import (
     whole,
 )
 from toolkit.models.causal_lm import trusts_code
-from toolkit.models.stored import read_parts, reader_of, stored_parts
+from toolkit.models.stored import read_parts, reader_of, shape_of_parts, stored_parts
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ def carried_tensors(
     for name in names:
         if name in parts:
             kind = DTYPES[(assets.source or {})[name]]
-            make = partial(read_parts, reader, parts[name], entries, kind)
-            found[name] = CarriedTensor(kind, tuple(make().shape), None, make)
+            of_parts = (reader, parts[name], entries, kind)
+            make = partial(read_parts, *of_parts)
+            found[name] = CarriedTensor(kind, shape_of_parts(*of_parts), None, make)
         else:
             stored = in_file(entries[name])
             found[name] = CarriedTensor(stored.dtype, stored.shape, stored, partial(whole, stored))

@@ -100,6 +100,19 @@ def read_parts(
     reader: Any, keys: tuple[str, ...], entries: dict[str, TensorEntry], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the matrix of the parts `keys`, of one that no parameter takes: on the CPU."""
+    return _made(reader, [whole(in_file(entries[key])) for key in keys], dtype)
+
+
+def shape_of_parts(
+    reader: Any, keys: tuple[str, ...], entries: dict[str, TensorEntry], dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Return the shape of that matrix. Reads no values: the same operation makes it on meta."""
+    found = (entries[key] for key in keys)
+    parts = [torch.empty(e.shape, dtype=e.dtype, device="meta") for e in found]
+    return tuple(_made(reader, parts, dtype).shape)
+
+
+def _made(reader: Any, parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     operation: Any = reader.get_load_operations()["dequantize"](reader)
-    tensors = sorted((whole(in_file(entries[key])) for key in keys), key=lambda t: -t.numel())
-    return operation._dequantize_one(tensors[0], tensors[1], dtype)
+    values, scales, *_ = sorted(parts, key=lambda t: -t.numel())
+    return operation._dequantize_one(values, scales, dtype)

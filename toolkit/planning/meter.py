@@ -178,7 +178,11 @@ class Meter(TorchDispatchMode):
             counted._boxed_call = True  # type: ignore[attr-defined]
             return counted
 
-        return mock.patch(f"torch.{_COMPILER}.boxed_nop", told)
+        patches = contextlib.ExitStack()
+        patches.enter_context(mock.patch(f"torch.{_COMPILER}.boxed_nop", told))
+        # A graph for each kind of layer: sizes that are symbols would be counted as nothing.
+        patches.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
+        return patches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, _OfOperators):

@@ -1,7 +1,7 @@
 """Shapes of well-known models, as their config.json on the Hub has them: for plans without access.
 
 `published.json` holds what shapes, positions and windows follow from, and the number of parameters
-that each was published with (tied ones once).
+that each was published with (tied ones once; of Llama 4 those of its class for text).
 """
 
 import dataclasses

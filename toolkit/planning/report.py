@@ -16,7 +16,7 @@ from toolkit.planning.longest import Longest, longest
 from toolkit.planning.meter import HOST
 from toolkit.planning.simulation import Config, State, state_of
 from toolkit.sharding.unit_table import planned_ranks
-from toolkit.tables import size_text, table
+from toolkit.tables import count_text, size_text, table
 
 _COMPILED = "Layers are planned as torch_compile makes them: what its partitioner keeps."
 _NAME = 40  # characters of a change in a line, of 80
@@ -79,8 +79,8 @@ class PlanReport:
         train, data = self.plan.cfg.train, self.plan.cfg.data
         batch = train.micro_batch, data.sequence_length
         lines = [
-            f"model   {sim.model}, {sim.values / 1e9:,.3f} B parameters, "
-            f"{sim.trained / 1e9:,.3f} B trained",
+            f"model   {sim.model}, {count_text(sim.values)} parameters, "
+            f"{count_text(sim.trained)} trained",
             f"mesh    {self.plan.world_size} rank(s): dp_replicate {sim.mesh[0]} x dp_shard "
             f"{sim.mesh[1]}",
             f"batch   {batch[0]} x {batch[1]:,} tokens, {train.gradient_accumulation_steps} "
@@ -167,7 +167,7 @@ class PlanReport:
             "disk": f"{disk['checkpoints']} checkpoint(s) of {checkpoint}, an export of {export}",
         }
         if run["max_steps"] is not None:
-            steps, tokens = f"{run['max_steps']:,} steps", f"{run['tokens'] / 1e9:,.3g} B tokens"
+            steps, tokens = f"{run['max_steps']:,} steps", f"{count_text(run['tokens'])} tokens"
             lines["run"] = f"{steps}, {tokens}, {_hours(run['seconds'])}"
         return table([list(item) for item in lines.items()], right=set())
 

@@ -25,7 +25,7 @@ from toolkit.export import consolidate
 from toolkit.formats.metrics_file import SAMPLES, read_lines, read_metrics
 from toolkit.hub.local import read_export
 from toolkit.rehearsal.launches import Launch, recipe_command
-from toolkit.rehearsal.settings import EVERY, LAST
+from toolkit.rehearsal.settings import EVERY, LAST, on_other_ranks
 from toolkit.rehearsal.stages import NotAskedError, StageError
 from toolkit.tables import size_text
 from toolkit.verify import verify_checkpoint, verify_export
@@ -136,11 +136,15 @@ class Life:
 
     def other_ranks(self) -> str:
         """Do the last steps again on half the ranks (on two where there is one)."""
-        world = 2 if self.world_size == 1 else self.world_size // 2
+        other = on_other_ranks(self.cfg.train, self.world_size)
+        if other is None:
+            raise NotAskedError("a step of one sample cannot be divided over two ranks")
+        world, micro_batch = other
         last = self.run / CHECKPOINTS / step_name(LAST)
         expected = _position(last), read_metrics(self.run)[-1]["loss"]
         shutil.move(last, self.aside / step_name(LAST))
-        log = self._to_the_end("other_ranks", world)
+        batch = ("--train.per_device_train_batch_size", str(micro_batch))
+        log = self._to_the_end("other_ranks", world, *batch)
         position, loss = _position(last), read_metrics(self.run)[-1]["loss"]
         if position != expected[0]:
             raise StageError(
@@ -210,8 +214,8 @@ class Life:
     def _line(self, step: int) -> dict[str, Any] | None:
         return next((m for m in read_metrics(self.run) if m["step"] == step and "loss" in m), None)
 
-    def _to_the_end(self, name: str, world_size: int) -> Path:
-        command = recipe_command(self.recipe, self.config, world_size)
+    def _to_the_end(self, name: str, world_size: int, *flags: str) -> Path:
+        command = [*recipe_command(self.recipe, self.config, world_size), *flags]
         log, stage = self.logs / f"{name}.log", name.replace("_", " ")
         with Launch(command, log, self.folder / "cache", stage) as launch:
             launch.finish()

@@ -1,5 +1,6 @@
 """The config of a run as this machine's CPU can rehearse it, and what is lost by that."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ def on_cpu(cfg: Any) -> Any:
     if sharding.activation_checkpointing == "auto":
         sharding = replace(sharding, activation_checkpointing="full")
     return replace(cfg, model=model, train=train, sharding=sharding)
+
+
+def on_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
+    """Return the ranks that do a step again and their micro-batch: two for one, else at most half
+    as many, over which the samples of a step divide; None: a step of one rank has a single sample.
+    """
+    samples = train.micro_batch * train.gradient_accumulation_steps * world_size
+    others = [2] if world_size == 1 else range(world_size // 2, 0, -1)
+    world = next((n for n in others if samples % n == 0), None)
+    return None if world is None else (world, math.gcd(samples // world, train.micro_batch))
 
 
 def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:

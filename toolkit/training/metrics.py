@@ -461,11 +461,19 @@ def training_flops(model: nn.Module, sequence_length: int) -> float:
         if id(p) not in idle:
             weights += values * shares.get(name, 1.0) * (6 if p.requires_grad else 4)
     config = base.config.get_text_config()
-    sizes = [getattr(config, n, None) for n in ("num_attention_heads", "head_dim")]
-    width = getattr(config, "hidden_size", 0)
-    if all(type(n) is int for n in sizes):
-        width = math.prod(sizes)
-    return weights + 12.0 * len(decoder_layers(base)) * width * sequence_length
+    if config.is_heterogeneous:  # Gemma 4: heads of full attention are wider
+        widths = sum(_width(layer) for layer in config.per_layer_config)
+    else:
+        widths = len(decoder_layers(base)) * _width(config)
+    return weights + 12.0 * widths * sequence_length
+
+
+def _width(config: Any) -> int:
+    """Return how wide the heads of a layer are together."""
+    heads, size = (getattr(config, n, None) for n in ("num_attention_heads", "head_dim"))
+    if type(heads) is int and type(size) is int:
+        return heads * size
+    return getattr(config, "hidden_size", 0)
 
 
 def peak_flops(name: str) -> float | None:
