@@ -79,7 +79,13 @@ def rehearsed(name: str, work: Path) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(work)}
     begun = time.monotonic()
     done = subprocess.run(
-        command, cwd=work, env=environment, capture_output=True, text=True, timeout=1800, check=False
+        command,
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
     )
     seconds = time.monotonic() - begun
     found = {"config": name, "model": model, "passed": done.returncode == 0, "seconds": seconds}

@@ -5,7 +5,6 @@ Where and with what it was started is kept in `starts.jsonl`, a line for each st
 
 import dataclasses
 import importlib.metadata
-import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
