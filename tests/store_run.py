@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from distributed import run_recipe_ranks  # noqa: E402
+from distributed import run_recipe_ranks
 
-from toolkit.export import consolidate  # noqa: E402
+from toolkit.export import consolidate
 
 ARCHIVE = Path(__file__).parent / "stored" / "run.tar.xz"
 INPUTS = ("base.yaml", "tune.yaml", "data", "tiny")

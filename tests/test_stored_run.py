@@ -1,9 +1,8 @@
 """A run, its export and an adapter that an earlier commit wrote still resume, verify and export.
 
-`stored/run.tar.xz` (`store_run.py` wrote it): a pretraining run of 2 ranks with a checkpoint at step 4 of 6, its export, a
-LoRA run on that export with a checkpoint at step 2 of 4, its adapter, and the metrics that each of
-them had when it went on undisturbed. Its prompts end in a word: after a space there, the first
-token of an answer was not learned then.
+`stored/run.tar.xz`, which `store_run.py` wrote: a pretraining run of 2 ranks with a checkpoint at
+step 4 of 6, its export, a LoRA run on that export with a checkpoint at step 2 of 4, its adapter,
+and the metrics that each of them had when it went on undisturbed.
 """
 
 import json

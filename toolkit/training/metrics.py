@@ -5,7 +5,6 @@ Where and with what it was started is kept in `starts.jsonl`, a line for each st
 
 import dataclasses
 import importlib.metadata
-import math
 import os
 import platform
 import time
