@@ -50,6 +50,12 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     settings = (tmp_path / "site/reference/settings.html").read_text("utf-8")
     assert "<code>train.<wbr>max_<wbr>steps</code>" in settings  # a table breaks it there
     assert "<code>train.max_steps</code>" not in settings.partition("<table>")[2]
+    tutorial = (tmp_path / "site/tutorial.html").read_text("utf-8")
+    assert '<code><span class="flag">--a</span>ccelerate_config cpu</code>' in tutorial
+    assert tutorial.count('class="language-bash highlight"') > 5  # which site.css wraps
+    architectures = (tmp_path / "site/architectures.html").read_text("utf-8")
+    assert architectures.count("<code>model.<wbr>layers.*</code>") > 100
+    assert "<em>" not in architectures  # an asterisk of a pattern that Markdown took
     if CHROMIUM:
         assert "glossary.html" in found_by(tmp_path, "gradient checkpointing")
         assert "installation.html" in found_by(tmp_path, "docker")
