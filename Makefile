@@ -16,7 +16,7 @@ LOOSE := $(foreach code,arg-type assignment dict-item func-returns-value misc op
 .PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures layouts rehearsals versions soak clean
 
 help:  ## Show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'

@@ -235,7 +235,7 @@ def test_what_is_evaluated_on_stands_apart(tokenizer):
     assert made["total"]["cut_off"] == 99
     assert made["total"]["tokens"] == train.counts.tokens + other.counts.tokens
     said = render(made, colour=False)
-    assert "cut off   99 tokens of 1 examples, which nothing learns" in said
+    assert "cut off   99 tokens of 1 examples, which are not learned" in said
     assert [line.split("  ")[0] for line in said.splitlines()[1:5]] == [
         "a", "b", "all", "a (to evaluate on)"
     ]  # fmt: skip

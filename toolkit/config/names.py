@@ -106,7 +106,7 @@ LEFT = {
     "there is one seed; it orders the samples too": "data_seed shuffle_seed",
     "a share of the data set that is used there; data.sources[].weight is a share of samples": """
         weight""",
-    "set train.eval_steps, checkpoint.save_steps: an epoch's steps (samples / batch) by it": """
+    "set train.eval_steps and checkpoint.save_steps: the steps of an epoch / this number": """
         evals_per_epoch saves_per_epoch""",
     "train.eval_steps and checkpoint.save_steps count steps": "eval_delay",
     "checkpoints are whole, so that runs resume exactly": """save_only_model save_safetensors
@@ -181,6 +181,8 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
         return " or ".join(found)
     finetuning = _settings(FinetuneConfig)
     of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]
+    if path in {field.name for field in dataclasses.fields(FinetuneConfig)}:
+        of_finetuning = [path]  # a section that only fine-tuning has
     if leaf in _HERE and not of_finetuning:
         setting = _HERE[leaf].partition(":")[0]
         if setting in known or setting not in finetuning:

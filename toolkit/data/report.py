@@ -180,7 +180,7 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     if source["cut_off"]:
         yield (
             f"cut off   {source['cut_off']:,} tokens of {source['truncated']:,} examples, which "
-            "nothing learns (data.sequence_length, data.too_long)"
+            "are not learned (data.sequence_length, data.too_long)"
         )
     for note, count in source["notes"].items():
         yield f"note      {count:,} {note}"

@@ -79,8 +79,7 @@ class PlanReport:
         train, data = self.plan.cfg.train, self.plan.cfg.data
         batch = train.micro_batch, data.sequence_length
         lines = [
-            f"model   {sim.model}, {sim.values / 1e9:,.3f} B parameters, "
-            f"{sim.trained / 1e9:,.3f} B trained",
+            f"model   {sim.model}, {_count(sim.values)} parameters, {_count(sim.trained)} trained",
             f"mesh    {self.plan.world_size} rank(s): dp_replicate {sim.mesh[0]} x dp_shard "
             f"{sim.mesh[1]}",
             f"batch   {batch[0]} x {batch[1]:,} tokens, {train.gradient_accumulation_steps} "
@@ -167,7 +166,7 @@ class PlanReport:
             "disk": f"{disk['checkpoints']} checkpoint(s) of {checkpoint}, an export of {export}",
         }
         if run["max_steps"] is not None:
-            steps, tokens = f"{run['max_steps']:,} steps", f"{run['tokens'] / 1e9:,.3g} B tokens"
+            steps, tokens = f"{run['max_steps']:,} steps", f"{_count(run['tokens'])} tokens"
             lines["run"] = f"{steps}, {tokens}, {_hours(run['seconds'])}"
         return table([list(item) for item in lines.items()], right=set())
 
@@ -263,7 +262,12 @@ def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
+def _count(number: float) -> str:
+    return f"{number / 1e9:,.3f} B" if number >= 1e8 else f"{number / 1e6:,.3f} M"
+
+
 def _hours(seconds: float) -> str:
     if seconds < 7200:
-        return f"{math.ceil(seconds / 60)} minutes"
+        minutes = math.ceil(seconds / 60)
+        return f"{minutes} minute{'s' if minutes > 1 else ''}"
     return f"{seconds / 3600:,.1f} hours" if seconds < 172800 else f"{seconds / 86400:,.1f} days"
