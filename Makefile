@@ -66,6 +66,7 @@ format: install  ## Format the code
 docs: install  ## Write the reference, then build the documentation as a site (site/index.html)
 	$(BIN)/python docs/make_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'docs       built: open site/index.html'
 
 bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine, minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
