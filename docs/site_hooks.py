@@ -1,4 +1,4 @@
-"""What mkdocs does to the pages: the changelog becomes one, long names break at their dots."""
+"""What mkdocs does to the pages: the changelog becomes one, code breaks where it can be read."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 from mkdocs.structure.files import File
 
 _CELL = re.compile(r"(<td>.*?</td>)", re.DOTALL)
-_CODE = re.compile(r"(<code>)(.*?)(</code>)", re.DOTALL)
+_CODE = re.compile(r"(?<!<pre>)(<code>)(.*?)(</code>)", re.DOTALL)
+_FLAG = re.compile(r"(?<![\w-])(--?\w)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -19,9 +20,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let code in tables break after a dot, a slash or an underscore between words."""
+    """Let code in tables break after a dot, a slash or an underscore, and none after `--`."""
 
     def broken(code: re.Match[str]) -> str:
         return code[1] + re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", code[2]) + code[3]
 
-    return _CELL.sub(lambda cell: _CODE.sub(broken, cell[1]), html)
+    def held(code: re.Match[str]) -> str:
+        return code[1] + _FLAG.sub(r'<span class="flag">\1</span>', code[2]) + code[3]
+
+    html = _CELL.sub(lambda cell: _CODE.sub(broken, cell[1]), html)
+    return _CODE.sub(held, html)

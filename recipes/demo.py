@@ -52,7 +52,9 @@ def next_command(run: Path, finetuned: bool) -> str:
     if not finetuned:
         return "make demo-finetune" + (f" RUN={run}" if run != Path("runs/demo") else "")
     merged = run.with_name(run.name + "-finetune-merged")
-    return f"toolkit push {merged} --repo_id ORG/NAME --dry_run   # publishing it, first in words"
+    return (
+        f"toolkit push {merged} --repo_id ORG/NAME --dry_run   # shows what publishing would send"
+    )
 
 
 def pretrain(run: Path, fresh: bool) -> int:

@@ -757,7 +757,8 @@ def table(results: dict[str, Any]) -> str:
             found.get("class", ""),
             f"{found['parameters']:,}" if "parameters" in found else "",
         ]
-        cells += [str(found.get("units", "")), ", ".join(found.get("patterns", []))]
+        units = ", ".join(f"`{pattern}`" for pattern in found.get("patterns", []))
+        cells += [str(found.get("units", "")), units]
         said = [found[k] for k in ("cannot", "died") if k in found]
         for name in CHECKS:
             value = found.get(name)

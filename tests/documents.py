@@ -303,6 +303,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "torchrun": _torchrun,
     "srun": _srun,
     "python": _python,
+    "python3": _python,
     "make": _make,
     "pip": _pip,
 }

@@ -235,6 +235,8 @@ def test_an_unknown_setting_is_named_with_the_nearest_ones(refusal, tmp_path) ->
     assert str(tmp_path / "config.yaml") in said
     assert "did you mean optim.learning_rate?" in said
     assert said.endswith("all settings: docs/reference/settings.md, or `toolkit train --help`")
+    with pytest.raises(ConfigError, match=r"or `toolkit finetune --help`$"):
+        config.parse(config.FinetuneConfig, ["--model.name_or_path", "m", "--optim.lrr", "1"])
     said = refusal(MODEL, "--optim.lrr", "1")
     assert "unknown setting 'optim.lrr' (command line); nearest: optim.l" in said
     assert "'optimizer' (" in refusal(MODEL + "optimizer: {learning_rate: 1}")
@@ -311,6 +313,14 @@ def test_a_name_that_people_bring_is_answered_by_the_setting(given: str, here: s
         config.parse(PretrainConfig, start)
     said = f"did you mean {here} of fine-tuning (toolkit finetune" if tuning else f"mean {here}?"
     assert said in str(caught.value)
+
+
+def test_a_config_of_fine_tuning_is_known_where_pretraining_is_asked_for(tmp_path) -> None:
+    """A ready config, started with the wrong one of the two commands."""
+    (tmp_path / "config.yaml").write_text("model: {name_or_path: here}\nlora: {r: 16}\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        config.load(PretrainConfig, tmp_path / "config.yaml")
+    assert "did you mean lora of fine-tuning (toolkit finetune" in str(caught.value)
 
 
 def test_every_name_that_people_bring_leads_to_a_setting() -> None:

@@ -82,7 +82,8 @@ def report(tokenizer, *sources: EncodedSource, evaluated=(), **part) -> dict:
 
 def test_numbers(tokenizer):
     dropped = {"empty assistant turn": 2, "not UTF-8": 1}
-    places = {"empty assistant turn": ["a.jsonl line 7: no answer", "a.jsonl line 9: no answer"]}
+    rows = ("line 7: no answer", "line 9: no answer", "line 11: no turn")
+    places = {"empty assistant turn": [f"a.jsonl {row}" for row in rows]}
     first = encoded(
         tokenizer, ASKED, ASKED[:2], rows=5, truncated=1, dropped=dropped, places=places
     )
@@ -106,8 +107,9 @@ def test_numbers(tokenizer):
         "all        6         3         3          1      56          26  46.4%",
         "chat: conversations",
         "mixed     weight 2, at most 3 passes",
-        "left out  2 rows: empty assistant turn (a.jsonl line 7: no answer; a.jsonl line 9:",
-        "left out  1 rows: not UTF-8",
+        "left out  2 rows: empty assistant turn (a.jsonl line 7; a.jsonl line 9: no answer; "
+        "a.jsonl line 11: no turn)",
+        "left out  1 row: not UTF-8",
         "samples   1 of up to 64 tokens, 75.0% of the positions are tokens",
         "dropped   3 empty rows",
         "lengths   18 to 28 tokens, median 23, mean 23.0",
@@ -210,8 +212,8 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
     for line in (
         "a          5         2         3          0      57          18  31.6%",
         "a: prompts and completions, in 'prompt' and 'completion'",
-        "left out  1 rows: no supervised token within sequence_length (",
-        f"left out  1 rows: empty completion ({tmp_path / 'a.jsonl'} line 5: expected text in",
+        "left out  1 row: no supervised token within sequence_length (",
+        f"left out  1 row: empty completion ({tmp_path / 'a.jsonl'} line 5: expected text in",
         "samples   1 of up to 64 tokens, 89.1% of the positions are tokens",
         "-- row 0 (counted from 0), 19 tokens, 1 part learned",
         "\nTwo and two? [[Four.</s>]]",
@@ -235,7 +237,7 @@ def test_what_is_evaluated_on_stands_apart(tokenizer):
     assert made["total"]["cut_off"] == 99
     assert made["total"]["tokens"] == train.counts.tokens + other.counts.tokens
     said = render(made, colour=False)
-    assert "cut off   99 tokens of 1 examples, which nothing learns" in said
+    assert "cut off   99 tokens of 1 examples, which are not learned" in said
     assert [line.split("  ")[0] for line in said.splitlines()[1:5]] == [
         "a", "b", "all", "a (to evaluate on)"
     ]  # fmt: skip

@@ -226,7 +226,7 @@ def test_a_plan_of_a_ready_config_needs_no_access(no_hub, capsys, tmp_path) -> N
     assert main(["inspect", "--plan", ready, *flags]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["parameters"] == 596_049_920
-    assert err.startswith("note: config.json of Qwen/Qwen3-0.6B cannot be had here; its published")
+    assert err.startswith("note: config.json of Qwen/Qwen3-0.6B cannot be read here; the plan uses")
     other = tmp_path / "other.yaml"
     other.write_text("model: {name_or_path: someone/some-model}\n")
     assert main(["inspect", "--plan", str(other), *flags]) == 1

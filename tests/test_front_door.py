@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -72,6 +73,13 @@ def test_the_launcher_takes_its_own_options(tmp_path, monkeypatch, capfd) -> Non
     assert capfd.readouterr().out.count("per_device_train_batch_size: 8") == 1
 
 
+def test_make_help_is_in_columns() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) > 10
+    assert len({len(re.match(r"\S+ +", line)[0]) for line in lines}) == 1, done.stdout
+
+
 def test_recipes_are_listed_and_copied_once(tmp_path, monkeypatch) -> None:
     listed = recipes.describe()
     assert any(line.startswith("pretrain    Pretrain a causal") for line in listed)
@@ -79,6 +87,10 @@ def test_recipes_are_listed_and_copied_once(tmp_path, monkeypatch) -> None:
     assert any(
         line.strip().startswith("llama3_8b_lora_1gpu ") and "on one GPU" in line for line in listed
     )
+    titles = [line[29:] for line in listed if line.startswith("  ")]
+    assert len(titles) == len(list((ROOT / "recipes/configs").glob("*.yaml")))
+    for title in titles:  # a whole phrase, which the end of a line does not cut
+        assert not re.search(r"[,;:]$|on each node$|on instruction$", title), title
     files = recipes.copy("pretrain", tmp_path)
     assert {str(file.relative_to(tmp_path)) for file in files} >= {
         "recipes/pretrain.py",

@@ -29,14 +29,39 @@ def build(site: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def found_by(folder: Path, words: str) -> set[str]:
-    """Return the pages that the search of the site finds, opened from the folder."""
+def drawn(folder: Path, page: str) -> str:
+    """Return the document that Chromium makes of a page."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
-    page = f"{(folder / 'site/index.html').as_uri()}?q={quote(words)}"
     command = [str(CHROMIUM), *options, f"--user-data-dir={folder}/chromium", "--dump-dom", page]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    links = re.findall(r'<a href="([^"]*)" class="md-search-result__link', done.stdout)
+    return done.stdout
+
+
+def found_by(folder: Path, words: str) -> set[str]:
+    """Return the pages that the search of the site finds, opened from the folder."""
+    document = drawn(folder, f"{(folder / 'site/index.html').as_uri()}?q={quote(words)}")
+    links = re.findall(r'<a href="([^"]*)" class="md-search-result__link', document)
     return {Path(urlsplit(link).path).name for link in links}
+
+
+SCROLLED = """<script>addEventListener("load", () => setTimeout(() => {
+  const wrap = document.querySelector(".md-typeset__scrollwrap")
+  wrap.scrollLeft = 300
+  const [cell, edge] = [wrap.querySelector("td"), wrap].map(x => x.getBoundingClientRect().left)
+  document.body.dataset.first = Math.round(cell - edge)
+}, 1000))</script>"""
+
+
+def first_column(folder: Path, style: bool = True) -> int:
+    """Return how far from its edge a wide table has its first column after it was scrolled."""
+    text = (folder / "site/architectures.html").read_text("utf-8")
+    text = text if style else re.sub("<link[^>]*assets/site.css[^>]*>", "", text)
+    page = folder / "site/scrolled.html"
+    page.write_text(text.replace("</body>", f"{SCROLLED}</body>"), "utf-8")
+    found = re.search(r'data-first="(-?\d+)"', drawn(folder, page.as_uri()))
+    page.unlink()
+    assert found is not None
+    return int(found[1])
 
 
 @pytest.mark.slow
@@ -50,10 +75,18 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     settings = (tmp_path / "site/reference/settings.html").read_text("utf-8")
     assert "<code>train.<wbr>max_<wbr>steps</code>" in settings  # a table breaks it there
     assert "<code>train.max_steps</code>" not in settings.partition("<table>")[2]
+    tutorial = (tmp_path / "site/tutorial.html").read_text("utf-8")
+    assert '<code><span class="flag">--a</span>ccelerate_config cpu</code>' in tutorial
+    assert tutorial.count('class="language-bash highlight"') > 5  # which site.css wraps
+    architectures = (tmp_path / "site/architectures.html").read_text("utf-8")
+    assert architectures.count("<code>model.<wbr>layers.*</code>") > 100
+    assert "<em>" not in architectures  # an asterisk of a pattern that Markdown took
     if CHROMIUM:
         assert "glossary.html" in found_by(tmp_path, "gradient checkpointing")
         assert "installation.html" in found_by(tmp_path, "docker")
         assert found_by(tmp_path, "xyzzyx") == set()
+        assert first_column(tmp_path) == 0  # it stays
+        assert first_column(tmp_path, style=False) < -100
     for page in shown:
         text = (tmp_path / "site" / page).read_text("utf-8")
         assert not LOADED.findall(text), page

@@ -8,6 +8,7 @@ import argparse
 import ast
 import difflib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -298,13 +299,17 @@ def describe() -> list[str]:
         doc = ast.get_docstring(ast.parse(text)) or ""
         lines.append(f"{name:<12}{doc.splitlines()[0]}")
     for name, file in launch_files().items():
-        first = file.read_text("utf-8").splitlines()[0]
-        lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {first.lstrip('# ').rstrip(':')}")
+        lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {_title(file)}")
     lines += ["", "Ready configs, which --copy puts into recipes/configs:"]
     for file in sorted((root() / "recipes/configs").glob("*.yaml")):
-        first = file.read_text("utf-8").splitlines()[0]
-        lines.append(f"  {file.stem:<27}{first.lstrip('# ').rstrip(':')}")
+        lines.append(f"  {file.stem:<27}{_title(file)}")
     return lines
+
+
+def _title(file: Path) -> str:
+    """Return the first sentence of the comment at a YAML's top, whose first line holds it."""
+    first = file.read_text("utf-8").splitlines()[0].lstrip("# ")
+    return re.split(r"[.:]$|\. ", first)[0]
 
 
 def copy(name: str, target: Path) -> list[Path]:

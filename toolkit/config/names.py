@@ -124,6 +124,8 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
         return " or ".join(found)
     finetuning = _settings(FinetuneConfig)
     of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]
+    if path in {field.name for field in dataclasses.fields(FinetuneConfig)}:
+        of_finetuning = [path]  # a section that only fine-tuning has
     if leaf in _HERE and not of_finetuning:
         setting = _HERE[leaf].partition(":")[0]
         if setting in known or setting not in finetuning:

@@ -23,7 +23,7 @@ from jsonargparse import (
 
 from toolkit.config.names import GONE, meant, nearest
 from toolkit.config.ranges import WORDS
-from toolkit.config.settings import RunConfig
+from toolkit.config.settings import FinetuneConfig, RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
 
@@ -188,7 +188,8 @@ class _Unknown:
         whole = [name + error.said for name, error in zip(names, self._found, strict=True)]
         places = ", ".join(dict.fromkeys(error.place for error in self._found))
         count = f"{len(names)} unknown settings" if len(names) > 1 else "unknown setting"
-        page = "; all settings: docs/reference/settings.md, or `toolkit train --help`"
+        command = "finetune" if issubclass(self._cls, FinetuneConfig) else "train"
+        page = f"; all settings: docs/reference/settings.md, or `toolkit {command} --help`"
         page = page * issubclass(self._cls, RunConfig)
         if len(names) == 1:
             raise ConfigError(f"{self._found[0]}{page}")

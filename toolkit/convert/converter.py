@@ -454,8 +454,8 @@ class _Converter:
             if isinstance(most, int) and most > 0:
                 warmup = min(int(0.03 * most), 100)
             else:
-                warmup, what = 0.03, "; 3 % are set, without that limit"
-            rule = "3 % of all steps, at most 100, where axolotl is told none"
+                warmup, what = 0.03, "; here 3 % without that limit"
+            rule = "not set, for which axolotl takes 3 % of all steps, at most 100"
             self.note("warmup_steps", rule + what)
         if warmup and self.settings.get("optim.lr_scheduler_type") == "constant":
             what = "`constant` ignores it, as in transformers; constant_with_warmup has one"

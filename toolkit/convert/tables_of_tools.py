@@ -32,7 +32,7 @@ LEFT = {
     "there is one seed; it orders the samples too": "data_seed shuffle_seed",
     "a share of the data set that is used there; data.sources[].weight is a share of samples": """
         weight""",
-    "set train.eval_steps, checkpoint.save_steps: an epoch's steps (samples / batch) by it": """
+    "set train.eval_steps and checkpoint.save_steps: the steps of an epoch / this number": """
         evals_per_epoch saves_per_epoch""",
     "train.eval_steps and checkpoint.save_steps count steps": "eval_delay",
     "checkpoints are whole, so that runs resume exactly": """save_only_model save_safetensors

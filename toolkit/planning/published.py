@@ -38,7 +38,7 @@ def with_known_shape(cfg: Any) -> tuple[Any, str]:
     except ModelError:
         folder = _folder_of(name)
     model = dataclasses.replace(cfg.model, name_or_path=str(folder), revision=None)
-    note = f"config.json of {name} cannot be had here; its published shape, of the toolkit, is used"
+    note = f"config.json of {name} cannot be read here; the plan uses the toolkit's own copy of it"
     return dataclasses.replace(cfg, model=model), note
 
 

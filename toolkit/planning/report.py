@@ -263,7 +263,12 @@ def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
+def _count(number: float) -> str:
+    return f"{number / 1e9:,.3f} B" if number >= 1e8 else f"{number / 1e6:,.3f} M"
+
+
 def _hours(seconds: float) -> str:
     if seconds < 7200:
-        return f"{math.ceil(seconds / 60)} minutes"
+        minutes = math.ceil(seconds / 60)
+        return f"{minutes} minute{'s' if minutes > 1 else ''}"
     return f"{seconds / 3600:,.1f} hours" if seconds < 172800 else f"{seconds / 86400:,.1f} days"
