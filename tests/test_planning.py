@@ -373,8 +373,7 @@ def test_it_says_what_fits_and_what_makes_it_fit(file: Path, capsys: Any) -> Non
     argv = ["--config", file, "--world_size", 2, "--device_memory", short]
     code, out, _ = _plan(capsys, *argv)
     assert code == 1
-    assert re.search(r"^model   LlamaForCausalLM, \d+\.\d{3} M parameters", out)  # not 0.002 B
-    assert re.search(r"100 steps, \d+\.\d{3} M tokens, 1 minute$", out, re.MULTILINE)
+    assert re.search(r"100 steps, .* tokens, 1 minute$", out, re.MULTILINE)
     assert "In " in out
     assert "DOES NOT FIT: 20.0 MB are missing" in out
     assert f"{count_text(found['parameters'])} parameters" in out

@@ -263,10 +263,6 @@ def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _count(number: float) -> str:
-    return f"{number / 1e9:,.3f} B" if number >= 1e8 else f"{number / 1e6:,.3f} M"
-
-
 def _hours(seconds: float) -> str:
     if seconds < 7200:
         minutes = math.ceil(seconds / 60)
