@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -17,6 +18,7 @@ from distributed import run_ranks
 from layouts import LAYOUTS, in_fp8, save_layout
 from published_layouts import passed, run
 from safetensors.torch import load_file, save_file
+from transformers import Llama4ForConditionalGeneration
 
 from toolkit import checkpoint
 from toolkit.adapters.coverage import coverage, covered_share
@@ -28,6 +30,7 @@ from toolkit.export import consolidate
 from toolkit.formats import StoredTensor, assets_of, export_manifest
 from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_fits
+from toolkit.models import text_trial
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.layers import decoder_layers
 from toolkit.models.peft_model import adapted_modules
@@ -133,8 +136,13 @@ def test_gradients_are_accumulated_beside_a_tower_that_nothing_gathers(tmp_path:
 
 
 def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def forward(self: Any, **inputs: Any) -> Any:  # as that of transformers 5.24, not of 5.23
+        raise AttributeError("its output has no attribute 'image_outputs'")
+
+    monkeypatch.setattr(text_trial, "_known", {})
+    monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", forward)
     model = build_on_meta(ModelConfig(str(layout("llama4", tmp_path))))
     assert type(model).__name__ == "Llama4ForCausalLM"
     check_fits(model, ModelConfig(str(tmp_path)))
