@@ -4,9 +4,9 @@
                              [--results FILE]
 
 Each environment is made anew in a folder of its own and removed after its run; one that is in DIR
-is used as it is and kept. FILE holds what earlier calls printed: what is in it is not run again. A
-torch whose wheel brings CUDA takes about 7 GB on the disk and 3 of
-downloads, so that CI leaves this out. Exit code 1 where a test failed.
+is used as it is and kept. FILE holds what earlier calls printed: of that only the tests that failed
+are run again, by a later commit. A torch whose wheel brings CUDA takes about 7 GB on the disk and 3
+of downloads, so that CI leaves this out. Exit code 1 where a test failed.
 """
 
 import argparse
@@ -61,9 +61,12 @@ def main() -> int:
     for line in args.results.read_text().splitlines() if args.results else ():
         found |= json.loads(line) if line.startswith("{") else {}
     for name in args.only:
-        if {"fast", "numbers"} <= found.get(name, {}).keys():
+        of, place = found.get(name, {}), folder / name
+        if {"fast", "numbers"} <= of.keys():
+            for tier in ("fast", "numbers"):
+                of[tier] = again(place, of[tier]) if of[tier]["failed"] else of[tier]
+            print(json.dumps({name: of}), flush=True)
             continue
-        place = folder / name
         made = not place.exists()
         if made:
             install(place, wanted()[name])
@@ -140,6 +143,27 @@ def run(place: Path, arguments: list[str]) -> dict[str, Any]:
         "skipped": skipped,
         "failed": sorted(f"{c.get('classname')}::{c.get('name')}" for c in bad),
         "minutes": round((time.monotonic() - begun) / 60, 1),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def again(place: Path, tier: dict[str, Any]) -> dict[str, Any]:
+    """Run the tests that failed once more, of this commit; return the tier with those that pass."""
+    tests = [test.replace(".", "/", 1).replace("::", ".py::", 1) for test in tier["failed"]]
+    later = run(place, tests)
+    passed = [test for test in tier["failed"] if test not in later["failed"]]
+    mended = tier.get("mended", {}) | dict.fromkeys(passed, later["commit"])
+    return tier | {
+        "failed": later["failed"],
+        "mended": mended,
+        "passed": tier["passed"] + len(passed),
     }
 
 
@@ -150,7 +174,7 @@ def report(found: dict[str, Any]) -> str:
         if of is None:
             return "not run"
         failed = f", **{len(of['failed'])} failed**" if of["failed"] else ""
-        return f"{of['passed']:,} passed{failed}, {of['skipped']} skipped"
+        return f"{of['passed']:,} passed{failed}, {of['skipped']} skipped ({of['commit']})"
 
     rows = [
         [name, *of["versions"].values(), told(of.get("fast")), told(of.get("numbers"))]
@@ -160,14 +184,20 @@ def report(found: dict[str, Any]) -> str:
         "# Releases",
         "",
         "The tests on the oldest and the newest releases that `setup.cfg` allows and on those that "
-        "CI uses. The fast tier is `make test`; numbers are the longer tests of sharding, the "
-        "step, saving, resuming, exporting and planning.",
+        "CI uses, each tier with its commit. The fast tier is `make test`; numbers are the longer "
+        "tests of sharding, the step, saving, resuming, exporting and planning.",
         "",
         *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)),
         "",
     ]
     for name, of in found.items():
         failed = [test for t in ("fast", "numbers") for test in of.get(t, {}).get("failed", ())]
+        mended = [
+            f"* `{test}`, which passes since {commit}"
+            for t in ("fast", "numbers")
+            for test, commit in of.get(t, {}).get("mended", {}).items()
+        ]
+        lines += [f"Failed on {name} at first:", "", *mended, ""] if mended else []
         lines += (
             [f"Failed on {name}:", "", *(f"* `{test}`" for test in failed), ""] if failed else []
         )
