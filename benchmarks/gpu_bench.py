@@ -120,7 +120,7 @@ def bare(place: Place, shape: str, **changes: Any) -> None:
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        loading.fill(model, cfg.model, run.device, cfg.seed, empty=False, say=run.say)
+        loading.load_or_init(model, cfg.model, run.device, cfg.seed, empty=False, say=run.say)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trained, cfg.optim.learning_rate, weight_decay=0.0, fused=True

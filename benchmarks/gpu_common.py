@@ -288,7 +288,7 @@ class ToolkitLoop:
         self.model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
         apply_fsdp(self.model, mesh, cfg.sharding, fixed_length=self.data.fixed_length)
         begun = time.perf_counter()
-        loading.fill(self.model, cfg.model, run.device, cfg.seed, empty=False, say=run.say)
+        loading.load_or_init(self.model, cfg.model, run.device, cfg.seed, empty=False, say=run.say)
         synchronize(place)
         self.load_seconds = time.perf_counter() - begun
         training.seed_everything(cfg.seed, run.rank)
@@ -297,7 +297,7 @@ class ToolkitLoop:
         self.state = TrainState(self.model, self.optimizer, self.scheduler, self.data.position)
         logs = place.logs / f"{place.name}-run"
         logs.mkdir(parents=True, exist_ok=True)
-        self.metrics = training.begin(cfg, run, logs, self.model, self.data, self.state)
+        self.metrics = training.start_metrics(cfg, run, logs, self.model, self.data, self.state)
         training.add_embedding_noise(self.model, cfg.train.neftune_noise_alpha)
         self.flops_per_token = training_flops(self.model, cfg.data.sequence_length)
 

@@ -114,7 +114,7 @@ def build(place: Place, cfg: FinetuneConfig, wire: "Wire") -> tuple[Any, Any]:
         for unit in (m for m in model.modules() if hasattr(m, "set_all_reduce_hook")):
             unit.set_all_reduce_hook(lambda output: wire(int(share * output.nbytes)))
     here = torch.device(place.device, 0) if place.cuda else torch.device("cpu")
-    loading.fill(model, cfg.model, here, cfg.seed, empty=False, say=print)
+    loading.load_or_init(model, cfg.model, here, cfg.seed, empty=False, say=print)
     return model.train(), training.build_optimizer(model, cfg.optim)
 
 

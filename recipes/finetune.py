@@ -33,7 +33,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     model_cfg = own_tokenizer(model_settings(cfg))
     base = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(base, cfg.model)
-    cfg = planning.settle(cfg, base, run, folder)  # `auto` is decided
+    cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, base, model_cfg, run)
     training.check_prompts(base, data.tokenizer, cfg.train)
@@ -42,16 +42,19 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     folder.check_disk(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
-    saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position
-    loading.fill(model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say)
+    # The newest checkpoint that verifies; the data's position is moved to it.
+    saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
+    loading.load_or_init(
+        model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say
+    )
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position)
     checkpoint.restore(state, saved)
     stopping = training.early_stopping(cfg.train, cfg.checkpoint, state.extra)
-    folder.record(state, data, done=stopping.stop)
-    metrics = training.begin(cfg, run, folder.path, model, data, state)
+    folder.save_config(state, data, done=stopping.stop)
+    metrics = training.start_metrics(cfg, run, folder.path, model, data, state)
     training.add_embedding_noise(model, cfg.train.neftune_noise_alpha)
 
     # ---- The loop --------------------------------------------------------------------------------

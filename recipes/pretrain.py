@@ -31,22 +31,25 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
     model = models.prepare(model_cfg)  # on meta: shapes, no bytes
     loading.check_fits(model, cfg.model)
-    cfg = planning.settle(cfg, model, run, folder)  # `auto` is decided
+    cfg = planning.resolve_auto(cfg, model, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, model, model_cfg, run)
     apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
     folder.check_disk(model, data.max_steps)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
-    saved = checkpoint.find(folder.root, model, data, cfg.checkpoint)  # moves the data's position
-    loading.fill(model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say)
+    # The newest checkpoint that verifies; the data's position is moved to it.
+    saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
+    loading.load_or_init(
+        model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say
+    )
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position)
     checkpoint.restore(state, saved)
-    folder.record(state, data)
-    metrics = training.begin(cfg, run, folder.path, model, data, state)
+    folder.save_config(state, data)
+    metrics = training.start_metrics(cfg, run, folder.path, model, data, state)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()

@@ -63,7 +63,7 @@ GONE = 30  # seconds in which all ranks are gone where one was killed
 PLACES = {
     "start": "toolkit.training.launch.start",
     "tokenise": "toolkit.data.prepare.prepare_data",
-    "load": "toolkit.loading.fill",
+    "load": "toolkit.loading.load_or_init",
     "step": "toolkit.training.train_step",
     "evaluate": "toolkit.training.evaluate_metrics",
     "save": "toolkit.checkpoint.save",

@@ -313,7 +313,7 @@ def resume_adapters() -> str | None:
 def _resumed(model: Any, run: str, data: Any = None) -> str | None:
     cfg = settings("pretrain")
     saved = find(run, model, data)
-    loading.fill(model, cfg.model, "cpu", cfg.seed, empty=saved is not None, say=ranks.say)
+    loading.load_or_init(model, cfg.model, "cpu", cfg.seed, empty=saved is not None, say=ranks.say)
     optimizer = build_optimizer(model, cfg.optim)
     schedule = build_scheduler(optimizer, cfg.optim, 3)
     state = TrainState(model, optimizer, schedule, data.position if data else None)

@@ -69,7 +69,7 @@ runpy.run_path({recipe!r}, run_name="__main__")
 # Phase -> the call that it begins with, which of them, and what is named in the cause.
 PHASES = {
     "start": ("toolkit.data.prepare.prepare_data", 1),
-    "load": ("toolkit.loading.fill", 1),
+    "load": ("toolkit.loading.load_or_init", 1),
     "step": ("toolkit.training.train_step", 3),
     "evaluate": ("toolkit.training.evaluate_metrics", 1),
     "save": ("toolkit.checkpoint.save", 1),

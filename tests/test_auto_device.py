@@ -69,7 +69,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     step = lambda *_, around, **__: around(lambda: None)  # noqa: E731
     monkeypatch.setattr(measuring, "run_step", step)
     planned = lambda fn, *args: (0, 10**9) if fn is preflight._place else fn(*args)  # noqa: E731
-    monkeypatch.setattr(preflight, "apart", planned)
+    monkeypatch.setattr(preflight, "in_subprocess", planned)
     return Driver(monkeypatch)
 
 

@@ -631,7 +631,7 @@ def test_a_start_may_look_at_the_sizes_of_shards_only(tmp_path, capsys, file, cu
         (path / file).write_bytes(content[:-1] if cut else content)
         capsys.readouterr()
         cfg = CheckpointConfig(verify_on_resume=verify)
-        found = checkpoint.find(run, state.model, cfg=cfg)
+        found = checkpoint.find_resumable(run, state.model, cfg=cfg)
         assert found.name == f"step-{step:08d}"
         said = capsys.readouterr().out
         looked = "of 1 shards the sizes (checkpoint.verify_on_resume)"
@@ -651,21 +651,21 @@ def test_a_run_whose_checkpoints_all_failed_does_not_begin_anew_by_itself(tmp_pa
 
 def test_a_start_finds_its_checkpoint_and_its_place_in_the_data(tmp_path):
     fresh = small_state(1, 0)
-    assert checkpoint.find(tmp_path, fresh.model, fresh.data) is None
+    assert checkpoint.find_resumable(tmp_path, fresh.model, fresh.data) is None
     assert checkpoint.restore(fresh, None) is None
     saved = small_state()
     saved.data.seen = 77
     checkpoint.save(saved, tmp_path, SYNC)
-    found = checkpoint.find(tmp_path, fresh.model, fresh.data)
+    found = checkpoint.find_resumable(tmp_path, fresh.model, fresh.data)
     assert fresh.data.seen == 77  # before a weight is there
     assert checkpoint.restore(fresh, found) == fresh.step == 3
     saved.data = None
     path = Path(checkpoint.save(saved, tmp_path, SYNC))
     with pytest.raises(CheckpointError, match="no data state"):
-        checkpoint.find(tmp_path, fresh.model, fresh.data)
+        checkpoint.find_resumable(tmp_path, fresh.model, fresh.data)
     (path / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="what failed is kept"):
-        checkpoint.find(tmp_path, fresh.model, fresh.data)
+        checkpoint.find_resumable(tmp_path, fresh.model, fresh.data)
 
 
 def test_an_optimizer_whose_state_differs_by_parameter_goes_on(tmp_path):

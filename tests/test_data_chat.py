@@ -21,10 +21,10 @@ from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
 from toolkit.data.chat.alike import found_alike
-from toolkit.data.chat.habits import habits
 from toolkit.data.chat.masks import Rendered
 from toolkit.data.chat.printed import EARLIER_REASONING, NOT_PRINTED, check_printed
 from toolkit.data.chat.template import Chat, learned_turns
+from toolkit.data.chat.traits import habits
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.tokens.encode import Encoder

@@ -74,7 +74,7 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     if world > 1:
         one_rank.local_collectives(model)
-    loading.fill(model, model_cfg, torch.device("cpu"), 0, empty=False, say=lambda *_: None)
+    loading.load_or_init(model, model_cfg, torch.device("cpu"), 0, empty=False, say=lambda *_: None)
     kind = sharding.get("optim", "adamw_torch_fused")
     optimizer = build_optimizer(model, OptimConfig(optim=kind, learning_rate=1e-3))
     return checkpoint.TrainState(model.train(), optimizer)

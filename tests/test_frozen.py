@@ -59,7 +59,7 @@ def build(folder: str, case: str, world: int, cfg: ShardingConfig, fill: bool = 
     model = prepare_adapters(prepare(model_cfg), lora, cfg.param_dtype)
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     if fill:
-        loading.fill(model, model_cfg, torch.device("cpu"), 7, empty=False, say=print)
+        loading.load_or_init(model, model_cfg, torch.device("cpu"), 7, empty=False, say=print)
     return model.train()
 
 

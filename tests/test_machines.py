@@ -82,7 +82,7 @@ def test_the_run_keeps_what_was_asked_for(monkeypatch) -> None:
     with torch.device("meta"):
         model = nn.Linear(1000, 1000)
     cfg = PretrainConfig(ModelConfig("x"))
-    settled = preflight.settle(cfg, model, run, folder).sharding
+    settled = preflight.resolve_auto(cfg, model, run, folder).sharding
     assert (settled.dp_replicate, settled.dp_shard) == (2, 4)
     (recorded,) = kept  # a start on other machines decides anew
     assert (recorded.sharding.dp_replicate, recorded.sharding.dp_shard) == (-1, -1)

@@ -24,7 +24,7 @@ from toolkit.planning.changes import make_plan, with_settings
 from toolkit.planning.devices import this_host
 from toolkit.planning.estimates import reserve_of
 from toolkit.planning.measuring import is_out_of_memory
-from toolkit.planning.preflight import apart, choose_candidate, least_bytes, outlook
+from toolkit.planning.preflight import choose_candidate, in_subprocess, least_bytes, outlook
 from toolkit.planning.simulation import simulate, state_of
 
 PLANTED = """
@@ -86,7 +86,7 @@ def test_a_plan_that_fails_ends_no_run(model: Path, monkeypatch: Any) -> None:
     def fails(*args: Any) -> None:
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(preflight, "apart", fails)
+    monkeypatch.setattr(preflight, "in_subprocess", fails)
     said = preflight._prediction(_config(model), 8, this_host(), 10**9)
     assert said == "note: the memory of a step could not be planned: RuntimeError: no such operator"
 
@@ -194,12 +194,12 @@ def test_a_batch_that_is_chosen_needs_a_global_batch(model: Path) -> None:
 def test_a_tried_step_that_does_not_fit_says_so(model: Path) -> None:
     cfg = _auto(model, "--train.per_device_train_batch_size=8")
     cpu = torch.device("cpu")
-    peak = apart(tried, cfg, 2, 0, cpu, 2**30, 0)
+    peak = in_subprocess(tried, cfg, 2, 0, cpu, 2**30, 0)
     assert peak == pytest.approx(
         simulate(cfg, 2, device_type="cpu", gloo=False).peak.nbytes, rel=0.1
     )
-    assert apart(tried, cfg, 2, 0, cpu, 2**30, 2**30) is None  # beside the reserve
-    assert apart(tried, cfg, 2, 0, cpu, 10_000_000, 0) is None  # torch is refused memory
+    assert in_subprocess(tried, cfg, 2, 0, cpu, 2**30, 2**30) is None  # beside the reserve
+    assert in_subprocess(tried, cfg, 2, 0, cpu, 10_000_000, 0) is None  # torch is refused memory
 
 
 def _chosen(rank: int, world: int, cfg: Any, memories: list[int]) -> tuple[int, int]:

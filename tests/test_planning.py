@@ -28,7 +28,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from toolkit.adapters import prepare_adapters
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PretrainConfig, model_settings, parse
-from toolkit.loading import fill, init_weights
+from toolkit.loading import init_weights, load_or_init
 from toolkit.models import build_on_meta
 from toolkit.models.packed_linear import bitsandbytes
 from toolkit.planning import automatic, changes
@@ -99,7 +99,7 @@ def _steps(rank: int, world: int, cfg: Config, steps: int) -> tuple[State, int]:
         if cfg.model.init == "random":
             init_weights(model, "cpu", 0)
         else:
-            fill(model, cfg.model, torch.device("cpu"), 0, empty=False, say=lambda _: None)
+            load_or_init(model, cfg.model, torch.device("cpu"), 0, empty=False, say=lambda _: None)
         optimizer = build_optimizer(model, cfg.optim)
 
         def look(*_: Any) -> None:

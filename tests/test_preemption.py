@@ -79,7 +79,7 @@ PHASES = {
     "Ctrl-C, told twice": ({"place": STEP, "nth": 3, "names": ["SIGINT", "SIGINT"]}, 4, {3}),
     "an evaluation": ({"place": "toolkit.training.step.loss_sum", "rank": "0"}, 4, {3}),
     "a save": ({"place": "toolkit.checkpoint.save", "rank": "1"}, 6, {6}),
-    "loading": ({"place": "toolkit.loading.fill"}, None, set()),
+    "loading": ({"place": "toolkit.loading.load_or_init"}, None, set()),
     "reading data": ({"place": "toolkit.data.prepare.prepare_data"}, None, set()),
 }
 

@@ -54,7 +54,7 @@ def exchanged(rank: int, world: int) -> dict[str, Any]:
         "two_fail": outcome(lambda: ranks.gather_results(two)),
         "unfit": outcome(lambda: ranks.gather_results_to_main(unfit)),
         "main_fails": outcome(lambda: ranks.on_main(fails_on((0,), DataError("no file")))),
-        "alike": getattr(ranks.alike(DataError("all have it")), "already_reported", None),
+        "alike": getattr(ranks.mark_collective(DataError("all have it")), "already_reported", None),
         "after": ranks.gather(rank),  # nobody is left in another exchange
     }
 

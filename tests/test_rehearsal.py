@@ -299,8 +299,8 @@ def test_the_cause_and_its_stage_are_found_in_a_log() -> None:
     log = (
         "Traceback (most recent call last):\n"
         '  File "/x/recipes/pretrain.py", line 51, in pretrain\n'
-        "    loading.fill(model, cfg.model)\n"
-        '  File "/x/toolkit/loading/pretrained.py", line 1, in fill\n    raise\n'
+        "    loading.load_or_init(model, cfg.model)\n"
+        '  File "/x/toolkit/loading/pretrained.py", line 1, in load_or_init\n    raise\n'
         "toolkit.errors.LoadingError: no such tensor\n"
     )
     assert launches.cause_in(log) == ("load", "LoadingError: no such tensor")

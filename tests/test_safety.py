@@ -589,7 +589,7 @@ def test_no_token_is_written_or_said(
     with pytest.raises(ToolkitError, match="token or a password") as refused:
         config.parse(PretrainConfig, spoilt)
     assert TOKEN not in str(refused.value)
-    run_folder.record(cfg)
+    run_folder.save_config(cfg)
     model = fresh(source)
     load_pretrained(model, source, "cpu")
     save(TrainState(model, step=1), tmp_path / "run", CheckpointConfig())

@@ -29,7 +29,7 @@ from toolkit.config.settings import (
 )
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
-from toolkit.formats import laid_out_as
+from toolkit.formats import like_dtensor
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models import build_on_meta
 from toolkit.models.peft_model import base_of, model_tensors
@@ -145,7 +145,7 @@ def fill_each_way(rank: int, world: int, folder: str) -> list:
             model = add_adapters(model, LoraConfig(r=2))
         apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)
         said: list[str] = []
-        loading.fill(model, cfg, "cpu", 3, empty=empty, say=said.append)
+        loading.load_or_init(model, cfg, "cpu", 3, empty=empty, say=said.append)
         weight = base_of(model).model.embed_tokens.weight.full_tensor()
         expected = plain(folder).model.embed_tokens.weight
         found.append((said, torch.equal(weight, expected)))
@@ -518,7 +518,7 @@ def test_under_offload_parts_stay_in_host_memory(folders):
         reference = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)])
         reference._spec.mesh._device_type = "cuda"
         part = torch.ones(3, 4)
-        placed = laid_out_as(reference, part)
+        placed = like_dtensor(reference, part)
         assert placed.to_local().device.type == "cpu"
         assert placed.shape == (6, 4)
         with pytest.raises((RuntimeError, AssertionError)):  # the control: it tries the GPU

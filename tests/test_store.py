@@ -130,7 +130,7 @@ def test_retention_and_overwriting(url):
     assert sorted(commit.committed_steps(store.where(url))) == [2, 3, 4]
 
 
-def _flip(place: store.Place, name: str) -> None:
+def _flip(place: store.RemotePath, name: str) -> None:
     file = Path((place / name).path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -457,7 +457,7 @@ def test_a_root_belongs_to_one_run(tmp_path, url):
     cfg = _config(tmp_path, url)
     run_folder.claim(cfg)
     folder = Path(cfg.output_dir)
-    run_folder.record(cfg)
+    run_folder.save_config(cfg)
     saved(url, 3, 3)
     run_folder.claim(cfg)
     # On another machine, whose disk is empty: the same run goes on, another one does not.
@@ -466,7 +466,7 @@ def test_a_root_belongs_to_one_run(tmp_path, url):
     with pytest.raises(ConfigError, match=r"checkpoint.root bucket://.*seed was 42, is 7"):
         run_folder.claim(_config(tmp_path, url, seed=7))
     # Nor does a run that has left its checkpoints elsewhere begin anew.
-    run_folder.record(cfg)
+    run_folder.save_config(cfg)
     (folder / "metrics.jsonl").write_text("{}\n")
     for root in (None, str(tmp_path / "local"), f"{url}-2"):
         with pytest.raises(ConfigError, match=r"it would begin anew\. Copy checkpoints"):
@@ -479,7 +479,7 @@ def test_a_root_on_a_disk(tmp_path):
     cfg = _config(tmp_path, str(tmp_path / "other"))
     run_folder.claim(cfg)
     folder = Path(cfg.output_dir)
-    run_folder.record(cfg)
+    run_folder.save_config(cfg)
     root = run_folder.root_of(cfg)
     saved(root, 3, 3)
     assert sorted(commit.committed_steps(root)) == [3]

@@ -238,9 +238,9 @@ LOADING = """
 import os, runpy, signal, sys, time
 import toolkit.loading as loading
 
-plain = loading.fill
+plain = loading.load_or_init
 
-def fill(*args, **more):
+def load_or_init(*args, **more):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         time.sleep(1.0)
         if os.environ["RANK"] == "1":
@@ -248,7 +248,7 @@ def fill(*args, **more):
         time.sleep(30.0)  # no collective, whose end would tell: torch's agent sends SIGTERM
     return plain(*args, **more)
 
-loading.fill = fill
+loading.load_or_init = load_or_init
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

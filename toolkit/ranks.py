@@ -138,7 +138,7 @@ def _broken(line: str) -> str:
     )
 
 
-def alike(error: ToolkitError) -> ToolkitError:
+def mark_collective(error: ToolkitError) -> ToolkitError:
     """Return an error that every rank raises, so marked that rank 0 alone prints it."""
     error.already_reported = rank() != 0  # type: ignore[attr-defined]
     return error

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import LoadingError
-from toolkit.formats import laid_out_as, local_tensor, part_of
+from toolkit.formats import like_dtensor, local_tensor, part_of
 from toolkit.models.peft_model import ADAPTER, base_of, copies, layer_parameters
 
 
@@ -84,7 +84,7 @@ def _norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.T
     if by_row and alike and own.shape[:1] == local_tensor(parameter).shape:
         return torch.linalg.norm(own.float(), dim=1)
     if isinstance(weight, DTensor):
-        weight = laid_out_as(weight, own.to(device)).full_tensor()
+        weight = like_dtensor(weight, own.to(device)).full_tensor()
     # With B at zero the adapter adds nothing.
     norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
     return part_of(norms, parameter)

@@ -9,7 +9,7 @@ sources    weights in anybody's checkpoint facts      what export and card tell 
 lock       one process at a time            summary    `toolkit inspect`
 """
 
-from toolkit.checkpoint.resuming import find, newest, restore, resume
+from toolkit.checkpoint.resuming import find_resumable, newest, restore, resume
 from toolkit.checkpoint.run_folder import RunFolder, local_copy
 from toolkit.checkpoint.saving import save, saved_line
 from toolkit.checkpoint.state import TrainState

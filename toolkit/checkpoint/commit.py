@@ -129,12 +129,12 @@ def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> 
     CheckpointError says which paths around it would do, or are of a kind that is asked for `also`.
     """
     path = store.where(path)
-    if is_committed(path) and not (isinstance(path, store.Place) and BAD in path.files()):
+    if is_committed(path) and not (isinstance(path, store.RemotePath) and BAD in path.files()):
         return path
     if steps := committed_steps(path):
         return steps[max(steps)]
     what = f"holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
-    if isinstance(path, store.Place):
+    if isinstance(path, store.RemotePath):
         raise CheckpointError(f"{path} {what}")
     if not path.exists():
         what = f"does not exist (current folder: {Path.cwd()})"
@@ -311,7 +311,7 @@ def begin(run: str | store.Folder, step: int) -> Any:
         # What cannot be deleted now is in nobody's way; `prune` says so.
         with contextlib.suppress(OSError, CheckpointError):
             delete(a.folder for a in attempts if a.kind in LEFT_OVER)
-        if isinstance(root, store.Place):
+        if isinstance(root, store.RemotePath):
             number = max((a.order for a in attempts if a.step == step), default=0) + 1
             return root / f"{step_name(step)}.try-{number:04d}-{os.urandom(4).hex()}"
         folder = beside(root / step_name(step), "tmp")
@@ -319,7 +319,7 @@ def begin(run: str | store.Folder, step: int) -> Any:
         return folder
 
 
-def hash_files(folder: Path, names: Iterable[str], to: store.Place | None = None) -> Files:
+def hash_files(folder: Path, names: Iterable[str], to: store.RemotePath | None = None) -> Files:
     """Fsync files below `folder`, or put them `to` a store; return their manifest entries."""
 
     def settle(name: str) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
             f"{MANIFEST} of step {step} has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} "
             "that are read: not committed"
         )
-    if isinstance(folder, store.Place):
+    if isinstance(folder, store.RemotePath):
         (folder / MANIFEST).write_bytes(text.encode())
         _check_whole(folder, manifest)
         (folder / COMMIT).write_bytes(seal(text.encode()).encode())
@@ -427,7 +427,7 @@ def _take_back(folder: Path, target: Path, aside: Path | None) -> None:
 
 def quarantine(checkpoint: Any) -> Any:
     """Rename what failed verification to `step-N.bad-*`, or mark it on a store; return the name."""
-    if isinstance(checkpoint, store.Place):
+    if isinstance(checkpoint, store.RemotePath):
         (checkpoint / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
         return checkpoint / BAD
     bad = beside(checkpoint, "bad")
@@ -460,7 +460,7 @@ def delete(folders: Iterable[Any]) -> None:
 
 
 def _remove(folder: Any) -> None:
-    if isinstance(folder, store.Place):
+    if isinstance(folder, store.RemotePath):
         (folder / COMMIT).unlink()
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda name: (folder / name).unlink(), folder.files()))
@@ -479,7 +479,7 @@ def _remove(folder: Any) -> None:
 def attempts_of(run: str | store.Folder) -> list[Attempt]:
     """Return all that bears a name of the protocol, by step, what counts last."""
     root = store.where(run) / CHECKPOINTS
-    found = _on_store(root) if isinstance(root, store.Place) else _on_disk(root)
+    found = _on_store(root) if isinstance(root, store.RemotePath) else _on_disk(root)
     # step-000000007 would be a second step 7
     attempts = [a for a in found if step_name(a.step) == a.folder.name.partition(".")[0]]
     return sorted(attempts, key=lambda a: (a.step, a.order, a.folder.name))
@@ -492,7 +492,7 @@ def _on_disk(root: Path) -> Iterator[Attempt]:
             yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
 
 
-def _on_store(root: store.Place) -> Iterator[Attempt]:
+def _on_store(root: store.RemotePath) -> Iterator[Attempt]:
     names: dict[str, set[str]] = {}
     for path in root.files():
         folder, _, name = path.partition("/")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
-from toolkit.checkpoint.store import Place, bytes_below, where
+from toolkit.checkpoint.store import RemotePath, bytes_below, where
 from toolkit.config.settings import CheckpointConfig, OptimConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import DTYPES, assets_of
@@ -35,7 +35,7 @@ class DiskEstimate:
     there: int  # of that already: checkpoints and exports that count or will be replaced
     free: int
     folder: Path  # whose file system has so much `free`
-    store: Place | None  # takes the checkpoints instead; how much room it has, nobody can ask
+    store: RemotePath | None  # takes the checkpoints instead; how much room it has, nobody can ask
 
     @property
     def total(self) -> int:
@@ -86,7 +86,7 @@ def need(
         there,
         free_bytes(folder),
         folder,
-        root if isinstance(root, Place) else None,
+        root if isinstance(root, RemotePath) else None,
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.store import Folder, Place, disk_errors
+from toolkit.checkpoint.store import Folder, RemotePath, disk_errors
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.training import background
 
@@ -52,7 +52,7 @@ def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
     """
     if _key(folder) in _held:
         return ""
-    if isinstance(folder, Place):
+    if isinstance(folder, RemotePath):
         return _take_place(folder, job)
     file = folder / LOCK
     with contextlib.ExitStack() as undo, disk_errors(f"{file} cannot be written"):
@@ -82,7 +82,7 @@ def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
     return f"note: {folder} was in use by {_said(before)}, which is gone" if before else line
 
 
-def _take_place(place: Place, job: str) -> str:
+def _take_place(place: RemotePath, job: str) -> str:
     """Leave a note on a store; return a line where another one lies there."""
     held = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
     before = _note(held.file)
@@ -102,7 +102,7 @@ def release(folder: Folder) -> None:
     held.ended.set()
     # Where it cannot be written any more, the note is as stale as that of a killed process.
     with contextlib.suppress(OSError, CheckpointError):
-        if isinstance(held.file, Place):
+        if isinstance(held.file, RemotePath):
             if _note(held.file).get("token") == held.token:
                 held.file.unlink()
         else:

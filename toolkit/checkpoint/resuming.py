@@ -58,7 +58,7 @@ def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> i
     return restore(state, newest(run_dir, cfg.verify_on_resume))
 
 
-def find(
+def find_resumable(
     run_dir: str | Folder,
     model: nn.Module,
     position: Any = None,
@@ -268,7 +268,7 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
     ]
     if wrong:
         listed = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
-        raise ranks.alike(
+        raise ranks.mark_collective(
             CheckpointError(
                 f"{checkpoint}: {len(wrong)} tensor(s) are not in memory what was saved, though "
                 f"their files are whole: {listed}; a device, its driver or the memory of a machine "

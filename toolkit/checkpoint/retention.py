@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit import ranks
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
-from toolkit.checkpoint.store import Folder, Place, disk_errors, read_object, where
+from toolkit.checkpoint.store import Folder, RemotePath, disk_errors, read_object, where
 from toolkit.config.published import mapping
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
@@ -49,7 +49,7 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
     with _warns(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = counting(attempts)
-        budget = _AFFORDABLE_ON_STORE if isinstance(run, Place) else _AFFORDABLE
+        budget = _AFFORDABLE_ON_STORE if isinstance(run, RemotePath) else _AFFORDABLE
         verified: dict[int, dict[str, float]] = {}
         for step in sorted(newest, reverse=True):
             folder = newest[step].folder

@@ -24,7 +24,7 @@ from toolkit import config, ranks
 from toolkit.checkpoint import commit, disk, lock, store
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.state import TrainState
-from toolkit.checkpoint.store import Folder, Place, disk_errors, where
+from toolkit.checkpoint.store import Folder, RemotePath, disk_errors, where
 from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
@@ -88,7 +88,7 @@ class RunFolder:
 
         ranks.say(f"disk       {ranks.on_main(needed)}")
 
-    def record(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
+    def save_config(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
         """Write the settings that hold from here on, and say which of them an earlier start did not
         have. Where the run is `done`, or has no step left, the settings of what was done stay.
         """
@@ -114,7 +114,7 @@ class RunFolder:
                 f"note: {_ACCUMULATION} {asked} has no effect, it is {used}: the global batch of a "
                 f"run stays, here {batch} samples"
             )
-        ranks.on_main(lambda: record(cfg))
+        ranks.on_main(lambda: save_config(cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
         ranks.say(*ranks.on_main(lambda: self._set_exports_aside(state.step)))
 
@@ -170,7 +170,7 @@ def recorded_root(run: Path) -> Folder:
     if not isinstance(root, str) or not root or is_root:
         return run
     place = where(root)
-    elsewhere = isinstance(place, Place)
+    elsewhere = isinstance(place, RemotePath)
     return place if elsewhere else beside_recorded(run, recorded.get("output_dir"), str(place))
 
 
@@ -201,7 +201,7 @@ def local_copy(path: str | Path) -> Iterator[Path]:
     place = where(path)
     if isinstance(place, Path):
         place = recorded_root(place)
-    if not isinstance(place, Place):
+    if not isinstance(place, RemotePath):
         yield place
         return
     checkpoint = commit.find_checkpoint(place)
@@ -219,7 +219,7 @@ def local_copy(path: str | Path) -> Iterator[Path]:
         yield folder
 
 
-def _copy(checkpoint: Place, folder: Path) -> None:
+def _copy(checkpoint: RemotePath, folder: Path) -> None:
     """Copy all objects of a checkpoint into a folder."""
     files = checkpoint.files()
     if odd := [n for n in files if not is_inner_path(n)]:
@@ -282,7 +282,7 @@ def claim(cfg: Any) -> Any:
             "overwrite it; give an empty or new folder"
         )
     if cfg.checkpoint.root is not None:
-        if isinstance(root, Place):
+        if isinstance(root, RemotePath):
             store.probe(root)
         else:
             _check_writable(root, "checkpoint.root")
@@ -330,19 +330,19 @@ def _appears(file: Path) -> bool:
     return True
 
 
-def record(cfg: Any) -> None:
+def save_config(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
     folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
     with disk_errors(f"{CONFIG} of the run could not be written"):
         replace_synced(folder / CONFIG, text)
-        if isinstance(root, Place):
+        if isinstance(root, RemotePath):
             (root / CONFIG).write_bytes(text.encode())
         elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
             replace_synced(root / CONFIG, text)
 
 
 def _read(file: Folder, cls: type) -> Any:
-    """Return the config that `record` wrote for the same recipe."""
+    """Return the config that `save_config` wrote for the same recipe."""
     tuned = cls is config.FinetuneConfig
     try:
         with contextlib.ExitStack() as stack:
@@ -380,7 +380,7 @@ def _check_writable(folder: Path, setting: str) -> None:
 
 
 def _is_ours(file: Path, cls: type) -> bool:
-    """Whether `record` wrote the file: it is, to the letter, the dump of what it holds."""
+    """Whether `save_config` wrote the file: it is, to the letter, the dump of what it holds."""
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))
     except (ConfigError, OSError, UnicodeDecodeError):

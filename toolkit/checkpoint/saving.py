@@ -41,7 +41,7 @@ from toolkit.checkpoint.commit import Files
 from toolkit.checkpoint.shard_plan import write_shards, written_here
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
-from toolkit.checkpoint.store import Folder, Place, disk_errors, files_below, where
+from toolkit.checkpoint.store import Folder, RemotePath, disk_errors, files_below, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import StorageError
 from toolkit.formats import Tensors, local_tensor
@@ -171,7 +171,7 @@ def _disk_may_fail(
 
 def _lacking(needed: int, run: Folder) -> str:
     """Return what a checkpoint of `needed` bytes lacks, when a save has failed and is removed."""
-    if isinstance(run, Place):
+    if isinstance(run, RemotePath):
         return ""  # nobody can ask a store
     try:
         free = disk.free_bytes(run)
@@ -211,7 +211,7 @@ class _Snapshot:
 
         target = where(ranks.on_main(begin))
         self.target = target
-        self.store = target if isinstance(target, Place) else None
+        self.store = target if isinstance(target, RemotePath) else None
         # On a store a folder of this rank's own, for small files.
         self.folder = target if isinstance(target, Path) else ranks.on_all(self._scratch)
         try:
@@ -338,7 +338,7 @@ def _copied(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
             room = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
         _room[name] = room.copy_(local, non_blocking=True)
         devices.add(local.device)
-        copies[name] = formats.laid_out_as(tensor, room) if isinstance(tensor, DTensor) else room
+        copies[name] = formats.like_dtensor(tensor, room) if isinstance(tensor, DTensor) else room
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

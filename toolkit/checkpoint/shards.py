@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
-from toolkit.checkpoint.store import Folder, Place
+from toolkit.checkpoint.store import Folder, RemotePath
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
 from toolkit.formats.bit_sums import bytes_sum, wrapped
@@ -48,7 +48,7 @@ class HashingWriter(FileSystemWriter):
     def __init__(
         self,
         folder: Path,
-        shards: Place | None = None,
+        shards: RemotePath | None = None,
         *,
         ranks_here: int = 1,
         expected: Mapping[str, tuple[int, int]] | None = None,
@@ -106,8 +106,8 @@ class ShardReader(FileSystemReader):
     """`FileSystemReader` with metadata that was read before; it reads several blobs at a time."""
 
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
-        super().__init__(Path() if isinstance(folder, Place) else folder)
-        self.fs = _Files(folder if isinstance(folder, Place) else None)
+        super().__init__(Path() if isinstance(folder, RemotePath) else folder)
+        self.fs = _Files(folder if isinstance(folder, RemotePath) else None)
         self.on_disk = isinstance(folder, Path)
         self.metadata, self.requested = metadata, 0
 
@@ -133,7 +133,7 @@ class ShardReader(FileSystemReader):
 class _Files(FileSystem):
     """torch's file system: shards are hashed while they are written, and may be on a store."""
 
-    def __init__(self, shards: Place | None) -> None:
+    def __init__(self, shards: RemotePath | None) -> None:
         self.shards = shards
         self.hashed: dict[str, dict[str, Any]] = {}
         # File -> offset of a blob -> length and sum of its tensor's bytes.
@@ -175,7 +175,7 @@ class HashingStream:
         if self.files.stopped:
             raise CheckpointError("the checkpoint was given up while it was written")
         view, size = memoryview(content), len(content)
-        on_disk = not isinstance(self.files.shards, Place)
+        on_disk = not isinstance(self.files.shards, RemotePath)
         if on_disk:
             preallocate(self.fileno(), self.size, size)
         # torch.save writes the name of a record, its padding, then its bytes, each in one call.

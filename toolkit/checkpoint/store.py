@@ -22,7 +22,7 @@ _DISK_FAILS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EREM
 
 
 @dataclass(frozen=True)
-class Place:
+class RemotePath:
     """An object on a store, or a prefix of objects; named and read as a `Path` is."""
 
     url: str
@@ -32,16 +32,16 @@ class Place:
     def __str__(self) -> str:
         return self.url
 
-    def __truediv__(self, name: str) -> "Place":
-        return Place(f"{self.url}/{name}", f"{self.path}/{name}", self.fs)
+    def __truediv__(self, name: str) -> "RemotePath":
+        return RemotePath(f"{self.url}/{name}", f"{self.path}/{name}", self.fs)
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
     @property
-    def parent(self) -> "Place":
-        return Place(self.url.rpartition("/")[0], self.path.rpartition("/")[0], self.fs)
+    def parent(self) -> "RemotePath":
+        return RemotePath(self.url.rpartition("/")[0], self.path.rpartition("/")[0], self.fs)
 
     def files(self) -> dict[str, int]:
         """Return name below this place -> size of every object; one listing, never a cached one."""
@@ -89,14 +89,14 @@ class Place:
             self.fs.rm_file(self.path)
 
 
-Folder = Path | Place  # where checkpoints are
+Folder = Path | RemotePath  # where checkpoints are
 
 
 def is_url(path: object) -> bool:
     """Whether `path` names a place on an object store; `file://` is a path."""
     if isinstance(path, str):
         return bool(_URL.match(path)) and not _FILE_URL.match(path)
-    return isinstance(path, Place)
+    return isinstance(path, RemotePath)
 
 
 def where(path: str | Folder) -> Folder:
@@ -104,7 +104,7 @@ def where(path: str | Folder) -> Folder:
 
     CheckpointError for a URL with credentials in it, or of a driver that is not installed.
     """
-    if isinstance(path, Place):
+    if isinstance(path, RemotePath):
         return path
     if not is_url(path):
         return Path(path if isinstance(path, Path) else _FILE_URL.sub("", path, count=1))
@@ -124,14 +124,14 @@ def where(path: str | Folder) -> Folder:
             f"{url} cannot be opened, each machine of the run needs the driver of the store: "
             f"{one_line(error)}"
         ) from error
-    return Place(url, str(stripped).rstrip("/"), fs)
+    return RemotePath(url, str(stripped).rstrip("/"), fs)
 
 
 def files_below(folder: Folder, only: Collection[str] | None = None) -> dict[str, int]:
     """Return relative name -> size of all files below `folder`, or of those in `only` that are
     there; -1 of what is none, or a link.
     """
-    if isinstance(folder, Place):
+    if isinstance(folder, RemotePath):
         return folder.files()
     if only is None:
         entries = {str(p.relative_to(folder)): p.lstat() for p in folder.rglob("*")}
@@ -176,7 +176,7 @@ def read_object(file: Folder) -> dict[str, Any] | None:
     return content
 
 
-def probe(place: Place) -> None:
+def probe(place: RemotePath) -> None:
     """Put a small object there, read it back, delete it; CheckpointError where that fails."""
     # A name of its own, listed alone: every rank of a large run does this, beside its checkpoints.
     folder = place / f"probe-{os.urandom(8).hex()}"

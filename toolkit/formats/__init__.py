@@ -43,7 +43,7 @@ from toolkit.formats.hf_folder import (
 )
 from toolkit.formats.layout import (
     Tensors,
-    laid_out_as,
+    like_dtensor,
     local_slices,
     local_tensor,
     part_of,

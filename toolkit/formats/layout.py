@@ -33,7 +33,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole[local_slices(like)] if isinstance(like, DTensor) else whole
 
 
-def laid_out_as(reference: DTensor, part: torch.Tensor) -> DTensor:
+def like_dtensor(reference: DTensor, part: torch.Tensor) -> DTensor:
     """Return the DTensor whose local part is `part`, wherever that is."""
     # `DTensor.from_local` would move what is in host memory (offload, copies) to the mesh's device.
     return DTensor(part.contiguous(), reference._spec, requires_grad=False)  # type: ignore[call-arg]

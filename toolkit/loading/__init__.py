@@ -5,7 +5,7 @@ from toolkit.loading.materialisation import init_weights, materialise
 from toolkit.loading.pretrained import (
     LoadReport,
     check_fits,
-    fill,
+    load_or_init,
     load_pretrained,
     misfits,
 )

@@ -34,7 +34,7 @@ from toolkit.formats import (
     assets_of,
     conversion_mapping,
     in_file,
-    laid_out_as,
+    like_dtensor,
     loaded_as,
     nested_items,
     part_of,
@@ -130,7 +130,7 @@ def run_loader(
     )
 
     def wrap(part: torch.Tensor, reference: DTensor) -> DTensor:
-        return laid_out_as(reference, part)  # which leaves the part where it is
+        return like_dtensor(reference, part)  # which leaves the part where it is
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(core_model_loading, _WRAP, wrap))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.adapters.first_values import first_values
 from toolkit.errors import LoadingError
-from toolkit.formats import assets_of, laid_out_as, local_tensor, part_of
+from toolkit.formats import assets_of, like_dtensor, local_tensor, part_of
 from toolkit.loading.initialise import drawn, with_buffers
 from toolkit.models.layers import tied_families
 from toolkit.models.peft_model import copied_modules, has_adapters, unwrapped_base
@@ -122,7 +122,7 @@ def place(model: nn.Module, names: list[str], part: torch.Tensor, reference: tor
     """Put this rank's `part` under all of `names`, laid out as `reference` is."""
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
-        value = laid_out_as(reference, value)
+        value = like_dtensor(reference, value)
     if isinstance(reference, nn.Parameter):
         value = nn.Parameter(value, requires_grad=reference.requires_grad)
     value._is_hf_initialized = True  # type: ignore[attr-defined]

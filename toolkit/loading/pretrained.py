@@ -44,7 +44,7 @@ class LoadReport:
     seconds: float
 
 
-def fill(
+def load_or_init(
     model: nn.Module,
     cfg: ModelConfig,
     device: torch.device | str,

@@ -2,6 +2,6 @@
 
 from toolkit.planning.devices import device_of
 from toolkit.planning.measuring import calibrate_by_run, calibrate_here
-from toolkit.planning.preflight import settle
+from toolkit.planning.preflight import resolve_auto
 from toolkit.planning.published import with_known_shape
 from toolkit.planning.report import plan_run

@@ -53,7 +53,7 @@ _HELD_SHARE = 0.4
 _STATE = {"adamw_torch_fused": 2.0, "adamw_8bit": 0.5, "muon": 1.0, "adafactor": 0.0}
 # Function that a failure came through, the outermost first -> what the run was doing.
 _DOING = {
-    "fill": "loading",
+    "load_or_init": "loading",
     "restore": "restoring a checkpoint",
     "evaluate_metrics": "an evaluation",
     "answer_prompts": "an evaluation",
@@ -81,7 +81,7 @@ class Outlook:
     """The cheapest changes with their costs; empty where it fits."""
 
 
-def settle(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> Any:
+def resolve_auto(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> Any:
     """Return the settings of the run with the batch and the recomputation that `auto` becomes (see
     `automatic`); refuse a run whose shards alone do not fit, warn of one whose step may not, and
     let an out-of-memory error of the rest of the run say what would fit. Collective.
@@ -147,7 +147,7 @@ def choose_candidate(cfg: Config, run: Run, device: Device, memory: int) -> Conf
     world = run.world_size
     reserve = reserve_of(device, mesh_shape(world, cfg.sharding))
     own, here = memory_for(cfg.sharding, run.device), with_index(run.device)
-    place, plan = ranks.on_main(lambda: apart(_place, cfg, world, device, memory))
+    place, plan = ranks.on_main(lambda: in_subprocess(_place, cfg, world, device, memory))
     for candidate in automatic.after(cfg, world, place):
         args = candidate, world, run.rank, here, own, reserve
         peaks = ranks.gather_results(lambda args=args: _survived(*args))  # type: ignore[misc]
@@ -170,7 +170,7 @@ def _place(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[i
 def _survived(*args: Any) -> int | None:
     """Return what `automatic.tried` does, None where the system ended its process."""
     try:
-        return apart(automatic.tried, *args)
+        return in_subprocess(automatic.tried, *args)
     except BrokenProcessPool:
         return None
 
@@ -207,7 +207,7 @@ def least_bytes(cfg: Config, model: nn.Module, world_size: int, device_type: str
     return {k: int(n / shards) for k, n in held.items()} | {"gathered parameters": gathered}
 
 
-def apart(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return what `fn` gives in a fresh process; see [Note: apart]."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(fn, *args, **kwargs).result()
@@ -255,7 +255,7 @@ def _refuse(cfg: Config, world: int, device: Device, memory: int, parts: dict[st
 
 def _prediction(cfg: Config, world: int, device: Device, memory: int) -> str:
     try:
-        found = apart(outlook, cfg, world, device, memory, False)
+        found = in_subprocess(outlook, cfg, world, device, memory, False)
     except Exception as error:  # the run may fit, whatever the plan cannot do
         return f"note: the memory of a step could not be planned: {one_line(error)}"
     said = f"{size_text(found.needs)} of {size_text(memory)} by the plan, at most in {found.phase}"
@@ -266,7 +266,7 @@ def _prediction(cfg: Config, world: int, device: Device, memory: int) -> str:
 
 def _advice(cfg: Config, world: int, device: Device, memory: int) -> str:
     try:
-        return apart(_soon, cfg, world, device, memory)
+        return in_subprocess(_soon, cfg, world, device, memory)
     except BrokenProcessPool:
         return f"not planned (over {_LONGEST} s, or no memory for it); ask `toolkit plan`"
     except Exception as error:  # the shortage is to be told, whatever becomes of the advice

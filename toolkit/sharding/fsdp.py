@@ -247,7 +247,7 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
         return []
     if asked == "auto":
         raise ShardingError(
-            "sharding.activation_checkpointing: auto is decided by planning.settle, as the "
+            "sharding.activation_checkpointing: auto is decided by planning.resolve_auto, as the "
             "recipes do; call it before, or set none, selective or full"
         )
     # Of nested ones (sharding.layer_classes) the outer recomputes the inner too.

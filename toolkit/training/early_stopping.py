@@ -37,7 +37,7 @@ class EarlyStopping:
             what = f"expected the metric {self.metric} (checkpoint.metric_for_best_model)"
             known = ", ".join(sorted(metrics)) or "none"
             error = TrainingError(f"{what} to stop early by, the evaluation has {known}")
-            raise ranks.alike(error)
+            raise ranks.mark_collective(error)
         value = float(metrics[self.metric])
         sign = 1 if self.greater_is_better else -1
         better = self.best is None or sign * (value - self.best) > 0
@@ -77,6 +77,6 @@ def early_stopping(
                 f"checkpoint.metric_for_best_model asks for {metric}, which has no best value yet; "
                 "set it back, or give another output_dir"
             )
-            raise ranks.alike(error)
+            raise ranks.mark_collective(error)
         stopping.best, stopping.waited = state["best"], state["waited"]
     return stopping

@@ -275,7 +275,7 @@ class Metrics:
         self._bar.set_postfix_str(f"{loss}  {speed}  {memory}")
 
 
-def begin(
+def start_metrics(
     cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: TrainState
 ) -> Metrics:
     """Print the lines that a run opens with; return its metrics from `state` on. From here on a

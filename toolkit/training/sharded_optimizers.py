@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.formats import laid_out_as, local_tensor, torch_private
+from toolkit.formats import like_dtensor, local_tensor, torch_private
 from toolkit.models.packed_linear import bitsandbytes
 
 _MOMENTUM = 0.95  # Muon's, with Nesterov's correction
@@ -284,4 +284,4 @@ def _rows_like(parameter: torch.Tensor, tail: tuple[int, ...], dtype: torch.dtyp
         shape=shape.shape,
         stride=shape.stride(),
     )
-    return laid_out_as(like, zeros)  # which `from_local` moves out of host memory
+    return like_dtensor(like, zeros)  # which `from_local` moves out of host memory

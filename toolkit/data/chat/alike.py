@@ -8,8 +8,8 @@ follows each are the same texts, the first, the last and some others tell the ed
 
 from collections.abc import Sequence
 
-from toolkit.data.chat.habits import Span
 from toolkit.data.chat.masks import NO_STOP, REASONING, Rendered, Search, only_content
+from toolkit.data.chat.traits import Span
 
 MANY = 16  # answers from which on this is worth while
 _TRIED = 8  # of them that are looked at one by one

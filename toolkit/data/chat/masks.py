@@ -26,14 +26,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.data.chat.habits import (
+from toolkit.data.chat.traits import (
     TEMPLATE_ERRORS,
     WORDS,
-    Habits,
     Marks,
     Message,
     Render,
     Span,
+    TemplateTraits,
     closings_of,
     common_start,
     pattern_of,
@@ -77,7 +77,7 @@ class Search:
         render: Render,
         messages: list[Message],
         specials: Marks,
-        known: Habits,
+        known: TemplateTraits,
     ) -> None:
         self.render, self.messages, self.specials, self.known = render, messages, specials, known
         self.notes: Counter[str] = Counter()

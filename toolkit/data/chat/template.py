@@ -23,18 +23,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.alike import found_alike
-from toolkit.data.chat.habits import (
-    Habits,
+from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
+from toolkit.data.chat.printed import check_printed
+from toolkit.data.chat.traits import (
     Marks,
     Message,
     Span,
+    TemplateTraits,
     common_start,
     habits,
     pattern_of,
     uncut,
 )
-from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
-from toolkit.data.chat.printed import check_printed
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, clean
 from toolkit.errors import DataError
@@ -115,7 +115,7 @@ class Template:
     def __init__(self, text: str, variables: dict[str, Any], specials: tuple[str, ...]) -> None:
         self.text, self.variables, self.specials = text, variables, specials
         self.has_markers = bool(_MARKERS.search(text))
-        self._habits: dict[str, Habits] = {}
+        self._habits: dict[str, TemplateTraits] = {}
         _check_transformers()
         try:
             chat_template_utils._compile_jinja_template(text)
@@ -181,7 +181,7 @@ class Template:
         spans = _by_markers(found.text, turns, markers, wanted, around)
         return Rendered(found.text, spans, found.notes)
 
-    def _inner(self, text: str, span: Span, prompts: list[int], known: Habits) -> Span:
+    def _inner(self, text: str, span: Span, prompts: list[int], known: TemplateTraits) -> Span:
         """Return what markers enclose, without the prompt, and white space after a stop token."""
         begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
         said = text[begin:end]
@@ -194,7 +194,7 @@ class Template:
             begin + len(said.rstrip()) if ended else end,
         )
 
-    def _known(self, kwargs: dict[str, Any]) -> Habits:
+    def _known(self, kwargs: dict[str, Any]) -> TemplateTraits:
         key = json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._habits:
             if len(self._habits) > 100:

@@ -72,7 +72,7 @@ class BadSteps:
             return
         said = ranks.gather(bad[:3])
         named = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(said) if b)
-        raise ranks.alike(
+        raise ranks.mark_collective(
             TrainingError(
                 f"after step {step} values are NaN or infinite ({named}); they are not saved. The "
                 "newest checkpoint is from before; lower optim.learning_rate before going on from "
@@ -92,7 +92,7 @@ class BadSteps:
 
     def _stop(self, step: int, said: str) -> None:
         row = f"{self._streak} step(s) in a row, up to {step}," if self.most else f"step {step}"
-        raise ranks.alike(
+        raise ranks.mark_collective(
             TrainingError(
                 f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
                 f"{self.most}); the last: {said}. Nothing was changed by them, and nothing was "

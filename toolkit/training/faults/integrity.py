@@ -120,13 +120,13 @@ class Integrity:
         for rank, place in enumerate(where):
             alike.setdefault(place, []).append(rank)
         if any(changed):
-            raise ranks.alike(TrainingError(f"{self._name_changed()}. {_ADVICE}"))
+            raise ranks.mark_collective(TrainingError(f"{self._name_changed()}. {_ADVICE}"))
         if len({*whole}) > 1 or any(len({shards[r] for r in g}) > 1 for g in alike.values()):
             copies = self._name_copies(step, [*alike.values()])
-            raise ranks.alike(TrainingError(f"{copies}. {_ADVICE}"))
+            raise ranks.mark_collective(TrainingError(f"{copies}. {_ADVICE}"))
         if len({*facts}) > 1:
             told = ranks.gather(_facts(self._state))
-            raise ranks.alike(TrainingError(f"{_name_facts(step, told)}. {_APART}"))
+            raise ranks.mark_collective(TrainingError(f"{_name_facts(step, told)}. {_APART}"))
         self._unread.clear()
 
     def _name_changed(self) -> str:

@@ -49,7 +49,7 @@ def uncut(text: str, at: int, specials: Marks) -> int:
 
 
 @dataclass(frozen=True)
-class Habits:
+class TemplateTraits:
     """What a template does with a question, an answer, a question."""
 
     # What `add_generation_prompt` adds to a question; where it adds nothing, the header of the
@@ -61,7 +61,7 @@ class Habits:
     openers: Marks = ()  # special tokens that begin a turn or end its header
 
 
-def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) -> Habits:
+def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) -> TemplateTraits:
     """Return the habits of a template: none where it takes no such conversation."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}
@@ -75,7 +75,7 @@ def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) ->
         if all(word in middle for word in (_USER, _ANSWER, _NEXT)) and _ANSWER in last:
             break
     else:
-        return Habits()
+        return TemplateTraits()
     marks = [match.group() for match in pattern_of(specials).finditer(bare.partition(_USER)[0])]
     begins = [special for special in marks if special != bos][:1]
     openers = tuple({*marks[:1], *begins, *marks[-1:]} - {eos})
@@ -86,7 +86,7 @@ def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) ->
     if prompt.strip():
         between = last.partition(_USER)[2].partition(_ANSWER)[0]
         shared = (k for k in range(len(prompt), 0, -1) if between.endswith(prompt[:k]))
-        return Habits(prompt, prompt[: next(shared, 0)], False, closings, openers)
+        return TemplateTraits(prompt, prompt[: next(shared, 0)], False, closings, openers)
     try:
         other = render([*before, user, following])  # a question that no answer follows
     except TEMPLATE_ERRORS:
@@ -94,11 +94,11 @@ def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) ->
     for text, longer in ((ends, before_next), (bare, other)):
         rest = text[uncut(text, common_start(text, longer), specials) :] if longer else ""
         if pattern_of((eos or "",)).sub("", rest).strip() and last.startswith(bare):
-            return Habits(rest, "", True, closings, openers)
+            return TemplateTraits(rest, "", True, closings, openers)
     prompt = last.removeprefix(bare).partition(_ANSWER)[0]
     same = _shape(bare.partition(_USER)[0]).endswith(_shape(prompt))
     built = other.startswith(bare) and last.startswith(bare) and same
-    return Habits(prompt if built else "", "", False, closings, openers)
+    return TemplateTraits(prompt if built else "", "", False, closings, openers)
 
 
 def closings_of(
