@@ -29,7 +29,7 @@ from distributed import run_recipe_ranks
 
 from toolkit import adapters, cli, config, loading, models, ranks
 from toolkit.adapters.peft_folder import read_as_peft
-from toolkit.checkpoint import TrainState, find, restore
+from toolkit.checkpoint import TrainState, find_resumable, restore
 from toolkit.checkpoint.run_folder import claim as claim_folder
 from toolkit.config import FinetuneConfig, PretrainConfig, accelerate_yaml, model_settings
 from toolkit.data.prepare import inspect_data, prepare_data
@@ -312,7 +312,7 @@ def resume_adapters() -> str | None:
 
 def _resumed(model: Any, run: str, data: Any = None) -> str | None:
     cfg = settings("pretrain")
-    saved = find(run, model, data)
+    saved = find_resumable(run, model, data)
     loading.load_or_init(model, cfg.model, "cpu", cfg.seed, empty=saved is not None, say=ranks.say)
     optimizer = build_optimizer(model, cfg.optim)
     schedule = build_scheduler(optimizer, cfg.optim, 3)
