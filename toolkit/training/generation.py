@@ -83,7 +83,8 @@ def answer_prompts(
     """Print answers to `train.eval_prompts` on rank 0, and append them to `file`. Collective."""
     if not cfg.eval_prompts or tokenizer is None or preemption.stopping():
         return
-    answers = generate(model, tokenizer, cfg.eval_prompts, ANSWER)
+    count = ranks.on_all(lambda: _answer_tokens(model, tokenizer, cfg.eval_prompts))
+    answers = generate(model, tokenizer, cfg.eval_prompts, count)
 
     def keep() -> None:
         lines = []
@@ -102,7 +103,20 @@ def answer_prompts(
 def check_prompts(model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig) -> None:
     """Refuse `train.eval_prompts` that `generate` would; the model may be on meta. Collective."""
     if tokenizer is not None:
-        encoded_prompts(model, tokenizer, cfg.eval_prompts, ANSWER)
+        encoded_prompts(model, tokenizer, cfg.eval_prompts, 1)
+
+
+def _answer_tokens(model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
+    """Return how many tokens an answer may have: `ANSWER`, or what the model's positions leave."""
+    longest = max(map(len, encoded_prompts(model, tokenizer, prompts, 1)))
+    positions = _positions(model)
+    return ANSWER if positions is None else min(ANSWER, positions - longest)
+
+
+def _positions(model: nn.Module) -> int | None:
+    config = base_of(model).config.get_text_config()
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def encoded_prompts(
@@ -110,13 +124,12 @@ def encoded_prompts(
 ) -> list[list[int]]:
     """Return the token ids of `prompts` as `generate` asks them; the model may be on meta."""
     chat = tokenizer.chat_template is not None
-    positions = getattr(base_of(model).config.get_text_config(), "max_position_embeddings", None)
-    found = []
+    positions, found = _positions(model), []
     for prompt in prompts:
         ids = _chat_prompt(tokenizer, prompt) if chat else tokenizer(prompt)["input_ids"]
         if not ids:
             raise TrainingError(f"the prompt {prompt[:60]!r} has no tokens; give one that has text")
-        if isinstance(positions, int) and 0 < positions < len(ids) + max_new_tokens:
+        if positions is not None and positions < len(ids) + max_new_tokens:
             raise TrainingError(
                 f"the prompt {prompt[:60]!r} has {len(ids)} tokens, and with {max_new_tokens} more "
                 f"the model's {positions} positions do not hold it; shorten it, or ask for fewer"
