@@ -658,7 +658,7 @@ def test_a_run_publishes_itself(hub, push, tiny_llama, text_file, tmp_path):
     hub.reset()
     assert push("command", *words)["result"] == 0
     assert holds(hub.repos[NAME], Path(f"{run}-hf"), "main")
-    card = hub.repos[NAME].content("two")["README.md"].decode()
+    card = hub.repos[NAME].content("main")["README.md"].decode()
     for part in ("trained from tiny_llama", "`text.txt`", "| train.per_device_train_batch_size |"):
         assert part in card
     assert "Batch: 16 samples a step on 2 devices." in card

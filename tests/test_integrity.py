@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_found_at_the_next_look(folders, name) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "at"), [({"every": 100}, UP), ({}, MOMENT)])
+@pytest.mark.parametrize(("settings", "at"), [({"every": 100}, UP), ({"every": 100}, MOMENT)])
 def test_the_control_a_flip_that_nothing_covers_is_not_found(folders, settings, at) -> None:
     """As the note says: a shard that no other rank holds, in a step that is not looked at."""
     found = run_ranks(flipped, 2, folders["untied"], settings, at)
