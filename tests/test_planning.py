@@ -28,6 +28,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from toolkit.adapters import prepare_adapters
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PretrainConfig, model_settings, parse
+from toolkit.errors import ShardingError
 from toolkit.loading import init_weights, load_or_init
 from toolkit.models import build_on_meta
 from toolkit.models.packed_linear import bitsandbytes
@@ -476,19 +477,19 @@ def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.plans
-def test_a_sweep_leaves_out_what_the_settings_refuse(file: Path) -> None:
-    """Activations to offload, without any recomputation."""
-    flags = ("--sharding.activation_checkpointing=full", "--sharding.activation_offload=true")
-    cfg, device, said = (
-        parse(FinetuneConfig, ["--config", str(file), *flags]),
-        device_of("h100"),
-        [],
-    )
-    plan = make_plan(cfg, 1, device, None)
-    found = changes.layouts(plan, device, None, said.append)
-    assert {p.change for p in found} >= {"1 x 1, recompute full"}
-    assert "1 x 1, recompute none" not in {p.change for p in found}
-    assert any("recompute none: " in line and "does nothing without" in line for line in said)
+def test_a_sweep_leaves_out_what_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model whose layers write to their own input, which cannot be recomputed in part."""
+
+    def refused(cfg: Any, world: int, device: Any, memory: Any, name: str) -> Plan:
+        if "selective" in name:
+            raise ShardingError("its layers write to their own input")
+        return make_plan(cfg, world, device, memory, name)
+
+    monkeypatch.setattr(changes, "make_plan", refused)
+    cfg, device, said = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100"), []
+    found = changes.layouts(make_plan(cfg, 1, device, None), device, None, said.append)
+    assert {p.change for p in found} == {"1 x 1, recompute none", "1 x 1, recompute full"}
+    assert "1 x 1, recompute selective: its layers write to their own input" in said
 
 
 @pytest.mark.plans
