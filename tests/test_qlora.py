@@ -262,7 +262,7 @@ def plain_losses(folder: str, way: str, start: dict[str, torch.Tensor]) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["nf4", "double", "fp4", "a layer in full"])
+@pytest.mark.parametrize("way", ["nf4", "double", "a layer in full"])
 def test_losses_are_those_of_peft_and_bitsandbytes_in_one_process(way, folder, found):
     expected = plain_losses(folder, way, found[0][way]["start"])
     assert expected[2] < expected[0] - 0.02, "it must have learnt"
@@ -277,12 +277,12 @@ def test_other_ways_train_as_the_plain_one(found):
             assert rank[way]["losses"] == pytest.approx(rank["nf4"]["losses"], rel=1e-6), way
         for way in ("bf16", "bf16, fp32 base"):
             assert rank[way]["losses"] == pytest.approx(rank["nf4"]["losses"], rel=2e-2), way
-        # The control: formats differ by more than the tolerances above.
-        assert rank["fp4"]["losses"][0] != pytest.approx(rank["nf4"]["losses"][0], rel=1e-4)
+        # The control: scales in 8 bits differ by more than the first tolerance.
+        assert rank["double"]["losses"][0] != pytest.approx(rank["nf4"]["losses"][0], rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["nf4", "double", "fp4", "bf16"])
+@pytest.mark.parametrize("way", ["nf4", "double", "bf16"])
 def test_logits_are_those_of_transformers_load_in_4bit(way, folder, found):
     with torch.no_grad():
         expected = plain(folder, way).eval()(input_ids=batch(9)["input_ids"]).logits
@@ -293,7 +293,7 @@ def test_logits_are_those_of_transformers_load_in_4bit(way, folder, found):
 @pytest.mark.slow
 def test_shards_are_what_bitsandbytes_makes_of_the_checkpoint(folder, found):
     entries = read_weights(weight_files(Path(folder)))
-    for way in ("nf4", "double", "fp4", "bf16"):
+    for way in ("nf4", "double", "bf16"):
         lora, cfg, dtype = WAYS[way]
         model = build_on_meta(ModelConfig(folder, dtype=dtype))
         quantise_on_meta(model, lora, cfg.param_dtype)
