@@ -409,8 +409,10 @@ def sharded_gradients(rank: int, world: int, folder: str) -> dict[Any, Any]:
         path = Path(folder) / kind
         ranks.on_main(lambda kind=kind, path=path: str(save(tiny_model(kind), path, kind)))
         plain: dict[bool, Any] = {}
-        layers = {"gemma3": "Gemma3DecoderLayer", "zamba2": "Zamba2*DecoderLayer"}[kind]
-        parts = [layers, *{"gemma3": ("self_attn", "mlp"), "zamba2": ("mamba",)}[kind]]
+        parts = {
+            "gemma3": ["Gemma3DecoderLayer", "self_attn", "mlp"],
+            "zamba2": ["Zamba2MambaDecoderLayer", "Zamba2HybridLayer", "mamba"],
+        }[kind]
         for sublayers, mode in ((s, m) for s in (False, True) for m in ("none", "selective")):
             sharding = {"layer_classes": parts if sublayers else []}
             sharding |= {"activation_checkpointing": mode}
