@@ -4,6 +4,7 @@ import ast
 import collections
 import dataclasses
 import itertools
+import re
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from toolkit.config import (
     outputs,
     settings,
 )
+from toolkit.config.names import GONE
 from toolkit.errors import ConfigError
 
 MODEL = "model: {name_or_path: here}\n"
@@ -227,6 +229,19 @@ def test_print_config_is_a_config(tmp_path, capsys) -> None:
 # --------------------------------------------------------------------------------------------------
 # What is refused
 # --------------------------------------------------------------------------------------------------
+
+
+def test_who_sets_what_went_reads_what_to_do(refusal) -> None:
+    settings = {*config.flat(config.parse(config.FinetuneConfig, ["--model.name_or_path", "x"]))}
+    assert not settings & GONE.keys()
+    for name, instead in GONE.items():
+        for named in re.findall(
+            r"\b(?:data|model|optim|sharding|train|lora|checkpoint)\.\w+", instead
+        ):
+            assert named in settings, (name, named)
+    said = refusal(MODEL + "sharding: {layers_per_unit: 2}")
+    assert "'sharding.layers_per_unit'" in said
+    assert "which is gone: a unit is a decoder layer" in said
 
 
 def test_an_unknown_setting_is_named_with_the_nearest_ones(refusal, tmp_path) -> None:

@@ -159,6 +159,22 @@ def test_a_profile_may_begin_with_the_first_step(tmp_path) -> None:
     cut.close()
 
 
+@pytest.mark.parametrize(("after", "first", "begun"), [(0, 1, 0), (0, 9, 7), (5, 6, 5), (5, 9, 7)])
+def test_memory_is_recorded_from_the_warm_up_on(
+    tmp_path, monkeypatch, after: int, first: int, begun: int
+) -> None:
+    """And not from the start: each allocation costs its Python stack."""
+    told, done = list[int](), [after]
+    record = lambda **_: told.append(done[0])  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    profiler = StepProfiler(tmp_path, torch.device("cuda"), first, first + 1, after=after)
+    for step in range(after + 1, first):
+        done[0] = step
+        profiler.end_step(step)
+    profiler.close()
+    assert told == [begun]
+
+
 def test_the_table_shows_the_ranks_that_differ() -> None:
     zero = dict.fromkeys((*PARTS, HIDDEN), 0.0)
     lines = part_table([zero | {"forward": 0.03, "idle": 0.01}, zero | {"forward": 0.04}])

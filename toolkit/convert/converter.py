@@ -376,7 +376,7 @@ class _Converter:
                 self.settings[f"data.{setting}"] = value
         key, value = self.take("dataset_text_field", "text_field", "text_key", "text_column")
         if key and value != "text":
-            self.settings["data.columns"] = {"text": value}
+            self.settings.setdefault("data.columns", {})["text"] = value
         name = self.settings.get("data.dataset_name")
         if isinstance(name, str) and _is_file(name):
             self.settings["data.train_files"] = self.settings.pop("data.dataset_name")

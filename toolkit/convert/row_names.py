@@ -2,6 +2,8 @@
 
 from typing import Any
 
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
 # axolotl's keys that name columns, or keys of turns -> the toolkit's name, and others that are
 # recognised as it is.
 _NAMES_OF_ROWS: dict[str, tuple[str, ...]] = {
@@ -29,7 +31,8 @@ def columns_of(entry: dict[str, Any]) -> dict[str, str]:
         if name not in _NAMES_OF_ROWS[key]:
             found[_NAMES_OF_ROWS[key][0]] = name
     roles = entry.get("roles")
-    if isinstance(roles, dict) and all(isinstance(names, list) for names in roles.values()):
+    whole = isinstance(roles, dict) and all(isinstance(names, list) for names in roles.values())
+    if isinstance(roles, dict) and whole and {*roles} <= _ROLES:
         del entry["roles"]
         found |= {name: role for role, names in roles.items() for name in names if name != role}
     return found

@@ -108,7 +108,7 @@ class Metrics:
             initial=self.first_step,
             dynamic_ncols=True,
             # None: shown in a terminal only.
-            disable=not self._main or os.environ.get("TQDM_DISABLE", "0") != "0" or None,
+            disable=not self._main or os.environ.get("TQDM_DISABLE", "") not in ("", "0") or None,
             bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
         )
 

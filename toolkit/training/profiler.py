@@ -36,6 +36,12 @@ class StepProfiler:
         self._profile.start()
         self._profile.step_num = self.after  # its numbers are the run's
         self._profile.step()
+        self._record_memory(self.after)
+
+    def _record_memory(self, done: int) -> None:
+        """Record allocations of a CUDA device from the warm-up on: each costs its Python stack."""
+        if self.device.type == "cuda" and done == max(self.first - 2, self.after):
+            torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
 
     def _action(self, step: int) -> ProfilerAction:
         if self.first <= step <= self.last:
@@ -55,6 +61,7 @@ class StepProfiler:
         """End a step; return whether it was the last one to be profiled."""
         if self.open:
             self._profile.step()
+            self._record_memory(step)
         self.open = step < self.last
         return step == self.last
 
@@ -114,8 +121,8 @@ def part_table(parts: Sequence[dict[str, float]]) -> list[str]:
 
 @contextmanager
 def memory_history(file: Path) -> Iterator[None]:
-    """Record the allocations of the CUDA device inside; write them to `file` where it runs out of
-    memory. TrainingError: this torch has no such functions.
+    """Write the allocations that were recorded to `file` where the CUDA device runs out of memory;
+    record none afterwards. TrainingError: this torch has no such functions.
     """
     missing = [name for name in _PRIVATE if not hasattr(torch.cuda.memory, name)]
     if missing:
@@ -123,7 +130,6 @@ def memory_history(file: Path) -> Iterator[None]:
             f"train.profile_steps: torch {torch.__version__} has no "
             f"torch.cuda.memory.{missing[0]}; leave the setting out"
         )
-    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
     try:
         yield
     except torch.OutOfMemoryError:
@@ -134,7 +140,7 @@ def memory_history(file: Path) -> Iterator[None]:
 
 
 def write_snapshot(file: Path) -> None:
-    """Write the allocations since `memory_history` began, for pytorch.org/memory_viz; end it."""
+    """Write the allocations that were recorded, for pytorch.org/memory_viz; end it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
