@@ -74,7 +74,13 @@ def test_the_launcher_takes_its_own_options(tmp_path, monkeypatch, capfd) -> Non
 
 
 def test_make_help_is_in_columns() -> None:
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     lines = done.stdout.splitlines()
     assert len(lines) > 10
     assert len({len(re.match(r"\S+ +", line)[0]) for line in lines}) == 1, done.stdout
