@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from warm import Warm
 
 _warm: list[Warm] = []
+_NATIVE = [-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS]  # exit codes
 _GRACE = 5.0  # seconds that the others have to end by themselves after a lost connection
 _LOST = re.compile(r"[Cc]onnection (closed|reset)|closed by peer|Broken pipe|failed to recv")
 
@@ -34,24 +36,36 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
 
     `fn` must be a function of a module. What it returns is pickled, so plain values and CPU
     tensors. The processes are forks of ones that have the libraries imported; they have this one's
-    environment, folder and output. Without `group` there is no process group yet.
+    environment, folder and output. Without `group` there is no process group yet. Where a fault in
+    native code ends one (`_NATIVE`), all are started once more, which a warning tells with the
+    stacks; see docs/decisions.md.
 
     Raises:
         ProcessRaisedException: it raised on a rank, whose traceback is in the message.
-        ProcessExitedException: a rank ended in another way.
+        ProcessExitedException: a rank ended in another way, of a fault in native code twice.
     """
     try:
-        warm_processes(world)
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(world):
-                _warm[rank].start(_entry, rank, *_name(fn), world, folder, group, args)
-            _wait(world, folder)
-            return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world)]
+        try:
+            return _results(fn, world, args, group)
+        except ProcessExitedException as error:
+            if error.exit_code not in _NATIVE:
+                raise
+            warnings.warn(f"started once more: {error}", stacklevel=2)
+            return _results(fn, world, args, group)
     except (ProcessRaisedException, ProcessExitedException):
         raise
     except BaseException:
         _end()  # some of them may be running a rank that nobody waits for
         raise
+
+
+def _results(fn: Callable[..., Any], world: int, args: tuple, group: bool) -> list[Any]:
+    warm_processes(world)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            _warm[rank].start(_entry, rank, *_name(fn), world, folder, group, args)
+        _wait(world, folder)
+        return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world)]
 
 
 def warm_processes(world: int) -> list[Warm]:
@@ -212,6 +226,8 @@ def _entry(
 ) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
+    # All threads' native stacks go to stderr, Python's to the file.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     faulthandler.enable(os.open(f"{folder}/{rank}.stacks", os.O_CREAT | os.O_WRONLY))
     try:
         if group:
