@@ -46,8 +46,9 @@ from toolkit.checkpoint import resuming, saving, shards
 from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
 from toolkit.formats import LANES
 from toolkit.loading.pretrained import materialise
+from toolkit.mesh import init_mesh
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.sharding.fsdp import apply_fsdp
 from toolkit.training.optim import build_optimizer
 
 KINDS = ("plain", "one", "save", "unproven", "unhashed", "async")

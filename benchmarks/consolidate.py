@@ -71,8 +71,9 @@ def write_checkpoints(rank: int, world: int, gigabytes: float, root: str) -> Non
     from toolkit import checkpoint, formats
     from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
     from toolkit.loading.pretrained import materialise
+    from toolkit.mesh import init_mesh
     from toolkit.models.causal_lm import build_on_meta
-    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+    from toolkit.sharding.fsdp import apply_fsdp
 
     torch.set_num_threads(1)
     folder = Path(root)

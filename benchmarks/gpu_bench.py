@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.nn.functional as F
 from gpu_common import (
     LORA,
     TIMED,
@@ -44,9 +45,10 @@ from toolkit import adapters, checkpoint, loading, models, training
 from toolkit.config import FinetuneConfig, model_settings
 from toolkit.config.settings import CheckpointConfig
 from toolkit.data.prepare import prepare_data
+from toolkit.data.samples.batch import Batch
+from toolkit.mesh import init_mesh
 from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of, named_as
-from toolkit.sharding import init_mesh
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.training import launch
 
@@ -110,7 +112,7 @@ def bare(place: Place, shape: str, **changes: Any) -> None:
     """
     cfg = bench(place, shape, **changes)
     with launch.start() as run:
-        mesh = init_mesh(run.device.type, 1, cfg.sharding)
+        mesh = init_mesh(run.device.type, 1, cfg.sharding).fsdp
         base = models.prepare(model_settings(cfg))
         layers = list(models.decoder_layers(base).values())
         model = adapters.prepare_adapters(base, cfg.lora, "bfloat16")
@@ -120,7 +122,7 @@ def bare(place: Place, shape: str, **changes: Any) -> None:
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        loading.load_or_init(model, cfg.model, run.device, cfg.seed, empty=False, say=run.say)
+        loading.load_pretrained(model, cfg.model.name_or_path, run.device, seed=cfg.seed)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trained, cfg.optim.learning_rate, weight_decay=0.0, fused=True
@@ -134,7 +136,8 @@ def bare(place: Place, shape: str, **changes: Any) -> None:
                 total = torch.zeros((), device=run.device)
                 supervised = micro_batches[..., 1:].numel()
                 for ids in micro_batches.to(run.device, non_blocking=True):
-                    loss = training.loss_sum(model, {"input_ids": ids, "labels": ids}) / supervised
+                    batch = Batch.of(ids, input_ids=ids)
+                    loss = training.causal_lm_loss(model, batch).total / supervised
                     loss.backward()
                     total += loss.detach()
                 torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -225,12 +228,14 @@ def packed_rows(place: Place, cfg: FinetuneConfig) -> tuple[list[dict[str, torch
     """Return the packed samples that the recipe reads, and the tokens of a step without padding."""
     with launch.start() as run:
         model_cfg = model_settings(cfg)
-        data = prepare_data(cfg, models.prepare(model_cfg), model_cfg, run)
+        mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
+        data = prepare_data(cfg, models.prepare(model_cfg), model_cfg, run, mesh)
         rows = []
         for _, micro_batches in islice(data.steps(), STEPS):
             for batch in micro_batches:
-                columns = {n: batch[n].cpu() for n in ("input_ids", "labels", "position_ids")}
-                count = len(columns["labels"])
+                labels = F.pad(batch.targets, (1, 0), value=-100)[:, :-1]
+                columns = {n: batch.inputs[n].cpu() for n in ("input_ids", "position_ids")}
+                columns["labels"], count = labels.cpu(), len(labels)
                 rows += [{n: column[i] for n, column in columns.items()} for i in range(count)]
         return rows, data.tokens_per_step
 

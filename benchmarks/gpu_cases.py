@@ -258,7 +258,7 @@ def packed_logits(place: Place) -> None:
         loop = ToolkitLoop(place, cfg, run)
         loop.model.eval()
         _, micro_batches = next(iter(loop.data.steps()))
-        batch = {k: v for k, v in micro_batches[0].items() if k != "labels"}
+        batch = micro_batches[0].inputs
         with torch.no_grad():
             packed = loop.model(**batch).logits.float()
             alone, first = torch.zeros_like(packed), torch.zeros_like(packed)

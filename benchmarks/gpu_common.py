@@ -48,7 +48,8 @@ from toolkit.config.settings import (
 )
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.prepare import prepare_data
-from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.mesh import init_mesh
+from toolkit.sharding import apply_fsdp
 from toolkit.training.metrics import training_flops
 
 T = TypeVar("T")
@@ -284,11 +285,12 @@ class ToolkitLoop:
         models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
         model_cfg = model_settings(cfg)
         base = models.prepare(model_cfg)
-        self.data = prepare_data(cfg, base, model_cfg, run)
+        self.data = prepare_data(cfg, base, model_cfg, run, mesh)
         self.model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
-        apply_fsdp(self.model, mesh, cfg.sharding, fixed_length=self.data.fixed_length)
+        fixed = self.data.fixed_length
+        self.sharded = apply_fsdp(self.model, mesh, cfg.sharding, fixed_length=fixed)
         begun = time.perf_counter()
-        loading.load_or_init(self.model, cfg.model, run.device, cfg.seed, empty=False, say=run.say)
+        loading.load_or_init(self.sharded, cfg.model, run.device, cfg.seed)
         synchronize(place)
         self.load_seconds = time.perf_counter() - begun
         training.seed_everything(cfg.seed, run.rank)
@@ -297,7 +299,7 @@ class ToolkitLoop:
         self.state = TrainState(self.model, self.optimizer, self.scheduler, self.data.position)
         logs = place.logs / f"{place.name}-run"
         logs.mkdir(parents=True, exist_ok=True)
-        self.metrics = training.start_metrics(cfg, run, logs, self.model, self.data, self.state)
+        self.metrics = training.start_metrics(cfg, run, logs, self.sharded, self.data, self.state)
         training.add_embedding_noise(self.model, cfg.train.neftune_noise_alpha)
         self.flops_per_token = training_flops(self.model, cfg.data.sequence_length)
 
@@ -306,11 +308,12 @@ class ToolkitLoop:
         smoothing = self.cfg.train.label_smoothing_factor
         for step, micro_batches in self.data.steps(after=after):
             stats = training.train_step(
-                self.model,
+                self.sharded,
                 self.optimizer,
                 micro_batches,
                 max_grad_norm=self.cfg.optim.max_grad_norm,
-                loss=functools.partial(training.loss_sum, label_smoothing=smoothing),
+                loss=functools.partial(training.causal_lm_loss, label_smoothing=smoothing),
+                spikes=self.metrics.guards.spikes,
             )
             learning_rate = float(self.scheduler.get_last_lr()[0])
             self.scheduler.step()

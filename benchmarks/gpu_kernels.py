@@ -200,9 +200,9 @@ def compiled_attention(place: Place) -> None:
                 loop.optimizer.zero_grad()
                 if way == "flash" and place.cuda:
                     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-                        training.loss_sum(loop.model, batch).backward()
+                        training.causal_lm_loss(loop.model, batch).total.backward()
                 else:
-                    training.loss_sum(loop.model, batch).backward()
+                    training.causal_lm_loss(loop.model, batch).total.backward()
 
             found[way] = {}
             # At what follows the layer: a hook on the layer itself would be compiled too.

@@ -42,10 +42,12 @@ from toolkit import adapters, checkpoint, loading, models, training
 from toolkit.checkpoint.state import optimizer_tensors
 from toolkit.config import FinetuneConfig, model_settings
 from toolkit.config.settings import CheckpointConfig
+from toolkit.data.samples.batch import Batch
 from toolkit.formats import local_tensor
 from toolkit.formats.layout import part_of
+from toolkit.mesh import init_mesh
 from toolkit.models.peft_model import model_tensors
-from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.sharding import Sharded, apply_fsdp
 from toolkit.training import device, launch
 
 # ---- One of eight --------------------------------------------------------------------------------
@@ -77,12 +79,12 @@ def as_one_of_8(place: Place, rank: int, rows: int, sharding: dict[str, Any]) ->
         torch.cuda.init()
     wire = Wire(place)
     with one_rank.as_rank(rank, WORLD) as noted:
-        model, optimizer = build(place, cfg, wire)
+        sharded, optimizer = build(place, cfg, wire)
         ids = torch.randint(0, 256, (rows, place.length), device=place.device)
-        batch = {"input_ids": ids, "labels": ids}
+        batch = Batch.of(ids, input_ids=ids)
 
         def step() -> None:
-            training.train_step(model, optimizer, [batch], max_grad_norm=1.0)
+            training.train_step(sharded, optimizer, [batch], max_grad_norm=1.0)
 
         # Compiled here: with the notes' dispatch mode nothing would be, and each operation would
         # cost the host a call of Python.
@@ -103,19 +105,21 @@ def as_one_of_8(place: Place, rank: int, rows: int, sharding: dict[str, Any]) ->
     return noted.order
 
 
-def build(place: Place, cfg: FinetuneConfig, wire: "Wire") -> tuple[Any, Any]:
-    """Return model and optimizer of this rank, filled from the weights' folder."""
+def build(place: Place, cfg: FinetuneConfig, wire: "Wire") -> tuple[Sharded, Any]:
+    """Return the sharded model and the optimizer of this rank, filled from the weights' folder."""
     model = models.prepare(model_settings(cfg))
     model = adapters.prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
-    apply_fsdp(model, init_mesh(place.device, WORLD, cfg.sharding), cfg.sharding, fixed_length=True)
+    mesh = init_mesh(place.device, WORLD, cfg.sharding)
+    sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=True)
     one_rank.local_collectives(model, wire)
     if cfg.sharding.dp_replicate > 1:
         share = 2 * (cfg.sharding.dp_replicate - 1) / cfg.sharding.dp_replicate  # of a ring
         for unit in (m for m in model.modules() if hasattr(m, "set_all_reduce_hook")):
             unit.set_all_reduce_hook(lambda output: wire(int(share * output.nbytes)))
     here = torch.device(place.device, 0) if place.cuda else torch.device("cpu")
-    loading.load_or_init(model, cfg.model, here, cfg.seed, empty=False, say=print)
-    return model.train(), training.build_optimizer(model, cfg.optim)
+    loading.load_or_init(sharded, cfg.model, here, cfg.seed, say=print)
+    model.train()
+    return sharded, training.build_optimizer(model, cfg.optim)
 
 
 class Wire:

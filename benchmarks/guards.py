@@ -31,14 +31,16 @@ from torch import nn
 
 from toolkit.checkpoint import TrainState
 from toolkit.config.settings import ModelConfig, OptimConfig
+from toolkit.data.samples.batch import Batch
 from toolkit.loading.pretrained import init_weights
+from toolkit.mesh import init_mesh
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.sharding.fsdp import apply_fsdp
 from toolkit.training.faults import preemption, watchdog
 from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.faults.guards import Guards
 from toolkit.training.faults.integrity import Integrity
-from toolkit.training.faults.spikes import Spikes, watch
+from toolkit.training.faults.spikes import Spikes
 from toolkit.training.metrics import Metrics
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import train_step
@@ -47,17 +49,17 @@ BLOCK = 10  # as train.logging_steps by default
 BARE, AGAIN = "nothing is watched", "nothing, once more"
 
 
-def nothing(model: nn.Module, state: TrainState) -> Guards:
+def nothing(state: TrainState) -> Guards:
     return Guards(BadSteps(3), state=state)
 
 
-def default(model: nn.Module, state: TrainState) -> Guards:
+def default(state: TrainState) -> Guards:
     return Guards(BadSteps(3), Integrity(state), lambda: 0.0, state)
 
 
-def and_spikes(model: nn.Module, state: TrainState) -> Guards:
-    watch(model, Spikes(1e6, torch.device("cpu"), {}))  # decides, and skips none
-    return default(model, state)
+def and_spikes(state: TrainState) -> Guards:
+    spikes = Spikes(1e6, torch.device("cpu"), {})  # decides, and skips none
+    return Guards(BadSteps(3), Integrity(state), lambda: 0.0, state, spikes)
 
 
 SIDES: dict[str, Callable[[nn.Module, TrainState], Guards]] = {
@@ -129,11 +131,11 @@ def trained(
     steps: int,
     scratch: Path,
     side: str,
-    guards: Callable[[nn.Module, TrainState], Guards],
+    guards: Callable[[TrainState], Guards],
 ) -> Iterator[float]:
     """Yield the loss after each block of steps."""
     model = build_on_meta(ModelConfig(folder, init="random"))
-    apply_fsdp(model, init_mesh("cpu", 2, FP32), FP32)
+    sharded = apply_fsdp(model, init_mesh("cpu", 2, FP32), FP32)
     init_weights(model, "cpu", 0)
     cfg = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
     optimizer = build_optimizer(model, cfg)
@@ -148,13 +150,14 @@ def trained(
         tokens_per_step=2 * size * length,
         flops_per_token=1.0,
         logging_steps=BLOCK,
-        guards=guards(model, TrainState(model, optimizer, scheduler)),
+        guards=guards(TrainState(model, optimizer, scheduler)),
     )
     model.train()
     for step in range(1, steps + 1):
         first = (2 * step + dist.get_rank()) * size
         ids = data.ids[torch.arange(first, first + size) % len(data)]
-        stats = train_step(model, optimizer, [{"input_ids": ids, "labels": ids}])
+        batch = Batch.of(ids, input_ids=ids)
+        stats = train_step(sharded, optimizer, [batch], spikes=metrics.guards.spikes)
         learning_rate = scheduler.get_last_lr()[0]
         scheduler.step()
         metrics.step(step, stats, learning_rate)

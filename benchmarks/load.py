@@ -37,8 +37,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.formats import local_slices, read_weights, weight_files
 from toolkit.loading.pretrained import load_pretrained
+from toolkit.mesh import init_mesh
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.sharding.fsdp import apply_fsdp
 
 SIDES = ("bare", "again", "ours")
 MALLOC = {  # of glibc: freed memory goes back to the system, or never

@@ -31,11 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
 
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
+from toolkit.data.samples.batch import Batch
 from toolkit.formats import reshard
 from toolkit.loading.pretrained import init_weights
+from toolkit.mesh import init_mesh
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
-from toolkit.training.loss import loss_sum
+from toolkit.sharding.fsdp import apply_fsdp
+from toolkit.training.loss import causal_lm_loss
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import train_step
 
@@ -88,7 +90,7 @@ def measure(rank: int, world: int, folder: str, rounds: int) -> None:
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     steps = {PEER: Peer(folder, world)} | {
-        name: Sharded(folder, world, dataclasses.replace(FP32, **changes))
+        name: ByToolkit(folder, world, dataclasses.replace(FP32, **changes))
         for name, changes in SETTINGS.items()
     }
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -118,18 +120,18 @@ def rows(world: int, rank: int, turn: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-class Sharded:
+class ByToolkit:
     """A copy of the model under one setting, stepped by the toolkit."""
 
     def __init__(self, folder: str, world: int, cfg: ShardingConfig):
         self.model: Any = build_on_meta(ModelConfig(folder, init="random"))
-        apply_fsdp(self.model, init_mesh("cpu", world, cfg), cfg)
+        self.sharded = apply_fsdp(self.model, init_mesh("cpu", world, cfg), cfg)
         init_weights(self.model, "cpu", seed=0)
         self.model.train()
         self.optimizer = build_optimizer(self.model, OptimConfig(learning_rate=1e-4))
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
-        return float(train_step(self.model, self.optimizer, [batch]).loss)
+        return float(train_step(self.sharded, self.optimizer, [Batch.of(**batch)]).loss)
 
     def memory(self, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
         return held(self.model, self.optimizer), added(self.model, batch)
@@ -182,7 +184,7 @@ def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = loss_sum(model, batch)
+        loss = causal_lm_loss(model, Batch.of(**batch)).total
     after = alive(kept)
     del loss
     reshard(model)

@@ -27,15 +27,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import describe
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import AutoConfig, get_scheduler
 
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.order.position import train_batches
+from toolkit.data.samples.batch import Batch
 from toolkit.loading.pretrained import init_weights
+from toolkit.mesh import init_mesh
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
+from toolkit.sharding.fsdp import apply_fsdp
 from toolkit.training import launch
 from toolkit.training.metrics import Metrics
 from toolkit.training.optim import build_optimizer, build_scheduler
@@ -58,6 +60,10 @@ class Tokens(Dataset):
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def collate(samples: list[dict[str, torch.Tensor]]) -> Batch:
+    return Batch.of(**default_collate(samples))
 
 
 def main() -> None:
@@ -131,15 +137,14 @@ def measure(rank: int, folder: str, length: int, size: int, rounds: int, scratch
 def with_toolkit(run: launch.Run, folder: str, length: int, size: int, steps: int, scratch: Path):
     """Yield the loss after each block of steps by the recipe's parts."""
     model = build_on_meta(ModelConfig(folder, init="random"))
-    apply_fsdp(model, init_mesh("cpu", 2, FP32), FP32)
+    sharded = apply_fsdp(model, init_mesh("cpu", 2, FP32), FP32)
     init_weights(model, "cpu", 0)
     cfg = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, steps)
     data = Tokens(model.config.vocab_size, length)
-    loader = run.loader(
-        data, train_batches(SampleOrder(len(data), 0), 0, steps, size, 1, run.rank, 2)
-    )
+    mine = train_batches(SampleOrder(len(data), 0), 0, steps, size, 1, run.rank, 2)
+    loader = run.loader(data, mine, collate_fn=collate)
     metrics = Metrics(
         scratch,
         device=run.device,
@@ -154,7 +159,7 @@ def with_toolkit(run: launch.Run, folder: str, length: int, size: int, steps: in
     stream = iter(loader)
     for step in range(1, steps + 1):
         micro_batches = list(islice(stream, 1))
-        stats = train_step(model, optimizer, micro_batches)
+        stats = train_step(sharded, optimizer, micro_batches)
         learning_rate = scheduler.get_last_lr()[0]
         scheduler.step()
         metrics.step(step, stats, learning_rate)
@@ -166,7 +171,7 @@ def with_bare_fsdp(rank: int, folder: str, length: int, size: int, steps: int):
     """Yield the loss after each block of steps of a plain FSDP2 loop."""
     model = build_on_meta(ModelConfig(folder, init="random"))
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    mesh = init_mesh("cpu", 2, FP32)
+    mesh = init_mesh("cpu", 2, FP32).fsdp
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

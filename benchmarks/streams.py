@@ -144,8 +144,8 @@ def read(folder: Path, form: str, tokenizer, rank: Rank) -> dict[str, float]:
     try:
         for micro_batches in feed.steps(rank, train.max_steps, per_device_batch_size=1):
             for batch in micro_batches:
-                tokens += int((batch["labels"] >= 0).sum())
-                room += batch["labels"].numel()
+                tokens += int(batch.count)
+                room += batch.targets.numel()
     except DataError as error:
         if "the data ended after" not in str(error):
             raise

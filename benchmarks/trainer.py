@@ -110,12 +110,16 @@ def with_toolkit(
     run: Any, args: argparse.Namespace, windows: torch.Tensor
 ) -> tuple[list[float], list[float]]:
     """Return when each step ended, and its loss, by the parts of the recipe."""
+    from torch.utils.data import default_collate
+
     from toolkit.config import ModelConfig, ShardingConfig
     from toolkit.config.settings import OptimConfig
     from toolkit.data.order.position import train_batches
+    from toolkit.data.samples.batch import Batch
     from toolkit.loading import load_pretrained
+    from toolkit.mesh import init_mesh
     from toolkit.models import build_on_meta
-    from toolkit.sharding import apply_fsdp, init_mesh
+    from toolkit.sharding import apply_fsdp
     from toolkit.training import build_optimizer, build_scheduler, train_step
     from toolkit.training.metrics import Metrics
 
@@ -126,14 +130,15 @@ def with_toolkit(
     cfg = ShardingConfig(param_dtype="float32")
     folder = str(args.folder / "model")
     model = build_on_meta(ModelConfig(folder))
-    apply_fsdp(model, init_mesh("cpu", WORLD, cfg), cfg)
+    sharded = apply_fsdp(model, init_mesh("cpu", WORLD, cfg), cfg)
     load_pretrained(model, folder, "cpu")
     optim = OptimConfig(learning_rate=RATE, weight_decay=0.0, lr_scheduler_type="constant")
     optimizer, steps = build_optimizer(model, optim), WARM + args.steps
     scheduler = build_scheduler(optimizer, optim, steps)
     samples = [{"input_ids": w, "labels": w} for w in windows]
     batches = train_batches(InOrder(), 0, steps, SIZE, ACCUMULATION, run.rank, WORLD)
-    stream = iter(run.loader(samples, batches))
+    collate = lambda rows: Batch.of(**default_collate(rows))  # noqa: E731
+    stream = iter(run.loader(samples, batches, collate_fn=collate))
     metrics = Metrics(
         args.folder,
         device=run.device,
@@ -147,7 +152,7 @@ def with_toolkit(
     model.train()
     times, losses = [], []
     for step in range(1, steps + 1):
-        stats = train_step(model, optimizer, list(islice(stream, ACCUMULATION)))
+        stats = train_step(sharded, optimizer, list(islice(stream, ACCUMULATION)))
         rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         metrics.step(step, stats, rate)

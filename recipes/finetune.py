@@ -12,12 +12,12 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 from functools import partial
 from pathlib import Path
 
-from toolkit import adapters, checkpoint, export, hub, loading, models, planning, training
+from toolkit import adapters, assembly, checkpoint, export, hub, loading, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
-from toolkit.config import FinetuneConfig, model_settings
+from toolkit.config import FinetuneConfig
 from toolkit.data.prepare import prepare_data
-from toolkit.data.tokens.tokenizer import own_tokenizer
-from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.mesh import init_mesh
+from toolkit.sharding import apply_fsdp
 from toolkit.training import Run
 
 DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
@@ -26,27 +26,18 @@ DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
 def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
     folder = RunFolder(cfg, run)  # keeps other starts out
-    models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
-    hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.adapters else None)
-    training.check_optimizer(cfg.optim, cfg.train.max_steps)
-    models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
-    model_cfg = own_tokenizer(model_settings(cfg))
-    base = models.prepare(model_cfg)  # on meta: shapes, no bytes
-    loading.check_fits(base, cfg.model)
+    base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, base, model_cfg, run)
-    training.check_prompts(base, data.tokenizer, cfg.train)
+    data = prepare_data(cfg, base, model_cfg, run, mesh)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
-    apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
-    folder.check_disk(model, data.max_steps)
+    assembly.check_before_loading(cfg, model, data, folder)
+    sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     # The newest checkpoint that verifies; the data's position is moved to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
-    loading.load_or_init(
-        model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say
-    )
+    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
@@ -54,18 +45,19 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     checkpoint.restore(state, saved)
     stopping = training.early_stopping(cfg.train, cfg.checkpoint, state.extra)
     folder.save_config(state, data, done=stopping.stop)
-    metrics = training.start_metrics(cfg, run, folder.path, model, data, state)
+    metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
     training.add_embedding_noise(model, cfg.train.neftune_noise_alpha)
 
     # ---- The loop --------------------------------------------------------------------------------
-    loss = partial(training.loss_sum, label_smoothing=cfg.train.label_smoothing_factor)
+    loss_of = partial(training.causal_lm_loss, label_smoothing=cfg.train.label_smoothing_factor)
     model.train()
-    first = state.step + 1
     run.say(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
-        stats = training.train_step(
-            model, optimizer, micro_batches, max_grad_norm=cfg.optim.max_grad_norm, loss=loss
-        )
+        update = training.Update(sharded, micro_batches)  # counts the targets of all ranks
+        for batch in update:
+            loss = loss_of(model, batch)  # a sum over the batch's targets
+            update.mean(loss).backward()  # of the global batch
+        stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         data.position.advance()
@@ -74,17 +66,16 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(model, data.evals)
+                evaluated = training.evaluate_metrics(sharded, data.evals)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             last = stopping.update(evaluated) or last
             run.say(stopping.line(step))
         metrics.step(step, stats, learning_rate, **evaluated)
-        if step == first + 4:  # not at the first one, whose learning rate a warm-up makes zero
+        if step == metrics.first_step + 5:  # not at the first, whose learning rate may be zero
             run.say(*adapters.idle_adapter_lines(model))
         if last or training.due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
-            state.extra["early_stopping"] = stopping.state_dict()
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
                 run.say(checkpoint.saved_line(path))

@@ -11,12 +11,12 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 
 from pathlib import Path
 
-from toolkit import checkpoint, export, hub, loading, models, planning, training
+from toolkit import assembly, checkpoint, export, hub, loading, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import PretrainConfig
 from toolkit.data.prepare import prepare_data
-from toolkit.data.tokens.tokenizer import prepare_tokenizer
-from toolkit.sharding import apply_fsdp, init_mesh
+from toolkit.mesh import init_mesh
+from toolkit.sharding import apply_fsdp
 from toolkit.training import Run
 
 DEMO = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
@@ -25,42 +25,33 @@ DEMO = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
     folder = RunFolder(cfg, run)  # keeps other starts out
-    hub.check(cfg.hub, run.say)
-    training.check_optimizer(cfg.optim, cfg.train.max_steps)
-    models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
-    model_cfg = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
-    model = models.prepare(model_cfg)  # on meta: shapes, no bytes
-    loading.check_fits(model, cfg.model)
+    model, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, model, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, model, model_cfg, run)
-    apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
-    folder.check_disk(model, data.max_steps)
+    data = prepare_data(cfg, model, model_cfg, run, mesh)
+    assembly.check_before_loading(cfg, model, data, folder)
+    sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     # The newest checkpoint that verifies; the data's position is moved to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
-    loading.load_or_init(
-        model, cfg.model, run.device, cfg.seed, empty=saved is not None, say=run.say
-    )
+    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position)
     checkpoint.restore(state, saved)
     folder.save_config(state, data)
-    metrics = training.start_metrics(cfg, run, folder.path, model, data, state)
+    metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     for step, micro_batches in data.steps(after=state.step):
-        stats = training.train_step(
-            model,
-            optimizer,
-            micro_batches,
-            max_grad_norm=cfg.optim.max_grad_norm,
-            loss=training.loss_sum,
-        )
+        update = training.Update(sharded, micro_batches)  # counts the targets of all ranks
+        for batch in update:
+            loss = training.causal_lm_loss(model, batch)  # a sum over the batch's targets
+            update.mean(loss).backward()  # of the global batch
+        stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         data.position.advance()
@@ -69,7 +60,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(model, data.evals)
+                evaluated = training.evaluate_metrics(sharded, data.evals)
         metrics.step(step, stats, learning_rate, **evaluated)
 
         if last or training.due(step, cfg.checkpoint.save_steps):

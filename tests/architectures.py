@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from sharded import apply_fsdp, init_mesh, loss_sum, sharded_of, train_step
 from tiny_models import (
     TYPES,
     UNEVEN,
@@ -62,9 +63,6 @@ from toolkit.loading import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packing_probe import Verdict, keeps_apart
 from toolkit.models.text_part import untaught
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
-from toolkit.training.loss import loss_sum
-from toolkit.training.step import train_step
 
 TOLERANCE = 1e-5
 LIMIT = 90.0
@@ -263,7 +261,7 @@ class _Checks:
 
     def load(self) -> float:
         self.model = self._sharded()
-        plan = plan_of(self.model)
+        plan = sharded_of(self.model).plan
         self.found["units"] = len(plan.units)
         names = [_pattern(u.modules) for u in plan.units if u.modules != ("",)]
         self.found["patterns"] = list(dict.fromkeys(names))

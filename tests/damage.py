@@ -214,11 +214,12 @@ def targets(run: Path, exports: tuple[Path, Path]) -> dict[str, Target]:
 
 def save_steps(rank: int, world: int, root: str) -> None:
     """Train each ROOT/NAME/source for two steps on all ranks and save both: ROOT/NAME/run."""
+    from sharded import apply_fsdp, init_mesh
+
     from toolkit.checkpoint import TrainState, save
     from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
     from toolkit.loading.pretrained import load_pretrained
     from toolkit.models.causal_lm import build_on_meta
-    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
     for source in sorted(Path(root).glob("*/source")):
         model = build_on_meta(ModelConfig(name_or_path=str(source)))

@@ -8,10 +8,12 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from sharded import columns
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed.feed import Feed, samples_of
 from toolkit.data.feed.stream import StreamSource
+from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import Samples, SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import EncodedExample, EncodedSource
@@ -32,11 +34,29 @@ class Rank:
     device = torch.device("cpu")
 
     def loader(self, dataset, batches=None, workers=0, collate_fn=None):
+        """Return a loader whose batches are dicts, as transformers has them."""
         if batches is None:
-            return DataLoader(dataset, batch_size=None, num_workers=workers)
-        return DataLoader(
-            dataset, batch_sampler=batches, num_workers=workers, collate_fn=collate_fn
+            return AsColumns(DataLoader(dataset, batch_size=None, num_workers=workers))
+        return AsColumns(
+            DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=collate_fn)
         )
+
+
+class AsColumns:
+    """A loader that gives each `Batch` of another as a dict."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for read in self._loader:
+            if isinstance(read, dict):  # of a stream
+                yield {k: columns(v) if isinstance(v, Batch) else v for k, v in read.items()}
+            else:
+                yield columns(read)
 
 
 def encode_row(raw: dict[str, Any], number: int) -> EncodedExample | BadRow:

@@ -26,8 +26,9 @@ import torch
 import yaml
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
+from sharded import alone, sharded_of
 
-from toolkit import adapters, cli, config, loading, models, ranks
+from toolkit import adapters, cli, config, loading, models
 from toolkit.adapters.peft_folder import read_as_peft
 from toolkit.checkpoint import TrainState, find_resumable, restore
 from toolkit.checkpoint.run_folder import claim as claim_folder
@@ -274,7 +275,7 @@ def documents(**data: Any) -> Any:
     """Read, encode and pack text to pretrain on, up to the first step; return the data."""
     cfg = reading("pretrain", **data)
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, Path("tokenizer"))
-    found = prepare_data(cfg, models.prepare(model_cfg), model_cfg, ONE_PROCESS)
+    found = prepare_data(cfg, models.prepare(model_cfg), model_cfg, ONE_PROCESS, alone())
     next(found.steps())
     return found
 
@@ -313,7 +314,7 @@ def resume_adapters() -> str | None:
 def _resumed(model: Any, run: str, data: Any = None) -> str | None:
     cfg = settings("pretrain")
     saved = find_resumable(run, model, data)
-    loading.load_or_init(model, cfg.model, "cpu", cfg.seed, empty=saved is not None, say=ranks.say)
+    loading.load_or_init(sharded_of(model), cfg.model, "cpu", cfg.seed, empty=saved is not None)
     optimizer = build_optimizer(model, cfg.optim)
     schedule = build_scheduler(optimizer, cfg.optim, 3)
     state = TrainState(model, optimizer, schedule, data.position if data else None)

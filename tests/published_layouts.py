@@ -32,6 +32,7 @@ from distributed import run_ranks
 from layouts import LAYOUTS, save_layout
 from machine import describe
 from safetensors.torch import load_file
+from sharded import apply_fsdp, init_mesh, loss_sum, train_step
 from tiny_models import float64_throughout, rows
 
 from toolkit import checkpoint, ranks
@@ -44,9 +45,6 @@ from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_fits
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.peft_model import base_of, trained_tensors
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
-from toolkit.training.loss import loss_sum
-from toolkit.training.step import train_step
 from toolkit.verify import verify_export
 
 _START: dict[str, torch.Tensor] = {}  # of the plain model

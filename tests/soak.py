@@ -592,10 +592,10 @@ def _live_as_rank(
     say: Callable[[str], None],
 ) -> None:
     import torch.distributed as dist
+    from sharded import apply_fsdp, init_mesh
 
     from toolkit.config.settings import ShardingConfig
     from toolkit.models import causal_lm as models
-    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     stage.model = models.build_on_meta(stage.model_cfg)

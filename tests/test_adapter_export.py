@@ -20,6 +20,7 @@ import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
+from sharded import apply_fsdp, init_mesh
 from torch.distributed.tensor import DTensor
 
 from toolkit import checkpoint, cli
@@ -43,7 +44,6 @@ from toolkit.loading.pretrained import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta, vocabulary_size
 from toolkit.models.peft_model import trained_tensors
 from toolkit.models.quantise import quantise_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.verify import verify_checkpoint, verify_export
 
 pytestmark = pytest.mark.slow

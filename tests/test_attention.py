@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from sharded import loss_sum, train_step
 from tiny_models import TYPES, own_section, tiny_class, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,8 +17,6 @@ from toolkit.models.attention import BORDERS, attend_within_documents, document_
 from toolkit.models.packing_probe import keeps_apart
 from toolkit.sharding import recompute
 from toolkit.training import head_loss
-from toolkit.training.loss import loss_sum
-from toolkit.training.step import train_step
 
 LENGTHS = [[7, 1, 11, 5], [3, 9, 12], [24]]
 WINDOW = 4
@@ -396,9 +395,9 @@ def test_micro_batches_carry_borders(packing):
     if packing == "bfd":
         samples[0]["position_ids"] = torch.tensor([0, 1, 2, 0, 1, 0])
         samples[1]["position_ids"] = torch.tensor([0, 0, 1, 2, 3, 4])
-    batch = SampleShape(packing, 6, borders=True).batch(samples)
+    batch = SampleShape(packing, 6, borders=True).batch(samples).inputs
     expected, longest = ([0, 3, 5, 6, 7, 12], 5) if packing == "bfd" else ([0, 6, 12], 6)
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == expected
     assert batch["max_length_q"] == batch["max_length_k"] == longest
-    assert not SampleShape(packing, 6).batch(samples).keys() & set(BORDERS)
+    assert not SampleShape(packing, 6).batch(samples).inputs.keys() & set(BORDERS)

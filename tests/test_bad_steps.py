@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model, slow
 from distributed import run_ranks, run_recipe_ranks
+from sharded import apply_fsdp, init_mesh, loss_sum, train_step
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
@@ -21,12 +22,10 @@ from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import step as stepping
 from toolkit.training.faults.bad_steps import BadSteps
-from toolkit.training.loss import loss_sum
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import StepStats, train_step
+from toolkit.training.step import StepStats
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "muon", "adafactor")
 

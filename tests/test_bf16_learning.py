@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
+from sharded import train_step
 from test_training_numbers import FP32, build
 
 from toolkit.config.settings import OptimConfig, ShardingConfig
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import train_step
 
 STEPS = 40
 KINDS = {"llama": "llama", "experts": "qwen3_moe"}

@@ -32,13 +32,14 @@ class Trainer:
     """A run in small: model, optimizer, schedule and position, all from a seed."""
 
     def __init__(self, folder: str, world: int, kind: str, max_steps: int = BEFORE + AFTER) -> None:
+        from sharded import apply_fsdp, init_mesh
+
         from toolkit import checkpoint
         from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
         from toolkit.data.order.mixture import SampleOrder
         from toolkit.data.order.position import Position
         from toolkit.loading import pretrained as loading
         from toolkit.models.causal_lm import build_on_meta
-        from toolkit.sharding.fsdp import apply_fsdp, init_mesh
         from toolkit.training.optim import build_optimizer, build_scheduler
 
         cfg = ShardingConfig(param_dtype="float32")
@@ -60,7 +61,7 @@ class Trainer:
         )
 
     def steps(self, count: int) -> list[float]:
-        from toolkit.training.step import train_step
+        from sharded import train_step
 
         losses = []
         for _ in range(count):

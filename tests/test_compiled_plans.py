@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded import loss_sum
 from test_planning import LENGTH, ROWS, _config, _save, _wide
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +25,6 @@ from toolkit.planning.measuring import measure
 from toolkit.planning.meter import Meter
 from toolkit.planning.simulation import Config, sharded, simulate
 from toolkit.sharding.unit_table import fake_world
-from toolkit.training.loss import loss_sum
 
 CPU = torch.device("cpu")
 TRACED = "--sharding.torch_compile_backend=aot_eager_decomp_partition"

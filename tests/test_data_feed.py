@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from feeds import APART, Rank, encode_row, lockstep, rows, samples, source, stream, tokens_of
+from sharded import COUNT
 
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed
@@ -15,7 +16,7 @@ from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.position import train_batches
-from toolkit.data.samples.sequences import SUPERVISED, SampleShape
+from toolkit.data.samples.sequences import SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import EncodedExample, EncodedSource
 from toolkit.errors import DataError
@@ -237,7 +238,7 @@ def test_a_real_run_with_workers_reads_the_same(packing, streamed):
             for b in micro_batches:
                 counted = {n: v for n, v in b.items() if not isinstance(v, torch.Tensor)}
                 learned = int((b["labels"][:, 1:] != -100).sum())
-                assert counted == ({} if packing == "wrapped" else {SUPERVISED: learned})
+                assert counted == ({} if packing == "wrapped" else {COUNT: learned})
             got.append([s for b in micro_batches for s in tokens_of(b)])
             of.position.advance()
         assert got == expected[:8]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from feeds import APART, FEATURES, rows, samples, source
+from sharded import COUNT, columns
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed.prepared import PreparedFeed
@@ -17,7 +18,6 @@ from toolkit.data.samples.packing import best_fit
 from toolkit.data.samples.sequences import (
     FILLER,
     IGNORED,
-    SUPERVISED,
     EncodedRows,
     SampleShape,
 )
@@ -159,17 +159,17 @@ def test_a_padded_batch():
     assert len(padded) == 3
     assert padded.pieces.dropped == {"empty rows": 1}
     assert padded.pieces.lengths.tolist() == [3, 9, 5]
-    batch = padded.shape.batch([padded[0], padded[1], padded[FILLER]])
-    assert batch.pop(SUPERVISED) == 10
+    batch = columns(padded.shape.batch([padded[0], padded[1], padded[FILLER]]))
+    assert batch.pop(COUNT) == 10
     assert [tuple(v.shape) for v in batch.values()] == [(3, 16)] * 3
     assert batch["attention_mask"].sum(1).tolist() == [3, 9, 1]
     assert batch["input_ids"][0].tolist() == [APART, APART + 1, APART + 2] + [7] * 13
     assert batch["labels"][0].tolist() == [-100, APART + 1, APART + 2] + [-100] * 13
     assert (batch["labels"][2] == IGNORED).all()
     # A multiple of 8, but not beyond the positions that the model may have.
-    assert SampleShape("none", 16).batch([padded[2]])["input_ids"].shape == (1, 8)
-    assert SampleShape("none", 10).batch([padded[1]])["input_ids"].shape == (1, 10)
-    assert SampleShape("none", 9).batch([padded[1]])["input_ids"].shape == (1, 9)
+    assert SampleShape("none", 16).batch([padded[2]]).targets.shape == (1, 8)
+    assert SampleShape("none", 10).batch([padded[1]]).targets.shape == (1, 10)
+    assert SampleShape("none", 9).batch([padded[1]]).targets.shape == (1, 9)
 
 
 def padding(batches: np.ndarray, lengths: np.ndarray) -> float:
@@ -250,7 +250,7 @@ def test_workers_read_packed_and_padded_samples(tmp_path):
         )
         for a, b in zip(here, there, strict=True):
             assert a.keys() == b.keys()
-            assert a.pop(SUPERVISED) == b.pop(SUPERVISED)
+            assert a.pop(COUNT) == b.pop(COUNT)
             assert all(torch.equal(a[k], b[k]) for k in a)
     for index in (3, -2):
         with pytest.raises(IndexError, match=f"no sample {index} of 3"):

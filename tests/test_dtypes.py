@@ -7,6 +7,7 @@ import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
+from sharded import apply_fsdp, init_mesh
 from tiny_models import save, tiny_model
 from torch import nn
 
@@ -14,7 +15,6 @@ from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import ModelError
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta, check_usable
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 
 
 def test_auto_does_not_round_float16_weights(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
+from sharded import sharded_of
 from tiny_models import save as save_model
 from tiny_models import tiny_model
 
@@ -58,11 +59,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
+    from sharded import apply_fsdp, init_mesh
+
     from toolkit import checkpoint, loading
     from toolkit.adapters import prepare_adapters
     from toolkit.config.settings import LoraConfig, ModelConfig, OptimConfig, ShardingConfig
     from toolkit.models.causal_lm import prepare
-    from toolkit.sharding.fsdp import apply_fsdp, init_mesh
     from toolkit.training.optim import build_optimizer
 
     own = {k: v for k, v in sharding.items() if k != "optim"}
@@ -74,7 +76,7 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     if world > 1:
         one_rank.local_collectives(model)
-    loading.load_or_init(model, model_cfg, torch.device("cpu"), 0, empty=False, say=lambda *_: None)
+    loading.load_or_init(sharded_of(model), model_cfg, "cpu", 0, say=lambda _: None)
     kind = sharding.get("optim", "adamw_torch_fused")
     optimizer = build_optimizer(model, OptimConfig(optim=kind, learning_rate=1e-3))
     return checkpoint.TrainState(model.train(), optimizer)
@@ -89,9 +91,10 @@ def batches(rank: int, count: int = 2) -> list[dict[str, torch.Tensor]]:
 
 def begin(rank: int, world: int, folder: str, root: str, r: int, optim: dict[str, str]) -> None:
     """Save what the ranks of many resume from, as one process."""
+    from sharded import train_step
+
     from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig
-    from toolkit.training.step import train_step
 
     state = build(folder, world, optim, r)
     train_step(state.model, state.optimizer, batches(0))
@@ -119,10 +122,11 @@ def planted(what: str, rank: int, model: Any) -> Iterator[None]:
 
 def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, Any]:
     """Load, resume, train, evaluate, check and save, as `rank` of ranks that do not exist."""
+    from sharded import evaluate, train_step
+
     from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig
     from toolkit.training.faults.integrity import Integrity
-    from toolkit.training.step import evaluate, train_step
 
     _, _, sharding, r, fault = CASES[name]
     own = Path(root, f"{name}-{rank}")

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from conftest import save_byte_tokenizer, save_tiny_model, slow
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
+from sharded import apply_fsdp, evaluate, init_mesh, loss_sum, supervised_tokens, train_step
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
@@ -35,13 +36,10 @@ from toolkit.config.settings import (
 from toolkit.errors import ModelError, TrainingError
 from toolkit.loading.pretrained import check_fits, load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import head_loss, loss
 from toolkit.training.early_stopping import KEY, EarlyStopping, early_stopping
-from toolkit.training.loss import loss_sum, supervised_tokens
 from toolkit.training.neftune import add_embedding_noise, sample_lengths
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import evaluate, train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 CLOSE = 1e-5
@@ -395,7 +393,7 @@ def by_source(rank: int, world: int, folder: str) -> dict[str, Any]:
     known = half_known(folder, part)
     _, shares = evaluate(model, {"padded": [padded(known)], "packed": [packed(known)]})
     return {n: float(stats.loss) for n, stats in every} | {
-        f"accuracy, {n}": float(stats.accuracy) for n, stats in shares.items()
+        f"accuracy, {n}": float(stats.parts["accuracy"]) for n, stats in shares.items()
     }
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
+from sharded import apply_fsdp, init_mesh, sharded_of, train_step
 from test_sharding_knobs import Collectives
 from torch.distributed.tensor import DTensor
 
@@ -30,10 +31,8 @@ from toolkit.errors import ConfigError, ShardingError
 from toolkit.export import consolidate
 from toolkit.models.causal_lm import prepare
 from toolkit.sharding import accumulation, fsdp
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
 from toolkit.sharding.unit_table import dtype_ledger, fake_world, unit_table
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import train_step
 
 FP32 = ShardingConfig(param_dtype="float32", accumulation="reduce_once")
 HOW = ("sharded", "replicated")
@@ -59,7 +58,7 @@ def build(folder: str, case: str, world: int, cfg: ShardingConfig, fill: bool = 
     model = prepare_adapters(prepare(model_cfg), lora, cfg.param_dtype)
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     if fill:
-        loading.load_or_init(model, model_cfg, torch.device("cpu"), 7, empty=False, say=print)
+        loading.load_or_init(sharded_of(model), model_cfg, "cpu", 7)
     return model.train()
 
 
@@ -142,15 +141,17 @@ def test_what_auto_decides_by(changes, device, free, chosen, why, folder):
 def test_the_start_says_what_auto_chose(folder):
     with fake_world(8):
         model = build(folder, "lora", 8, ShardingConfig(), fill=False)
-        assert model.auto_line == (
+        assert sharded_of(model).auto_line == (
             "embedding_units false (cpu), torch_compile none (cpu), frozen sharded (cpu)"
         )
         cfg = dataclasses.replace(FP32, frozen="replicated")
         model = build(folder, "lora", 8, cfg, fill=False)
-        assert "frozen" not in model.auto_line  # it was asked for
-        assert dtype_ledger(model, cfg)["reduction"] == "float32"
-        assert "(replicated)" in unit_table(model, cfg)
-        assert all("lora" in name for unit in plan_of(model).units for name in unit.parameters)
+        assert "frozen" not in sharded_of(model).auto_line  # it was asked for
+        assert dtype_ledger(sharded_of(model), cfg)["reduction"] == "float32"
+        assert "(replicated)" in unit_table(sharded_of(model), cfg)
+        assert all(
+            "lora" in name for unit in sharded_of(model).plan.units for name in unit.parameters
+        )
 
 
 def test_what_cannot_lie_whole_is_refused(folder):

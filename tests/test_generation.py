@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
+from sharded import apply_fsdp, init_mesh, train_step
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,9 +22,7 @@ from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import TrainingError
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training.generation import encoded_prompts, generate
-from toolkit.training.step import train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 PROMPTS = ["def f(x):", "a", "What is the capital of nowhere?", "import os", "zz top 12"]

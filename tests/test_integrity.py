@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
+from sharded import apply_fsdp, init_mesh, train_step
 from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
@@ -24,10 +25,8 @@ from toolkit.formats.bit_sums import bit_sums
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training.faults.integrity import Integrity
 from toolkit.training.optim import build_optimizer, build_scheduler
-from toolkit.training.step import train_step
 from toolkit.verify import verify_checkpoint
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -18,6 +18,7 @@ from distributed import run_ranks
 from layouts import LAYOUTS, in_fp8, save_layout
 from published_layouts import passed, run
 from safetensors.torch import load_file, save_file
+from sharded import apply_fsdp, init_mesh, train_step
 from transformers import Llama4ForConditionalGeneration
 
 from toolkit import checkpoint
@@ -35,9 +36,7 @@ from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.layers import decoder_layers
 from toolkit.models.peft_model import adapted_modules
 from toolkit.models.text_part import beside_line, beside_text
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.sharding.units import plan_units
-from toolkit.training.step import train_step
 from toolkit.verify import verify_export
 
 FILE = "model.safetensors"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
+from sharded import apply_fsdp, init_mesh
 
 from toolkit import checkpoint
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
@@ -18,7 +19,6 @@ from toolkit.export import consolidate, export_live, export_step
 from toolkit.formats import export_manifest
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.verify import verify_export
 
 KINDS = ("llama", "tied", "moe")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import slow
 from distributed import run_ranks
+from sharded import apply_fsdp, init_mesh, sharded_of, train_step
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -48,10 +49,8 @@ from toolkit.models.peft_model import (
     unwrapped_base,
 )
 from toolkit.sharding import units
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_of
 from toolkit.training.loss import _known
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import train_step
 from toolkit.verify import verify_checkpoint
 
 FP32 = ShardingConfig(param_dtype="float32")
@@ -191,7 +190,7 @@ def sharded_curve(rank: int, world: int, folders: dict[str, str], case: Case) ->
     model = build(folders[case.kind], world, case.lora)
     start = trained(model)
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
-    units = [unit.modules for unit in plan_of(model).units]
+    units = [unit.modules for unit in sharded_of(model).plan.units]
     losses = curve(model, optimizer_of(case.optimizer, model), rank, world)
     inside = _known[model] is not None
     return {"start": start, "sharded": sharded, "losses": losses, "units": units, "inside": inside}

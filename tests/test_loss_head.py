@@ -6,16 +6,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_ranks
+from sharded import (
+    COUNT,
+    apply_fsdp,
+    as_batch,
+    evaluate,
+    init_mesh,
+    loss_sum,
+    supervised_tokens,
+    train_step,
+)
 from tiny_models import float64_throughout, perturb, rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.settings import ShardingConfig
-from toolkit.data.samples.sequences import SUPERVISED
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import head_loss, loss_kernel
 from toolkit.training.head_loss import HeadLoss, LogitMap
-from toolkit.training.loss import _known, loss_sum, supervised_tokens
-from toolkit.training.step import evaluate, train_step
+from toolkit.training.loss import _known, causal_lm_loss
 
 CLOSE = 1e-5
 FP32 = ShardingConfig(param_dtype="float32")
@@ -183,12 +190,11 @@ def test_it_counts_what_the_model_ranks_first(kind, small_chunks, monkeypatch):
     for counted in (("cpu",), ()):  # with the rows that have labels alone, and with all
         monkeypatch.setattr(head_loss, "_COUNTED", counted)
         for wanted in (True, False):
-            correct = torch.zeros((), dtype=torch.int64)
             with torch.set_grad_enabled(wanted):
-                loss = loss_sum(model, batch, correct=correct)
-                loss_sum(model, batch, correct=correct)
-            assert int(correct) == 2 * right
-            assert loss.item() == pytest.approx(loss_sum(model, batch).item())
+                found = causal_lm_loss(model, as_batch(batch), accuracy=True)
+            assert int(found.parts["accuracy"]) == right
+            assert int(found.count) == supervised_tokens(batch["labels"])
+            assert found.total.item() == pytest.approx(loss_sum(model, batch).item())
 
 
 @pytest.mark.parametrize("kind", [*MAPS, "qwen3_5_text"])
@@ -242,11 +248,11 @@ def test_a_number_of_labels_that_the_host_brings(monkeypatch):
     loss_sum(model, batch)
     for said in (count, count + 5, 48):
         made.clear()
-        found = gradients(model, loss_sum(model, batch | {SUPERVISED: said}))
+        found = gradients(model, loss_sum(model, batch | {COUNT: said}))
         assert off(found, expected) < CLOSE
         assert made == [said]
-    assert loss_sum(model, batch | {SUPERVISED: count - 1}).isnan()  # not a loss of fewer tokens
-    nothing = batch | {"labels": torch.full_like(batch["labels"], -100), SUPERVISED: 0}
+    assert loss_sum(model, batch | {COUNT: count - 1}).isnan()  # not a loss of fewer tokens
+    nothing = batch | {"labels": torch.full_like(batch["labels"], -100), COUNT: 0}
     assert loss_sum(model, nothing).item() == 0.0
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
+from sharded import apply_fsdp, init_mesh, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,7 +18,6 @@ from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, 
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training import sharded_optimizers
 from toolkit.training.optim import (
     build_optimizer,
@@ -26,7 +26,6 @@ from toolkit.training.optim import (
     state_dtypes,
 )
 from toolkit.training.sharded_optimizers import Adafactor, AdamW8bit, Muon
-from toolkit.training.step import train_step
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "muon")
 RATES = dict.fromkeys(OPTIMIZERS, 1e-3) | {"adafactor": 1e-2}

@@ -22,6 +22,7 @@ import tiny_models
 import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
+from sharded import apply_fsdp, init_mesh, sharded_of, train_step
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -48,9 +49,8 @@ from toolkit.planning.simulation import (
     simulate,
     state_of,
 )
-from toolkit.sharding import apply_fsdp, init_mesh
 from toolkit.tables import count_text
-from toolkit.training import build_optimizer, train_step
+from toolkit.training import build_optimizer
 from toolkit.training.metrics import training_flops
 
 VOCABULARY, LENGTH, ROWS = 2000, 128, 4
@@ -100,7 +100,7 @@ def _steps(rank: int, world: int, cfg: Config, steps: int) -> tuple[State, int]:
         if cfg.model.init == "random":
             init_weights(model, "cpu", 0)
         else:
-            load_or_init(model, cfg.model, torch.device("cpu"), 0, empty=False, say=lambda _: None)
+            load_or_init(sharded_of(model), cfg.model, "cpu", 0, say=lambda _: None)
         optimizer = build_optimizer(model, cfg.optim)
 
         def look(*_: Any) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks, run_recipe_ranks
+from sharded import apply_fsdp, init_mesh, train_step
 from test_recipe import flags
 from tiny_models import tiny_model
 
 from toolkit.config import ShardingConfig, TrainConfig
 from toolkit.errors import ConfigError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.training import train_step
 from toolkit.training.profiler import StepProfiler, memory_history, part_table, write_snapshot
 from toolkit.training.trace import HIDDEN, PARTS, time_parts
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from conftest import save_tiny_model
 from distributed import run_ranks
+from sharded import apply_fsdp, evaluate, init_mesh, sharded_of, train_step
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -49,10 +50,8 @@ from toolkit.models.packed_linear import (
     packed_weights,
 )
 from toolkit.models.quantise import quantise_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.sharding.unit_table import dtype_ledger, unit_rows
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import evaluate, train_step
 
 FP32, BF16 = ShardingConfig(param_dtype="float32"), ShardingConfig()
 LORA = LoraConfig(r=4, load_in_4bit=True)
@@ -165,8 +164,8 @@ def every_way(rank: int, world: int, folder: str, run_dir: str) -> dict[str, Any
         seen["held"] = sum(local_tensor(p).numel() * p.itemsize for p in held)
         layers = list(packed_weights(model).values())
         seen["sizes"] = len(layers), sum(x.elements for x in layers), sum(x.nbytes for x in layers)
-        seen["rows"] = unit_rows(model, WAYS[way][1])
-        seen["ledger"] = dtype_ledger(model, WAYS[way][1])
+        seen["rows"] = unit_rows(sharded_of(model), WAYS[way][1])
+        seen["ledger"] = dtype_ledger(sharded_of(model), WAYS[way][1])
         found[way] = seen
     found["resumed"] = save_and_resume(rank, world, folder, run_dir)
     return found

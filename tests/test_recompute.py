@@ -15,6 +15,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from sharded import apply_fsdp, init_mesh, loss_sum
 from test_planning import _config
 from tiny_models import rows, save, tiny_model
 from torch import Tensor, nn
@@ -31,9 +32,8 @@ from toolkit.models.causal_lm import build_on_meta
 from toolkit.planning.meter import ACTIVATIONS
 from toolkit.planning.simulation import simulate
 from toolkit.sharding import recompute
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, plan_units
+from toolkit.sharding.fsdp import plan_units
 from toolkit.sharding.host_memory import HostMemory
-from toolkit.training.loss import loss_sum
 
 WIDTH = 32
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import save_byte_tokenizer, save_tiny_model, tiny_config
 from distributed import run_ranks, tensor_digests
+from sharded import apply_fsdp, evaluate, init_mesh, loss_sum, sharded_of, train_step
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -33,11 +34,8 @@ from toolkit.formats import like_dtensor
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models import build_on_meta
 from toolkit.models.peft_model import base_of, model_tensors
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
 from toolkit.training.launch import seed_everything
-from toolkit.training.loss import loss_sum
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import evaluate, train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 SAVING = CheckpointConfig()
@@ -145,7 +143,7 @@ def fill_each_way(rank: int, world: int, folder: str) -> list:
             model = add_adapters(model, LoraConfig(r=2))
         apply_fsdp(model, init_mesh("cpu", world, FP32), FP32)
         said: list[str] = []
-        loading.load_or_init(model, cfg, "cpu", 3, empty=empty, say=said.append)
+        loading.load_or_init(sharded_of(model), cfg, "cpu", 3, empty=empty, say=said.append)
         weight = base_of(model).model.embed_tokens.weight.full_tensor()
         expected = plain(folder).model.embed_tokens.weight
         found.append((said, torch.equal(weight, expected)))

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from conftest import save_tiny_model
 from distributed import run_ranks
+from sharded import apply_fsdp, evaluate, init_mesh, loss_sum, sharded_of, train_step
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,14 +31,12 @@ from toolkit.formats import reshard
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding import accumulation, fsdp, host_memory, recompute
-from toolkit.sharding.accumulation import Accumulation, accumulation_of
+from toolkit.sharding.accumulation import Accumulation
 from toolkit.sharding.compiled import compile_forward
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, offload_policy, plan_of
+from toolkit.sharding.fsdp import offload_policy
 from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
-from toolkit.training.loss import loss_sum
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import evaluate, train_step
 
 FP32 = ShardingConfig(param_dtype="float32")
 LAYERS = 4
@@ -81,7 +80,7 @@ def batch(rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
 
 def names_of(folder: str, cfg: ShardingConfig, world: int = 8) -> list[tuple[str, ...]]:
     with fake_world(world):
-        return [u.modules for u in plan_of(build(folder, world, cfg)).units]
+        return [u.modules for u in sharded_of(build(folder, world, cfg)).plan.units]
 
 
 def layers(*parts: str) -> list[tuple[str, ...]]:
@@ -161,7 +160,7 @@ def test_inner_units_come_before_outer_ones(folders):
 def test_every_parameter_belongs_to_one_unit_and_is_cut_in_eight(kind, changes, folders):
     with fake_world(8):
         model = build(folders[kind], 8, knobs(**changes))
-        plan = plan_of(model)
+        plan = sharded_of(model).plan
         owned = [name for unit in plan.units for name in unit.parameters]
         assert sorted(owned) == sorted(n for n, _ in model.named_parameters())
         for name, parameter in model.named_parameters():
@@ -202,7 +201,7 @@ def test_replicas_of_a_sharded_model(folders):
 def test_units_compute_as_the_module_around_them_was_told(changes, single, folders):
     with fake_world(8):
         cfg = dataclasses.replace(knobs(**changes), param_dtype="bfloat16")
-        units = plan_of(build(folders["llama"], 8, cfg)).units
+        units = sharded_of(build(folders["llama"], 8, cfg)).plan.units
     assert {u.modules for u in units if u.param_dtype == torch.float32} == set(single)
 
 
@@ -215,7 +214,7 @@ def test_ignored_parameters_stay_whole(folders):
             for i in range(LAYERS)
             for n in ("input_layernorm", "post_attention_layernorm")
         }
-        assert set(plan_of(model).replicated) == whole
+        assert set(sharded_of(model).plan.replicated) == whole
 
 
 def test_what_transformers_keeps_in_fp32_stays_so(tmp_path):
@@ -239,15 +238,15 @@ def test_what_transformers_keeps_in_fp32_stays_so(tmp_path):
     with fake_world(8):
         for storage in ("float32", "bfloat16"):
             model = build(str(tmp_path), 8, ShardingConfig(), dtype=storage)
-            kept = {n for n in plan_of(model).replicated if "gate.weight" in n}
+            kept = {n for n in sharded_of(model).plan.replicated if "gate.weight" in n}
             assert len(kept) == 2
             for name, parameter in model.named_parameters():
                 other = torch.float32 if storage == "float32" else torch.bfloat16
                 assert parameter.dtype == (
-                    torch.float32 if name in plan_of(model).replicated else other
+                    torch.float32 if name in sharded_of(model).plan.replicated else other
                 )
-            assert "replicated" in unit_table(model, ShardingConfig())
-        assert not plan_of(build(str(tmp_path), 8, FP32)).replicated
+            assert "replicated" in unit_table(sharded_of(model), ShardingConfig())
+        assert not sharded_of(build(str(tmp_path), 8, FP32)).plan.replicated
 
 
 def test_storage_dtype_is_its_own_choice_and_said_loudly(folders):
@@ -255,11 +254,13 @@ def test_storage_dtype_is_its_own_choice_and_said_loudly(folders):
         for dtype in ("float32", "bfloat16"):
             model = build(folders["llama"], 8, ShardingConfig(), dtype=dtype)
             assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
-            ledger = dtype_ledger(model, ShardingConfig())
+            ledger = dtype_ledger(sharded_of(model), ShardingConfig())
             assert (ledger["storage"], ledger["optimizer"]) == (dtype, dtype)
             assert ledger["compute"] == "bfloat16"
-            assert ("WARNING" in ledger_line(model, ShardingConfig())) == (dtype == "bfloat16")
-            eight = ledger_line(model, ShardingConfig(), "8 bits/float32")
+            assert ("WARNING" in ledger_line(sharded_of(model), ShardingConfig())) == (
+                dtype == "bfloat16"
+            )
+            eight = ledger_line(sharded_of(model), ShardingConfig(), "8 bits/float32")
             assert "optimizer 8 bits/float32, " in eight
             assert ("WARNING" in eight) == (dtype == "bfloat16")
 
@@ -446,7 +447,7 @@ def test_random_state_is_kept_for_a_recomputation_that_needs_it(dropout, monkeyp
 def test_reshard_is_a_policy_of_each_unit(folders):
     def told(**changes: Any) -> dict[str, Any]:
         with fake_world(8):
-            units = plan_of(build(folders["llama"], 8, knobs(**changes))).units
+            units = sharded_of(build(folders["llama"], 8, knobs(**changes))).plan.units
             return {u.name: u.reshard_after_forward for u in units}
 
     layer = {f"model.layers.{i}" for i in range(LAYERS)}
@@ -526,8 +527,8 @@ def test_the_table_shows_the_plan(folders):
     )
     with fake_world(8):
         model = build(folders["llama"], 8, cfg)
-        rows = {row.name: row for row in unit_rows(model, cfg)}
-        table = unit_table(model, cfg)
+        rows = {row.name: row for row in unit_rows(sharded_of(model), cfg)}
+        table = unit_table(sharded_of(model), cfg)
     total = sum(p.numel() for p in model.parameters())
     assert sum(row.parameters for row in rows.values()) == total
     row, inside = rows["model.layers.1"], rows["model.layers.1.input_layernorm"]
@@ -737,10 +738,10 @@ def run_knobs(rank: int, world: int, folders: dict[str, str], configs: dict) -> 
         seen["sharded_after_evaluation"] = {
             n for n, p in model.named_parameters() if isinstance(p, DTensor)
         }
-        seen["units"] = len(plan_of(model).units)
-        if "prefetch" in vars(model):
-            seen["wired"] = model.prefetch.wired
-            seen["order"] = model.prefetch.begun
+        seen["units"] = len(sharded_of(model).plan.units)
+        if prefetch := sharded_of(model).prefetch:
+            seen["wired"] = prefetch.wired
+            seen["order"] = prefetch.begun
         seen["weights_after"] = {
             n: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
             for n, p in model.named_parameters()
@@ -996,7 +997,7 @@ def accumulate(rank: int, world: int, folder: str) -> dict:
     found["one"] = steps("auto", micro[:1])[1]
     for way in ACCUMULATION:
         model, found[way] = steps(way, micro)
-        accumulation_of(model).begin(micro[0]["labels"], 0, 2, sync_each=False)
+        sharded_of(model).accumulation.begin(micro[0]["labels"], 0, 2)
         loss_sum(model, micro[0]).backward()
         reshard(model)
         gradients = [g for g in gc.get_objects() if isinstance(g, torch.Tensor)]
@@ -1075,7 +1076,7 @@ def alone(rank: int, world: int, folder: str) -> dict[str, Any]:
             "bits": [float(x) for one in stats for x in (one.loss, one.grad_norm)],
             "weights": [w.clone() for w in weights],
             "reduced": comms.calls["reduce_scatter"],
-            "each": model.accumulation.reduce_each,
+            "each": sharded_of(model).accumulation.reduce_each,
         }
     return found
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
+from sharded import apply_fsdp, init_mesh, loss_sum, train_step
 from test_bad_steps import bytes_of, rows
 from test_run_kills import checkpoints
 from transformers import AutoTokenizer
@@ -20,11 +21,8 @@ from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh
-from toolkit.training.faults.spikes import Spikes, watch
-from toolkit.training.loss import loss_sum
+from toolkit.training.faults.spikes import Spikes
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import train_step
 
 CPU = torch.device("cpu")
 
@@ -98,13 +96,16 @@ def step_with_spike(rank: int, world: int, folder: str, optim: str, watched: boo
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     load_pretrained(model, folder, "cpu")
     optimizer = build_optimizer(model.train(), OptimConfig(optim=optim, learning_rate=1e-4))
-    if watched:
-        watch(model, Spikes(6.0, CPU, {}, window=4))
+    spikes = Spikes(6.0, CPU, {}, window=4) if watched else None
     for i in range(5):
-        train_step(model, optimizer, [rows(10 * i + rank)])
+        train_step(model, optimizer, [rows(10 * i + rank)], spikes=spikes)
     before = bytes_of(model, optimizer)
     stats = train_step(
-        model, optimizer, [rows(99 + rank)], loss=lambda m, b: loss_sum(m, b) * (1 + 20 * rank)
+        model,
+        optimizer,
+        [rows(99 + rank)],
+        loss=lambda m, b: loss_sum(m, b) * (1 + 20 * rank),
+        spikes=spikes,
     )
     after = bytes_of(model, optimizer)
     return [bool(stats.skipped), all(map(torch.equal, before, after))]

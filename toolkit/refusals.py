@@ -24,7 +24,7 @@ from toolkit.data.prepare import encoder_for
 from toolkit.data.sources.files import configured
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
-from toolkit.sharding.fsdp import mesh_shape
+from toolkit.mesh import mesh_shape
 
 
 def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:

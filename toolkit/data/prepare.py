@@ -18,18 +18,20 @@ from toolkit.config.settings import (
 )
 from toolkit.data.chat import chat_templates
 from toolkit.data.ends import end_with, learned_ends
-from toolkit.data.feed.feed import Feed, Processes
+from toolkit.data.feed.feed import Feed, Processes, Readers
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.position import Position, accumulation_for
 from toolkit.data.report import check_supervised, render, supervision_report
-from toolkit.data.samples.sequences import MicroBatch, Packing, SampleShape
+from toolkit.data.samples.batch import Batch
+from toolkit.data.samples.sequences import Packing, SampleShape
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import EncodedSource, Encoder, encode, encoding_digest
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, pad_id
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats import assets_of
+from toolkit.mesh import Mesh
 from toolkit.models import causal_lm as models
 from toolkit.models import packing_probe
 from toolkit.models.attention import attend_within_documents
@@ -40,6 +42,7 @@ def prepare_data(
     model: PreTrainedModel,
     model_cfg: ModelConfig,
     run: Processes,
+    mesh: Mesh,
     own_metrics: Sequence[str] = (),
 ) -> "TrainingData":
     """Return what the run reads. Collective; encodes on all cores, once, cached.
@@ -49,6 +52,7 @@ def prepare_data(
     Args:
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
+        mesh: whose view `data` reads different samples.
         own_metrics: names of what a recipe's evaluations give beside loss, perplexity and accuracy.
 
     DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, nothing
@@ -61,11 +65,12 @@ def prepare_data(
     choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
     if choice.mask is None:
         attend_within_documents(model)
-    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, run.world_size))
+    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, mesh.data.size))
     if not cfg.learns_documents and encoder.tokenizer is not None:
         ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
         ranks.say(end_with(model, ends, encoder.tokenizer))
-    data = TrainingData(cfg, feed, choice, encoder.tokenizer, run)
+    readers = Readers(run.device, mesh.data.rank, mesh.data.size, run.loader)
+    data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
     check_data(data, own_metrics)
     return data
 
@@ -195,7 +200,7 @@ def choose_packing(
 
 def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
-    ranks.on_all(lambda: data.feed.check_enough(ranks.world_size()))
+    ranks.on_all(lambda: data.feed.check_enough(data.run.world_size))
     state = data.position.state_dict()
     states = [state] if ranks.same(state) else ranks.gather(state)
     ours = states[0]
@@ -282,7 +287,7 @@ class TrainingData:
         return round(self.feed.tokens_of_step())
 
     @cached_property
-    def evals(self) -> dict[str, Iterable[MicroBatch]]:
+    def evals(self) -> dict[str, Iterable[Batch]]:
         """Source name -> this rank's micro-batches to evaluate on; empty without eval data."""
         train = self.cfg.train
         size = train.per_device_eval_batch_size or train.micro_batch
@@ -302,7 +307,7 @@ class TrainingData:
         """Raise a `DataError` for a batch that does not divide, or more steps than the data has."""
         _ = self.accumulation, self.max_steps
 
-    def steps(self, *, after: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
+    def steps(self, *, after: int = 0) -> Iterator[tuple[int, list[Batch]]]:
         """Give (step, this rank's micro-batches) of the steps after `after`, to the last.
 
         Collective at the first of them. Call `position.advance()` when a step is done. Raises

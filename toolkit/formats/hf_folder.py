@@ -79,6 +79,9 @@ class HFAssets:
     name_or_path: str | None = None  # the source: a Hub id, or a folder's whole path
     revision: str | None = None
     folder: Path | None = None  # where the source's files are
+    kernels: str = "none"  # whose the layers compute with (`model.kernels`)
+    not_in_4_bits: dict[str, list[str]] = field(default_factory=dict)
+    """Why -> names of matrices that quantising left alone."""
     drawn_from: int | None = None  # seed of a random start, once it is drawn
     digest: str | None = None  # what identifies the source's weights, once it was asked for
 

@@ -42,7 +42,7 @@ from toolkit.formats import (
     transformers_private,
     whole,
 )
-from toolkit.loading.materialisation import parameter_device, place, replace
+from toolkit.loading.materialisation import place, replace
 from toolkit.models.causal_lm import model_on_meta
 from toolkit.models.classes import build, plain_class
 from toolkit.models.packed_linear import packed_weights
@@ -247,13 +247,15 @@ def convert_then_slice(
     groups: list[LoadGroup],
     sources: dict[str, Any],
     device: torch.device,
+    home: torch.device,
     info: Any,
 ) -> None:
     """Convert whole groups of tensors on an unsharded copy, one at a time, then keep this rank's
-    slices. 4-bit weights are quantised on `device`; what happens to the keys is added to `info`.
+    slices on `home`. 4-bit weights are quantised on `device`; what happens to the keys is added to
+    `info`.
     """
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-    packed, home = packed_weights(model), parameter_device(model, device)
+    packed = packed_weights(model)
     with torch.device("meta"):
         unsharded = build(plain_class(model), model.config, next(model.parameters()).dtype)
     unsharded.hf_assets = assets_of(model)

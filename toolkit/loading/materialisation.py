@@ -16,54 +16,66 @@ from toolkit.models.layers import tied_families
 from toolkit.models.peft_model import copied_modules, has_adapters, unwrapped_base
 
 
-def init_weights(model: nn.Module, device: torch.device | str, seed: int) -> None:
+def init_weights(
+    model: nn.Module,
+    device: torch.device | str,
+    seed: int,
+    home: torch.device | None = None,
+) -> None:
     """Materialise `model` on `device` with random weights, as its architecture draws. Collective.
 
     The values depend on `seed` and the names of modules alone. Every rank draws every module, one
     at a time on the host, and keeps its rows: DTensor's own random operators repeat themselves on a
-    CPU mesh. Adapters begin as in `load_pretrained`.
+    CPU mesh. Adapters begin as in `load_pretrained`. `home`: where parameters live, if not on
+    `device` (`Sharded.home`).
 
     Raises:
         LoadingError: a parameter cannot be drawn alone.
     """
     target = torch.device(device)
     with unwrapped_base(model) as base:
-        _fill(base, target, seed)
+        _fill(base, target, home, seed)
     assets_of(model).drawn_from = seed
-    begin_adapters(model, target, seed)
+    begin_adapters(model, target, home, seed)
 
 
-def materialise(model: PreTrainedModel, device: torch.device | str) -> None:
+def materialise(
+    model: PreTrainedModel, device: torch.device | str, home: torch.device | None = None
+) -> None:
     """Allocate `model`'s shards on `device` without values; buffers are computed. Collective."""
     if has_adapters(model):
         raise LoadingError(
             "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
             "init_weights, then resume"
         )
-    _fill(model, torch.device(device), None)
+    _fill(model, torch.device(device), home, None)
 
 
 @ranks.collective
-def _fill(model: PreTrainedModel, device: torch.device, seed: int | None) -> None:
+def _fill(
+    model: PreTrainedModel, device: torch.device, home: torch.device | None, seed: int | None
+) -> None:
     """Compute buffers, and draw parameters from `seed`; without one their memory is as it comes."""
-    fill_missing(model, device, tied_families(model), dict(model.named_buffers()), seed)
+    fill_missing(model, home or device, tied_families(model), dict(model.named_buffers()), seed)
     model.tie_weights()
     settle(model, device)
 
 
 def fill_missing(
     model: PreTrainedModel,
-    device: torch.device,
+    home: torch.device,
     parameters: Iterable[str],
     buffers: Iterable[str],
     seed: int | None,
 ) -> None:
-    """Compute the `buffers`, and draw the `parameters`; without a seed they get memory only."""
+    """Compute the `buffers`, and draw the `parameters` on `home`; without a seed these get memory
+    only.
+    """
     built = with_buffers(model)
     for name in buffers:
         value = built.get_buffer(name).detach()
         replace(model, name, value.to(model.get_buffer(name).dtype, copy=True))
-    families, home = tied_families(model), parameter_device(model, device)
+    families = tied_families(model)
     values: Iterable[tuple[str, torch.Tensor | None]] = dict.fromkeys(parameters).items()
     for name, whole in values if seed is None else drawn(model, built, parameters, seed):
         reference = model.get_parameter(name)
@@ -74,14 +86,16 @@ def fill_missing(
         place(model, families[name], part, reference)
 
 
-def begin_adapters(model: nn.Module, device: torch.device, seed: int) -> None:
+def begin_adapters(
+    model: nn.Module, device: torch.device, home: torch.device | None, seed: int
+) -> None:
     """Give the adapters of `model`, if it has any, their first values. Collective."""
     if not has_adapters(model):
         return
-    families, home = tied_families(model), parameter_device(model, device)
+    families = tied_families(model)
     # Not `on_all`: it gathers weights on the way, and what it raises every rank sees alike.
     for name, part in first_values(model, seed, device):
-        place(model, families[name], part.to(home, copy=True), model.get_parameter(name))
+        place(model, families[name], part.to(home or device, copy=True), model.get_parameter(name))
     for original, copy in copied_modules(model).values():
         for leaf, value in original.named_buffers():
             replace(copy, leaf, value.clone())
@@ -111,11 +125,6 @@ def settle(model: nn.Module, device: torch.device) -> None:
         parameter = by_name[names[0]]
         if not isinstance(parameter, DTensor) and parameter.device != device:
             place(model, names, parameter.detach().to(device), parameter)
-
-
-def parameter_device(model: nn.Module, device: torch.device) -> torch.device:
-    """Return where parameters live: host memory under offload, else the device."""
-    return getattr(model, "parameter_device", None) or device
 
 
 def place(model: nn.Module, names: list[str], part: torch.Tensor, reference: torch.Tensor) -> None:

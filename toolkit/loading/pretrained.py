@@ -23,7 +23,6 @@ from toolkit.loading.materialisation import (
     fill_missing,
     init_weights,
     materialise,
-    parameter_device,
     replace,
     settle,
 )
@@ -31,6 +30,7 @@ from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
 from toolkit.models.text_trial import text_fault
+from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import size_text
 
 
@@ -45,15 +45,15 @@ class LoadReport:
 
 
 def load_or_init(
-    model: nn.Module,
+    sharded: Sharded,
     cfg: ModelConfig,
     device: torch.device | str,
     seed: int,
     *,
-    empty: bool,
-    say: Callable[[str], object],
+    empty: bool = False,
+    say: Callable[[str], object] = ranks.say,
 ) -> None:
-    """Materialise `model` on `device` as a run begins. Collective.
+    """Materialise a sharded model on `device` as a run begins. Collective.
 
     Args:
         seed: of random weights, and of the first values of adapters.
@@ -61,17 +61,17 @@ def load_or_init(
             under adapters.
         say: prints a line, on one rank.
     """
-    target = torch.device(device)
+    model, home, target = sharded.model, sharded.home, torch.device(device)
     what = "base       " if has_adapters(model) else "weights    "
     if empty and not has_adapters(model):
-        materialise(base_of(model), target)
+        materialise(base_of(model), target, home)
         say(f"{what}those of the run's checkpoint")
     elif cfg.init == "random":
-        init_weights(model, target, seed)
+        init_weights(model, target, seed, home)
         say(f"{what}random, drawn from seed {seed}")
     else:
         folder = ranks.collective(formats.local_folder)(cfg.name_or_path, cfg.revision)
-        report = load_pretrained(model, folder, target, seed=seed)
+        report = load_pretrained(model, folder, target, seed=seed, home=home)
         say(
             f"{what}{cfg.name_or_path}: {report.tensors} tensors, {size_text(report.file_bytes)}; "
             f"this rank read {size_text(report.bytes_requested)} in {report.seconds:.1f} s"
@@ -79,7 +79,12 @@ def load_or_init(
 
 
 def load_pretrained(
-    model: nn.Module, path: str | Path, device: torch.device | str, *, seed: int = 0
+    model: nn.Module,
+    path: str | Path,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    home: torch.device | None = None,
 ) -> LoadReport:
     """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
 
@@ -90,6 +95,7 @@ def load_pretrained(
         model: from `build_on_meta` or `add_adapters`, sharded or not.
         path: folder or Hub id of the checkpoint (safetensors).
         seed: of the adapters' first values, the same for any number of ranks.
+        home: where parameters live, if not on `device` (`Sharded.home`).
 
     Raises:
         LoadingError: on every rank, with the tensors named: missing or unexpected keys, other
@@ -103,12 +109,12 @@ def load_pretrained(
         # The sharded class would count as custom code, whose modules without tensors of their own
         # are left uninitialised (falcon_h1's buffers, for one).
         with mock.patch.object(base, "is_custom_code", plain_class(base).is_custom_code):
-            info, counts = _stream(base, folder, str(path), target)
-            _settle(base, target, folder, info, frozen)
+            info, counts = _stream(base, folder, str(path), target, home or target)
+            _settle(base, target, home or target, folder, info, frozen)
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
         record_base(model, str(path), folder, digest)
-    begin_adapters(model, target, seed)
+    begin_adapters(model, target, home, seed)
     return LoadReport(*counts, time.perf_counter() - begun)
 
 
@@ -185,12 +191,11 @@ def misfits(
 
 @ranks.collective
 def _stream(
-    model: PreTrainedModel, folder: Path, path: str, device: torch.device
+    model: PreTrainedModel, folder: Path, path: str, device: torch.device, home: torch.device
 ) -> tuple[Any, tuple[int, int, int]]:
     """Read this rank's slices; return the account of keys and (tensors, bytes, bytes requested)."""
     entries = formats.read_weights(formats.weight_files(folder, path))
     _check_shapes(model, entries)
-    home = parameter_device(model, device)
     packed = packed_weights(model)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
     dtypes = {t.dtype for n, t in model.state_dict(keep_vars=True).items() if n not in packed}
@@ -208,13 +213,18 @@ def _stream(
         bar = ranks.rank() == 0 and sys.stderr.isatty()
         info = convert.run_loader(model, sources, home, bar=bar)
         if groups:
-            convert.convert_then_slice(model, groups, whole, device, info)
+            convert.convert_then_slice(model, groups, whole, device, home, info)
     return info, (len(entries), sum(e.nbytes for e in entries.values()), reader.requested)
 
 
 @ranks.collective
 def _settle(
-    model: PreTrainedModel, device: torch.device, folder: Path, info: Any, frozen: set[str]
+    model: PreTrainedModel,
+    device: torch.device,
+    home: torch.device,
+    folder: Path,
+    info: Any,
+    frozen: set[str],
 ) -> None:
     """Tie, compute what no checkpoint holds, and refuse what does not fit or stayed on meta."""
     convert.settle_keys(model, info)
@@ -224,7 +234,7 @@ def _settle(
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
-    fill_missing(model, device, parameters, buffers, seed=0)
+    fill_missing(model, home, parameters, buffers, seed=0)
     settle(model, device)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.errors import ConfigError, ModelError, one_line
-from toolkit.formats import transformers_private
+from toolkit.formats import assets_of, transformers_private
 
 _ASKED = "model.kernels: liger"
 _DEVICES = ("cuda", "xpu")  # that Triton compiles for
@@ -64,7 +64,7 @@ def use_kernels(model: PreTrainedModel) -> None:
     found = Counter(type(m).__name__ for m in model.modules() if "forward" in vars(m))
     if not found:
         raise ModelError(f"{_ASKED}: Liger changed nothing in {type(model).__name__}; leave it out")
-    vars(model)["kernels"] = "liger"
+    assets_of(model).kernels = "liger"
     listed = ", ".join(f"{count} {name}" for name, count in found.items())
     ranks.say(f"kernels    Liger's in {listed}")
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
+from toolkit.formats import assets_of
 from toolkit.models import packed_linear
 from toolkit.models.causal_lm import kept_in_fp32
 from toolkit.models.classes import plain_name
@@ -28,8 +29,6 @@ from toolkit.models.layers import decoder_layers, numbers_of_experts, outer_name
 from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import numbered
 from toolkit.models.peft_model import unwrapped_base
-
-_LEFT = "not_in_4_bits"  # where a model keeps why -> names of matrices that are not
 
 
 @ranks.collective
@@ -82,7 +81,7 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
             # A weight that two layers share stays one parameter.
             layer.weight = weights.setdefault(id(linear.weight), layer.weight)
         model.set_submodule(name, packed[id(linear)])
-    vars(model)[_LEFT] = left
+    assets_of(model).not_in_4_bits = left
     vars(model)["is_loaded_in_4bit"] = True  # by which PEFT chooses its layers
 
 
@@ -201,7 +200,7 @@ def describe(model: nn.Module, shards: int) -> str | None:
     elements = sum(layer.elements for layer in layers)
     nbytes = sum(layer.nbytes for layer in layers)
     plain = sum(layer.elements * layer.source_dtype.itemsize for layer in layers)
-    left = _why(vars(base)[_LEFT])
+    left = _why(assets_of(base).not_in_4_bits)
     return (
         f"{layers[0].quant_type}{', scales quantised too' if layers[0].double_quant else ''}: "
         f"{len(packed)} linear layers, {elements / (elements + others):.1%} of the decoder layers"

@@ -53,8 +53,8 @@ def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -
 
     where, backend = device.type, cfg.sharding.torch_compile_backend
     own = sharded(cfg, world_size, rank, where, mesh_type=where, compile_by=backend)
-    with own as (model, _):
-        run_step(model, cfg, meter, device, as_on=device.type, around=around)
+    with own as (made, _):
+        run_step(made, cfg, meter, device, device_type=device.type, around=around)
     return found[0]
 
 

@@ -27,6 +27,7 @@ from toolkit import ranks
 from toolkit.checkpoint import RunFolder
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ToolkitError, one_line
+from toolkit.mesh import mesh_shape
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
 from toolkit.planning.changes import Plan, make_plan, remedies
@@ -35,7 +36,6 @@ from toolkit.planning.estimates import reserve_of
 from toolkit.planning.measuring import is_out_of_memory
 from toolkit.planning.simulation import Config
 from toolkit.sharding.accumulation import host_memory_peak
-from toolkit.sharding.fsdp import mesh_shape
 from toolkit.tables import size_text
 from toolkit.training.faults import watchdog
 from toolkit.training.launch import Run
@@ -60,7 +60,7 @@ _DOING = {
     "save": "saving",
     "prove_adapter": "proving the adapter",
     "export_step": "exporting",
-    "loss_sum": "the forward",
+    "causal_lm_loss": "the forward",
     "backward": "the backward",
     "step": "the optimizer step",
 }

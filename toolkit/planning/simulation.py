@@ -31,10 +31,12 @@ from toolkit.adapters import prepare_adapters
 from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
 from toolkit.data.prepare import choose_packing
+from toolkit.data.samples.batch import Batch
 from toolkit.errors import ToolkitError, one_line
 from toolkit.formats import local_tensor, transformers_private
 from toolkit.loading.materialisation import place
 from toolkit.loading.materialisation import replace as put
+from toolkit.mesh import DP_REPLICATE, DP_SHARD, init_mesh, mesh_shape
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.layers import decoder_layers, tied_families
@@ -44,16 +46,15 @@ from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.accumulation import reduces_each
 from toolkit.sharding.fsdp import (
+    Sharded,
     apply_fsdp,
     compiles_layers,
-    init_mesh,
-    mesh_shape,
     replicates_frozen,
     splits_ends,
 )
 from toolkit.sharding.unit_table import fake_world
 from toolkit.sharding.units import plan_units
-from toolkit.training.loss import loss_sum, take_loss_from
+from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import train_step
@@ -159,10 +160,11 @@ def _simulated(
     """Return what `simulate` does; `compiled`: layers are, where the run's are."""
     backend = _TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
     where = cfg, world_size, rank, device_type, device_memory
-    with sharded(*where, compile_by=backend) as (model, sharding):
+    with sharded(*where, compile_by=backend) as (made, sharding):
+        model = made.model
         base: Any = base_of(model)
         notes = _find_loss(base, model)
-        facts = {
+        facts: dict[str, Any] = {
             "model": plain_name(base),
             "values": count_values(model),
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -181,7 +183,7 @@ def _simulated(
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
                 with meter.running(compiled=compiles), _silent(), _values_told():
-                    state = run_step(model, cfg, meter, "cpu", as_on=device_type)
+                    state = run_step(made, cfg, meter, "cpu", device_type=device_type)
             except ToolkitError:
                 raise
             except Exception as error:  # an architecture may do anything on its way
@@ -191,7 +193,7 @@ def _simulated(
         offloaded = state.total if apart else 0
         offloaded += max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
         return Simulation(
-            mesh=mesh_shape(world_size, sharding),
+            mesh=(made.mesh.axes[DP_REPLICATE], made.mesh.axes[DP_SHARD]),
             state=state,
             offloaded=offloaded,
             peaks=meter.peaks,
@@ -212,7 +214,7 @@ def sharded(
     *,
     mesh_type: str = "cpu",
     compile_by: str | None = None,
-) -> Iterator[tuple[Any, ShardingConfig]]:
+) -> Iterator[tuple[Sharded, ShardingConfig]]:
     """Give the model of a run on meta, sharded as by `rank` of processes that do not exist, and the
     settings of that, `auto` decided. Layers that the run compiles are by the backend `compile_by`,
     where one is given.
@@ -230,8 +232,7 @@ def sharded(
                 torch_compile_backend=compile_by,
                 torch_compile_mode=mode,
             )
-        apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding)
-        yield model, sharding
+        yield apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding), sharding
 
 
 def _decided(
@@ -285,7 +286,8 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
 def state_of(cfg: Config, world_size: int, rank: int) -> State:
     """Return the bytes that `rank` holds between two steps, without a step."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with sharded(cfg, world_size, rank, "cuda") as (model, _), fake, Meter().running():
+    with sharded(cfg, world_size, rank, "cuda") as (made, _), fake, Meter().running():
+        model = made.model
         states = _filled(model, cfg, "cpu")[1]
         trained = [p for p in model.parameters() if p.requires_grad]
         return State(*map(local_bytes, (model.parameters(), trained, states)))
@@ -309,17 +311,18 @@ def _filled(
 
 
 def run_step(
-    model: Any,
+    sharded: Sharded,
     cfg: Config,
     meter: Meter,
     device: Device,
     *,
-    as_on: str,
+    device_type: str,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> State:
-    """Run a step of `model`, which is sharded and on meta, with memory on `device`; see [Note: fake
-    step]. `as_on`: type of the device whose loss head is meant. `around` is given the step.
+    """Run a step of a sharded model on meta, with memory on `device`; see [Note: fake step].
+    `device_type`: of the device whose loss head is meant. `around` is given the step.
     """
+    model = sharded.model
     optimizer, states = _filled(model, cfg, device)
     gradients = 0
 
@@ -334,10 +337,10 @@ def run_step(
     optimizer.register_step_pre_hook(before_step)
     model.train()
     smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-    loss = partial(loss_sum, label_smoothing=smoothing, as_on=as_on)
+    loss = partial(causal_lm_loss, label_smoothing=smoothing, device_type=device_type)
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
-    def measured(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def measured(module: nn.Module, batch: Batch) -> LossSum:
         nonlocal count
         count += 1
         last = count == min(2, accumulated)
@@ -352,12 +355,12 @@ def run_step(
         meter.claim(model.buffers(), BUFFERS)
         meter.claim(states, STATE)
         batches = [
-            {"input_ids": ids, "labels": ids.clone()}
+            Batch({"input_ids": ids}, ids.clone())
             for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
         ]
-        meter.claim((t for b in batches for t in b.values()), BUFFERS)
+        meter.claim((t for b in batches for t in (*b.inputs.values(), b.targets)), BUFFERS)
         norm = cfg.optim.max_grad_norm
-        around(lambda: train_step(model, optimizer, batches, max_grad_norm=norm, loss=measured))
+        around(lambda: train_step(sharded, optimizer, batches, max_grad_norm=norm, loss=measured))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))

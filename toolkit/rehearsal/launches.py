@@ -21,16 +21,16 @@ _FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "FSDP_", "
 
 # What a recipe calls -> the stage that a failure in it belongs to.
 _CALLS = {
-    r"\bhub\.": "hub",
+    r"\bhub\.check|hub\.publish": "hub",
     r"RunFolder\(": "output",
-    r"check_quantisation|check_usable|tokenizer|models\.prepare|prepare_adapters": "model",
+    r"assembly\.build|check_quantisation|check_usable|tokenizer|prepare_adapters": "model",
     r"prepare_data|check_prompts": "data",
     r"init_mesh|apply_fsdp": "sharding",
-    r"folder\.hold": "disk",
+    r"check_before_loading|check_disk": "disk",
     r"check_fits|loading\.": "load",
     r"checkpoint\.(find|restore)": "resume",
     r"evaluate|answer_prompts": "evaluate",
-    r"train_step|data\.steps|build_(optimizer|scheduler)|training\.begin": "train",
+    r"update|data\.steps|build_(optimizer|scheduler)|start_metrics": "train",
     r"checkpoint\.(save|wait)|prove_adapter": "save",
     r"export\.": "consolidate",
 }
@@ -115,8 +115,9 @@ def cause_in(log: str) -> tuple[str | None, str | None]:
     """Return the stage that a launch failed in, where its log shows that, and the clear line."""
     said, raised = _ERROR.search(log), _RAISED.search(log)
     cause = said[1] if said else raised[1].partition("errors.")[2] or raised[1] if raised else None
-    files = {f"{name}.py" for name in recipes.SETTINGS}
-    for statement in (text for file, text in _STATEMENT.findall(log) if file in files):
+    files = {"assembly.py", *(f"{name}.py" for name in recipes.SETTINGS)}
+    statements = [text for file, text in _STATEMENT.findall(log) if file in files]
+    for statement in reversed(statements):  # the innermost first
         for pattern, stage in _CALLS.items():
             if re.search(pattern, statement):
                 return stage, cause

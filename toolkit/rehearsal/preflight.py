@@ -29,6 +29,7 @@ from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer
 from toolkit.errors import ConfigError, DataError, ToolkitError
+from toolkit.mesh import DP_REPLICATE, DP_SHARD, init_mesh
 from toolkit.models import (
     build_on_meta,
     check_quantisation,
@@ -42,8 +43,8 @@ from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
 from toolkit.rehearsal.settings import affordable_length, notes_on, on_cpu, rehearsal_config
 from toolkit.rehearsal.shrunk import shrink
 from toolkit.rehearsal.stages import NotAskedError, Recorder
-from toolkit.sharding import apply_fsdp, init_mesh
-from toolkit.sharding.fsdp import mesh_shape, splits_ends
+from toolkit.sharding import apply_fsdp
+from toolkit.sharding.fsdp import splits_ends
 from toolkit.sharding.unit_table import fake_world, unit_rows
 from toolkit.tables import size_text
 
@@ -254,9 +255,10 @@ class Rehearsal:
             accumulation_for(batch, size, self.ranks)  # refuses what does not divide
         whole = all(head.whole for head in [*heads, *evals]) and not untrained
         if whole and not cfg.data.streaming:  # little enough to be prepared as the run will
-            own: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=self.ranks)
+            own: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
             with fake_world(self.ranks):
-                prepare_data(on_cpu(cfg), model, self.model_cfg, own)
+                mesh = init_mesh("cpu", self.ranks, on_cpu(cfg).sharding)
+                prepare_data(on_cpu(cfg), model, self.model_cfg, own, mesh)
         return _seen(heads, evals, untrained)
 
     def check_sharding(self) -> str:
@@ -268,9 +270,9 @@ class Rehearsal:
             splits = splits_ends(model, sharding, "cuda")
             compiled = "none" if sharding.torch_compile == "auto" else sharding.torch_compile
             sharding = replace(sharding, embedding_units=splits, torch_compile=compiled)
-            apply_fsdp(model, init_mesh("cpu", self.ranks, sharding), sharding)
-            rows = unit_rows(model, sharding)
-            replicas, shards = mesh_shape(self.ranks, sharding)
+            mesh = init_mesh("cpu", self.ranks, sharding)
+            rows = unit_rows(apply_fsdp(model, mesh, sharding), sharding)
+            replicas, shards = mesh.axes[DP_REPLICATE], mesh.axes[DP_SHARD]
             held = size_text(sum(row.bytes_sharded for row in rows))
             self.model = model
             return f"{len(rows)} units on {replicas} x {shards} ranks, {held} of parameters each"

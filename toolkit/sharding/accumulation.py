@@ -53,14 +53,14 @@ class Accumulation:
         self._to_measure = _MEASURED if asked == "auto" and freed <= {"auto", False} else 0
         self._shapes: set[torch.Size] = set()
 
-    def begin(self, ids: torch.Tensor, index: int, count: int, sync_each: bool) -> None:
+    def begin(self, ids: torch.Tensor, index: int, count: int) -> None:
         """Prepare for micro-batch `index` of `count`. Collective at the first."""
         if self.reduce_each is None and count > 1:
             total = ranks.least(_memory(ids.device)[1])
             shards = _shards(self._model)
             self.reduce_each = reduces_each(self._model, self._reduce_size, total, shards)
         last, keep = index == count - 1, self.keep and count > 1
-        reduced = last or sync_each or bool(self.reduce_each)
+        reduced = last or bool(self.reduce_each)
         for unit in self._units:
             unit.set_requires_gradient_sync(reduced or unit in self._frozen, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
@@ -123,16 +123,6 @@ def frozen_fits(
         index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
         free = ranks.least(_memory(torch.device(device_type, index))[0])
     return more <= _FROZEN_SHARE * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
-
-
-def accumulation_of(model: nn.Module) -> Accumulation | None:
-    """Return what `apply_fsdp` left on `model`; None where it is not sharded."""
-    if not hasattr(model, "set_requires_gradient_sync"):
-        return None
-    # One that was sharded by other means than `apply_fsdp` gets the defaults.
-    if "accumulation" not in vars(model):
-        vars(model)["accumulation"] = Accumulation(model, ShardingConfig())
-    return vars(model)["accumulation"]
 
 
 def _memory(device: torch.device) -> tuple[int, int, int]:

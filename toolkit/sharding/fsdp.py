@@ -1,4 +1,4 @@
-"""FSDP2 applied to a Hugging Face causal LM: the mesh, and the plan of its units carried out.
+"""FSDP2 applied to a Hugging Face causal LM: the plan of its units carried out.
 
 The only file that imports `torch.distributed.fsdp`.
 
@@ -11,11 +11,12 @@ already, they change nothing.
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,6 +31,7 @@ from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.formats import torch_private
+from toolkit.mesh import Mesh
 from toolkit.models.causal_lm import kept_in_fp32
 from toolkit.models.classes import build, plain_class
 from toolkit.models.modes import forked_rng
@@ -42,50 +44,32 @@ from toolkit.sharding.prefetch import Prefetch
 from toolkit.sharding.recompute import recompute_in_backward
 from toolkit.sharding.units import Unit, UnitPlan, frozen_parameters, plan_units
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
-_PLAN = "fsdp_units"  # where a sharded model keeps the plan of its units
 _REDUCE_UNUSED = "set_reduce_scatter_unused_params"
 _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
 
 
-@ranks.collective
-def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> DeviceMesh:
-    """Return the mesh (dp_shard,), or (dp_replicate, dp_shard); see `mesh_shape`. Collective."""
-    replicas, shards = mesh_shape(world_size, cfg)
-    if replicas == 1:
-        return init_device_mesh(device_type, (shards,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(REPLICATE, SHARD))
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A model that `apply_fsdp` sharded in place, and what it made beside it."""
 
-
-def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
-    """Return (replicas, ranks that share a copy) of `world_size` processes; ShardingError where the
-    product is another, or `reshard_after_forward` does not divide the ranks that share a copy.
-    """
-    replicas, shards = cfg.dp_replicate, cfg.dp_shard
-    if shards == -1:
-        shards = world_size // max(1, replicas)
-    if replicas == -1:
-        replicas = world_size // max(1, shards)
-    if replicas < 1 or shards < 1 or replicas * shards != world_size:
-        raise ShardingError(
-            f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
-            f"{world_size} processes; -1 takes all that the other leaves"
-        )
-    overrides = cfg.reshard_after_forward_overrides.items()
-    values = {f"reshard_after_forward_overrides[{pattern}]": own for pattern, own in overrides}
-    for name, value in {"reshard_after_forward": cfg.reshard_after_forward, **values}.items():
-        if not isinstance(value, bool | str) and (value < 1 or shards % value):
-            raise ShardingError(
-                f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy, or "
-                "be true, false or auto"
-            )
-    return replicas, shards
+    model: nn.Module
+    mesh: Mesh
+    plan: UnitPlan
+    """Its units, as they were sharded."""
+    accumulation: Accumulation
+    """Sets the units for each micro-batch of a step."""
+    prefetch: Prefetch | None = None
+    """What gathers units ahead, where that is asked for."""
+    home: torch.device | None = None
+    """Where the bytes of parameters live, if not where they compute: host memory under offload."""
+    auto_line: str = ""
+    """What settings on `auto` became, and why."""
 
 
 @ranks.collective
 def apply_fsdp(
-    model: nn.Module, mesh: DeviceMesh, cfg: ShardingConfig, *, fixed_length: bool = False
-) -> None:
+    model: nn.Module, mesh: Mesh, cfg: ShardingConfig, *, fixed_length: bool = False
+) -> Sharded:
     """Shard `model` in place, bottom up: inner units first, the root with all that is left last.
 
     Every parameter becomes a DTensor sharded over dim 0 (but for what stays replicated, see
@@ -97,9 +81,8 @@ def apply_fsdp(
     """
     if isinstance(model, FSDPModule):
         raise ShardingError("the model is sharded already; build it anew to shard it otherwise")
-    _, shards = mesh_shape(mesh.size(), cfg)
-    _refuse_idle_experts(model, mesh.size())
-    asked, device_type = cfg, mesh.device_type
+    _refuse_idle_experts(model, mesh.size)
+    asked, device_type, shards = cfg, mesh.device_type, mesh.shards
     cfg = dataclasses.replace(cfg, embedding_units=splits_ends(model, cfg, device_type))
     replicated, frozen_why = replicates_frozen(model, cfg, shards, device_type)
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
@@ -107,13 +90,14 @@ def apply_fsdp(
     _refuse_dtypes(model, plan, cfg)
     _cast_buffers(base_of(model), getattr(torch, cfg.param_dtype))
     recomputed = _recompute(model, plan, cfg)
-    own_kernels = "kernels" in vars(base_of(model))
+    assets = getattr(base_of(model), "hf_assets", None)
+    own_kernels = assets is not None and assets.kernels != "none"
     compiled, compile_why = compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
     if compiled:
         for name in plan.layers:
             compile_forward(model.get_submodule(name), **_compile_options(cfg))
     for unit in plan.units:
-        modules = _shard_unit(model, unit, mesh, cfg, _reshard(unit, shards))
+        modules = _shard_unit(model, unit, mesh.fsdp, cfg, _reshard(unit, shards))
         if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
             _cast_each(modules, unit)
         # A rank whose tokens went to no expert reduces zeros, not a smaller buffer. But around the
@@ -128,21 +112,25 @@ def apply_fsdp(
     if forgotten := sorted(set(plain) - set(plan.replicated)):
         listed = ", ".join(forgotten[:5])
         raise ShardingError(f"{len(forgotten)} parameter(s) were not sharded: {listed}")
-    vars(model)[_PLAN] = plan
     chosen = (
         ("embedding_units", str(cfg.embedding_units).lower(), device_type),
         ("torch_compile", "layer" if compiled else "none", compile_why),
         ("frozen", cfg.frozen, frozen_why),
     )
     autos = [c for c in chosen if getattr(asked, c[0]) == "auto" and c[2]]
-    vars(model)["auto_line"] = ", ".join(f"{name} {kind} ({why})" for name, kind, why in autos)
-    # Where the bytes belong, for whoever brings them: host memory under offload.
-    for part in {model, base_of(model)}:
-        vars(part)["parameter_device"] = torch.device("cpu") if cfg.cpu_offload else None
-    vars(model)["accumulation"] = Accumulation(model, cfg)
+    prefetch = None
     if cfg.forward_prefetch or cfg.backward_prefetch:
         units = {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]}
-        vars(model)["prefetch"] = Prefetch(model, units, cfg)
+        prefetch = Prefetch(model, units, cfg)
+    return Sharded(
+        model,
+        mesh,
+        plan,
+        Accumulation(model, cfg),
+        prefetch,
+        torch.device("cpu") if cfg.cpu_offload else None,
+        ", ".join(f"{name} {kind} ({why})" for name, kind, why in autos),
+    )
 
 
 def _shard_unit(
@@ -177,14 +165,6 @@ def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
     if not cfg.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
-
-
-def plan_of(model: nn.Module) -> UnitPlan:
-    """Return the plan that `apply_fsdp` carried out on `model`; a ShardingError without one."""
-    plan = vars(model).get(_PLAN)
-    if not isinstance(plan, UnitPlan):
-        raise ShardingError(f"{type(model).__name__} is not sharded; call apply_fsdp first")
-    return plan
 
 
 def _cast_buffers(model: Any, dtype: torch.dtype) -> None:

@@ -13,11 +13,12 @@ from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import RunConfig, ShardingConfig, model_settings
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import DTYPES, assets_of, local_tensor, torch_private
+from toolkit.mesh import DP_REPLICATE, DP_SHARD, init_mesh
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.classes import plain_name
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.models.peft_model import base_of
-from toolkit.sharding.fsdp import apply_fsdp, init_mesh, mesh_shape, plan_of, splits_ends
+from toolkit.sharding.fsdp import Sharded, apply_fsdp, splits_ends
 from toolkit.tables import fold, table
 
 
@@ -36,9 +37,9 @@ class UnitRow:
     reshard: str  # whether they are freed after the forward, or how many ranks keep them
 
 
-def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
+def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
     """Return a row for each unit of a sharded model, the root first; replicated parameters last."""
-    plan = plan_of(model)
+    plan, model = sharded.plan, sharded.model
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     parameters, packed = dict(model.named_parameters()), packed_weights(model)
     rows = []
@@ -60,11 +61,11 @@ def unit_rows(model: nn.Module, cfg: ShardingConfig) -> list[UnitRow]:
     return rows
 
 
-def unit_table(model: nn.Module, cfg: ShardingConfig) -> str:
+def unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
     """Return the units as a table; neighbours that differ in their numbers only share a line."""
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
-    rows = unit_rows(model, cfg)
+    rows = unit_rows(sharded, cfg)
     shown = cfg.forward_prefetch or cfg.backward_prefetch  # else PyTorch's own, of each unit
     lines = [[*head.split(","), *["prefetches"] * bool(shown)]]
     for name, indices in fold([row.name for row in rows], [replace(r, name="") for r in rows]):
@@ -76,13 +77,13 @@ def unit_table(model: nn.Module, cfg: ShardingConfig) -> str:
         more = [prefetches] * bool(shown)
         lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, *more])
     text = "\n".join(table(lines, right={1, 2, 3, 4, 5}))
-    reason = plan_of(model).root_only
+    reason = sharded.plan.root_only
     return text if reason is None else f"{text}\nonly the root is a unit: {reason}"
 
 
-def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
+def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
     """Return the dtype of each purpose: storage, compute, reduction, optimizer, export."""
-    plan, reduced = plan_of(model), getattr(torch, cfg.reduce_dtype)
+    plan, model, reduced = sharded.plan, sharded.model, getattr(torch, cfg.reduce_dtype)
     parameters = dict(model.named_parameters())
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     whole = [(parameters[name].dtype, name in trained) for name in plan.replicated]
@@ -95,12 +96,12 @@ def dtype_ledger(model: nn.Module, cfg: ShardingConfig) -> dict[str, str]:
     }
 
 
-def ledger_line(model: nn.Module, cfg: ShardingConfig, optimizer: str | None = None) -> str:
+def ledger_line(sharded: Sharded, cfg: ShardingConfig, optimizer: str | None = None) -> str:
     """Return the ledger as one line, with a warning under it where the storage is not fp32.
 
     `optimizer`: in what its state is held, where that is not the dtype of the parameters.
     """
-    ledger = dtype_ledger(model, cfg)
+    ledger = dtype_ledger(sharded, cfg)
     said = ledger | ({} if optimizer is None else {"optimizer": optimizer})
     line = ", ".join(f"{purpose} {dtype}" for purpose, dtype in said.items())
     if "bfloat16" in ledger["optimizer"]:
@@ -129,26 +130,26 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
     weights. Without `world_size` `cfg` must have dp_replicate and dp_shard (ConfigError).
     """
     sharding, world_size = cfg.sharding, planned_ranks(cfg.sharding, world_size)
-    replicas, shards = mesh_shape(world_size, sharding)
     with fake_world(world_size):
         model: Any = build_on_meta(model_settings(cfg))
         model = prepare_adapters(model, cfg.adapters, sharding.param_dtype)
         splits = splits_ends(model, sharding, "cuda")
         # What is recomputed changes no unit.
         sharding = replace(sharding, embedding_units=splits, activation_checkpointing="none")
-        apply_fsdp(model, init_mesh("cpu", world_size, sharding), sharding)
-        rows = unit_rows(model, sharding)
+        mesh = init_mesh("cpu", world_size, sharding)
+        made = apply_fsdp(model, mesh, sharding)
+        rows = unit_rows(made, sharding)
         return {
             "model": plain_name(base_of(model)),
             "parameters": sum(row.parameters for row in rows),
             "world_size": world_size,
-            "mesh": {"dp_replicate": replicas, "dp_shard": shards},
+            "mesh": {name: mesh.axes[name] for name in (DP_REPLICATE, DP_SHARD)},
             "bytes_sharded": sum(row.bytes_sharded for row in rows),
             "units": [asdict(row) for row in rows],
-            "dtypes": dtype_ledger(model, sharding),
-            "layers": list(plan_of(model).layers),
-            "table": unit_table(model, sharding),
-            "ledger": ledger_line(model, sharding),
+            "dtypes": dtype_ledger(made, sharding),
+            "layers": list(made.plan.layers),
+            "table": unit_table(made, sharding),
+            "ledger": ledger_line(made, sharding),
         }
 
 

@@ -5,8 +5,8 @@ from toolkit.training.early_stopping import early_stopping
 from toolkit.training.faults.preemption import leave_loop, stop_requested
 from toolkit.training.generation import answer_prompts, check_prompts, generate
 from toolkit.training.launch import Run, main, seed_everything
-from toolkit.training.loss import loss_sum
+from toolkit.training.loss import LossSum, causal_lm_loss, token_logps
 from toolkit.training.metrics import due, evaluate_metrics, start_metrics
 from toolkit.training.neftune import add_embedding_noise
 from toolkit.training.optim import build_optimizer, build_scheduler, check_optimizer
-from toolkit.training.step import EvalStats, StepStats, evaluate, train_step
+from toolkit.training.step import EvalStats, StepStats, Update, evaluate, train_step

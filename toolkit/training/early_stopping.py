@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit import ranks
@@ -21,6 +21,8 @@ class EarlyStopping:
     patience: int | None  # evaluations without improvement that end the run; None: never
     best: float | None = None
     waited: int = 0  # evaluations since the best
+    kept: dict[str, Any] = field(default_factory=dict)
+    """`TrainState.extra`, whose `KEY` is what a checkpoint keeps of this."""
 
     @property
     def stop(self) -> bool:
@@ -45,6 +47,7 @@ class EarlyStopping:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
+        self.kept[KEY] = self.state_dict()
         return self.stop
 
     def line(self, step: int) -> str:
@@ -64,12 +67,14 @@ class EarlyStopping:
 
 
 def early_stopping(
-    train: FinetuneTrainConfig, saving: CheckpointConfig, kept: Mapping[str, Any]
+    train: FinetuneTrainConfig, saving: CheckpointConfig, kept: dict[str, Any]
 ) -> EarlyStopping:
-    """Return the count, continued from a checkpoint's `extra`; TrainingError: of another metric."""
+    """Return the count, continued from a checkpoint's `extra`, where it keeps itself up to date;
+    TrainingError: of another metric.
+    """
     (metric, greater), state = saving.best_metric(), kept.get(KEY, {})
     patience = train.early_stopping_patience
-    stopping = EarlyStopping(metric, greater, patience)
+    stopping = EarlyStopping(metric, greater, patience, kept=kept)
     if patience is not None and state:
         if state["metric"] != metric:
             error = TrainingError(
@@ -79,4 +84,5 @@ def early_stopping(
             )
             raise ranks.mark_collective(error)
         stopping.best, stopping.waited = state["best"], state["waited"]
+    kept[KEY] = stopping.state_dict()
     return stopping

@@ -4,7 +4,7 @@ Owns the arithmetic: chunks of logits, their loss, and what it asks of hidden st
 nothing of models; what one makes of its head's output, the caller says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """The summed cross entropy of `labels` behind a head; call it inside of the head's forward.
+    """The summed cross entropy of `targets` behind a head; call it inside of the head's forward.
 
     The logits of one chunk of tokens exist at a time (in fp32 32 MB on a CPU, 1 GB elsewhere).
     Where gradients are wanted, each chunk leaves its share before the next one: the hidden states'
@@ -59,14 +59,14 @@ class HeadLoss:
     vocabulary: int  # logits of a token
     logit_map: LogitMap = LogitMap()
     label_smoothing: float = 0.0
-    as_on: str | None = None
+    on: str | None = None
     """Type of the device whose chunks and products it takes; empty: that of the hidden states."""
     correct: torch.Tensor | None = None
     """0-d integer, to which the tokens are added whose label has the largest logit. Costs a pass
     over the logits."""
 
     def __call__(
-        self, hidden: torch.Tensor, labels: torch.Tensor, supervised: int | None = None
+        self, hidden: torch.Tensor, targets: torch.Tensor, n_targets: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, 0-d fp32, and an empty answer [B, T, 0] in place of the logits.
 
@@ -74,18 +74,17 @@ class HeadLoss:
 
         Args:
             hidden: [B, T, H].
-            labels: [B, T], unshifted; `IGNORE_INDEX` has no loss.
-            supervised: tokens with a label, at most; with more of them the loss is NaN.
+            targets: [B, T], the token that each position predicts; `IGNORE_INDEX` has no loss, and
+                the last token of a row none.
+            n_targets: how many there are, at most; with more of them the loss is NaN.
         """
-        # The last token of a row predicts nothing.
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
         found: Any = _GradientsInForward.apply(
-            self, torch.is_grad_enabled(), supervised, targets, hidden, *self.parameters()
+            self, torch.is_grad_enabled(), n_targets, targets.flatten(), hidden, *self.parameters()
         )
         return found
 
     def device_type(self, hidden: torch.Tensor) -> str:
-        return self.as_on or hidden.device.type
+        return self.on or hidden.device.type
 
     @property
     def linear(self) -> bool:
@@ -129,9 +128,9 @@ class HeadLoss:
                 return loss
             of_hidden, of_weight, *of_bias = grads
             if of_hidden is not None:
-                of_hidden += _product(grad, parameters[0], self.device_type(hidden))
+                of_hidden += product(grad, parameters[0], self.device_type(hidden))
             if of_weight is not None:
-                _add_product(of_weight, grad.t(), hidden, self.device_type(hidden))
+                add_product(of_weight, grad.t(), hidden, self.device_type(hidden))
             if of_bias and of_bias[0] is not None:
                 of_bias[0] += grad.sum(0, dtype=of_bias[0].dtype)
             return loss
@@ -155,20 +154,15 @@ class _GradientsInForward(torch.autograd.Function):
         ctx: Any,
         task: HeadLoss,
         with_gradients: bool,
-        supervised: int | None,
+        n_targets: int | None,
         targets: torch.Tensor,
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        flat, rows, valid = hidden.flatten(0, 1), None, targets != IGNORE_INDEX
-        loss = torch.zeros((), device=hidden.device)
-        device_type = task.device_type(hidden)
-        if device_type in _COUNTED:
-            rows = valid.nonzero().squeeze(1)
-        elif supervised is not None:  # filled up with the last token, which predicts nothing
-            last = len(targets) - 1
-            rows = torch.nonzero_static(valid, size=supervised, fill_value=last).squeeze(1)
-            loss.masked_fill_(valid.sum() > supervised, torch.nan)  # the host does not wait to know
+        flat, loss = hidden.flatten(0, 1), torch.zeros((), device=hidden.device)
+        rows, too_many = chosen_rows(targets, n_targets, task.device_type(hidden))
+        if too_many is not None:
+            loss.masked_fill_(too_many, torch.nan)  # the host does not wait to know
         if rows is not None:
             flat, targets = flat[rows], targets[rows]
         of_hidden, *of_parameters = (with_gradients and w for w in ctx.needs_input_grad[4:])
@@ -178,11 +172,7 @@ class _GradientsInForward(torch.autograd.Function):
             else None
             for x, wanted in zip((flat, *parameters), (of_hidden, *of_parameters), strict=True)
         )
-        elements = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
-        chunks = -(-len(flat) * task.vocabulary // elements)
-        count = -(-len(flat) // max(1, chunks))  # chunks of the same size
-        for begin in range(0, len(flat), max(1, count)):
-            part = slice(begin, begin + count)
+        for part in chunks(task, flat):
             own = [None if grad is None else grad[part], *sums]
             loss += task.add_chunk(flat[part], targets[part], parameters, own)
         ctx.save_for_backward(grad, rows, *sums)
@@ -204,6 +194,32 @@ class _GradientsInForward(torch.autograd.Function):
             whole = grad.new_zeros(ctx.shape[:-1].numel(), ctx.shape[-1])
             grad = whole.index_copy_(0, rows, grad)
         return None, None, None, None, None if grad is None else grad.view(ctx.shape), *sums
+
+
+def chosen_rows(
+    targets: torch.Tensor, n_targets: int | None, device_type: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the rows that have a target, None for all where the host would have to ask the device;
+    and whether there are more than `n_targets`, 0-d bool, where it was told.
+    """
+    valid = targets != IGNORE_INDEX
+    if device_type in _COUNTED:
+        return valid.nonzero().squeeze(1), None
+    if n_targets is None:
+        return None, None
+    last = len(targets) - 1  # fills up: the last token predicts nothing
+    rows = torch.nonzero_static(valid, size=n_targets, fill_value=last).squeeze(1)
+    return rows, valid.sum() > n_targets
+
+
+def chunks(head: HeadLoss, flat: torch.Tensor) -> Iterator[slice]:
+    """Give the rows of `flat` [rows, H] in chunks of one size, whose logits may exist at a time."""
+    device_type = head.device_type(flat)
+    elements = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
+    number = -(-len(flat) * head.vocabulary // elements)
+    count = max(1, -(-len(flat) // max(1, number)))
+    for begin in range(0, len(flat), count):
+        yield slice(begin, begin + count)
 
 
 def _cross_entropy(
@@ -247,14 +263,14 @@ def _cross_entropy(
     return loss, torch.mul(grad, valid[:, None] * logit_map.scale, out=out)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.Tensor:
     """Return `a @ b`, of bf16 in fp32 where the device has such a product."""
     if device_type in _WIDE_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device_type: str) -> None:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device_type: str) -> None:
     """Add `a @ b` to `total`, in fp32 where they are bf16: rounded to bf16 before they are added,
     the parts alone would be off by as much as the sum rounded once.
     """

@@ -6,6 +6,7 @@ its head's output is neither itself, a scale nor a soft cap, it comes from the m
 
 import math
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.data.samples.sequences import SUPERVISED, MicroBatch
+from toolkit.data.samples.batch import Batch
 from toolkit.errors import one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
 from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
+from toolkit.training.token_logps import HeadLogps
 
 _TRIED = 8  # tokens of the trial
 _SMALL, _LARGE = 2.0**-30, 2.0**40  # values by which it tells a scale and a soft cap
@@ -30,20 +32,27 @@ _Found = tuple[int, LogitMap] | None
 _known: "weakref.WeakKeyDictionary[nn.Module, _Found]" = weakref.WeakKeyDictionary()
 
 
-def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of predicted positions of unshifted labels, 0-d int64 on their device."""
-    return (labels[..., 1:] != IGNORE_INDEX).sum()
+@dataclass(frozen=True)
+class LossSum:
+    """What a loss makes of a micro-batch: a sum, which the caller divides."""
+
+    total: torch.Tensor
+    """0-d: what is minimised, summed."""
+    count: torch.Tensor
+    """0-d: of how many."""
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name -> another sum over as many, 0-d, without a gradient: an evaluation reports its mean."""
 
 
-def loss_sum(
+def causal_lm_loss(
     model: nn.Module,
-    batch: MicroBatch,
+    batch: Batch,
     *,
     label_smoothing: float = 0.0,
-    as_on: str | None = None,
-    correct: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the sum of the cross entropies of the supervised tokens of one micro-batch, 0-d fp32.
+    device_type: str | None = None,
+    accuracy: bool = False,
+) -> LossSum:
+    """Return the cross entropies of the supervised tokens of one micro-batch, summed, in fp32.
 
     The logits of one chunk of tokens exist at a time; see `HeadLoss` for what that costs. The
     first call tries the model on a few tokens, twice, and says in a line where it needs all logits
@@ -51,34 +60,51 @@ def loss_sum(
 
     Args:
         model: a causal LM, sharded or not.
-        batch: `input_ids` and `labels` [B, T] and whatever else its forward takes. With
-            `SUPERVISED`, tokens without a label are left out on GPUs too.
+        batch: with `n_targets`, positions without a target are left out on GPUs too.
         label_smoothing: share of each target that is spread evenly over the vocabulary, as
             transformers' `LabelSmoother` does (Szegedy et al. 2016, arXiv:1512.00567).
-        as_on: type of the device whose way it takes; empty: that of the batch.
-        correct: 0-d integer, to which the supervised tokens are added that the model ranks first.
+        device_type: of the device whose way it takes; empty: that of the batch.
+        accuracy: count the supervised tokens that the model ranks first, as the part `accuracy`.
     """
-    inputs = {k: v for k, v in batch.items() if k not in ("labels", SUPERVISED)}
-    labels = batch["labels"]
-    if model not in _known:
-        _known[model] = _find_out(model, inputs, labels)
-    if (found := _known[model]) is None:
-        logits, targets = model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        if correct is not None:
-            correct += (logits.argmax(-1) == targets).sum()
-        return F.cross_entropy(
+    inputs, targets, parts = batch.inputs, batch.targets, dict[str, torch.Tensor]()
+    if accuracy:
+        parts["accuracy"] = torch.zeros((), dtype=torch.int64, device=targets.device)
+    if (found := _found(model, batch)) is None:
+        logits, flat = model(**inputs).logits.flatten(0, 1), targets.flatten()
+        if accuracy:
+            parts["accuracy"] += (logits.argmax(-1) == flat).sum()
+        total = F.cross_entropy(
             logits.float(),
-            targets,
+            flat,
             ignore_index=IGNORE_INDEX,
             reduction="sum",
             label_smoothing=label_smoothing,
         )
+        return LossSum(total, batch.count, parts)
     head = _head(model)
-    task = HeadLoss(head, head.forward, *found, label_smoothing, as_on, correct)
-    inside = _InHead(task, labels, batch.get(SUPERVISED))
+    task = HeadLoss(head, head.forward, *found, label_smoothing, device_type, parts.get("accuracy"))
+    inside = _InHead(task, targets, batch.n_targets)
     with replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
-    return inside.loss + answer.sum(dtype=torch.float32)
+    total = inside.found + answer.sum(dtype=torch.float32)
+    return LossSum(total, batch.count, parts)
+
+
+def token_logps(model: nn.Module, batch: Batch, *, device_type: str | None = None) -> torch.Tensor:
+    """Return the log-probability of each target of a micro-batch, [B, T] in fp32; 0 where there is
+    none. What is made of them has a gradient, as a weight for each sequence; see `HeadLogps` for
+    what they cost. The first call tries the model as `causal_lm_loss` does.
+    """
+    if (found := _found(model, batch)) is None:
+        log_p = model(**batch.inputs).logits.log_softmax(-1, dtype=torch.float32)
+        at = batch.targets.clamp(min=0)[..., None]
+        return log_p.gather(-1, at).squeeze(-1).masked_fill(batch.targets == IGNORE_INDEX, 0.0)
+    head = _head(model)
+    task = HeadLogps(HeadLoss(head, head.forward, *found, on=device_type))
+    inside = _InHead(task, batch.targets, batch.n_targets)
+    with replaced_forward(head, inside.forward):
+        answer = model(**batch.inputs).logits
+    return inside.found + answer.sum(dtype=torch.float32)
 
 
 def take_loss_from(copy: PreTrainedModel, model: nn.Module) -> None:
@@ -88,6 +114,13 @@ def take_loss_from(copy: PreTrainedModel, model: nn.Module) -> None:
     ids = torch.arange(1, _TRIED + 1)[None]
     found = _find_out(copy, {"input_ids": ids}, ids)
     _known[model] = found and (int(getattr(_head(model), "out_features", found[0])), found[1])
+
+
+def _found(model: nn.Module, batch: Batch) -> _Found:
+    """Return what `_find_out` does, asked once for each model."""
+    if model not in _known:
+        _known[model] = _find_out(model, batch.inputs, batch.targets)
+    return _known[model]
 
 
 def _head(model: nn.Module) -> nn.Module:
@@ -104,47 +137,49 @@ class _OtherUse(Exception):
 
 
 class _InHead:
-    """A forward of the head that answers hidden states [B, T, H] with their loss: there FSDP has
-    gathered the weight, which anywhere else may be a shard.
+    """A forward of the head that answers hidden states [B, T, H] with what a task finds: there FSDP
+    has gathered the weight, which anywhere else may be a shard.
     """
 
-    def __init__(self, task: HeadLoss, labels: torch.Tensor, supervised: int | None = None) -> None:
-        self._task, self._labels, self._supervised = task, labels, supervised
-        self._loss: torch.Tensor | None = None
+    def __init__(
+        self, task: HeadLoss | HeadLogps, targets: torch.Tensor, n_targets: int | None = None
+    ) -> None:
+        self._task, self._targets, self._n_targets = task, targets, n_targets
+        self._found: torch.Tensor | None = None
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._loss is not None or hidden.shape[:-1] != self._labels.shape:
+        if self._found is not None or hidden.shape[:-1] != self._targets.shape:
             raise _OtherUse(_NOT_ONCE)
-        self._loss, answer = self._task(hidden, self._labels, self._supervised)
+        self._found, answer = self._task(hidden, self._targets, self._n_targets)
         return answer
 
     @property
-    def loss(self) -> torch.Tensor:
-        if self._loss is None:
+    def found(self) -> torch.Tensor:
+        if self._found is None:
             raise _OtherUse("its head is not called")
-        return self._loss
+        return self._found
 
 
 # ---- What a model makes of its head's output
 
 
-def _find_out(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> _Found:
+def _find_out(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -> _Found:
     """Return the logits of a token and the map that `model` puts behind its head, None where the
     loss cannot be computed inside it. Every rank finds the same; the random state stays.
     """
     few = {  # inputs of one number a token can be cut
         name: value[:1, :_TRIED]
         for name, value in inputs.items()
-        if isinstance(value, torch.Tensor) and value.shape == labels.shape
+        if isinstance(value, torch.Tensor) and value.shape == targets.shape
     }
     with (
         torch.no_grad(),
-        forked_rng(labels.device),
+        forked_rng(targets.device),
         torch.compiler.set_stance("force_eager"),  # not worth a compilation
     ):
         try:
-            return _tried(model, few, labels[:1, :_TRIED])
+            return _tried(model, few, targets[:1, :_TRIED])
         except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
             raise
         except (_OtherUse, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -161,13 +196,13 @@ def _find_out(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) ->
     return None
 
 
-def _tried(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[int, LogitMap]:
+def _tried(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -> tuple[int, LogitMap]:
     head, probes = _head(model), list[torch.Tensor]()
     own = head.forward
 
     def probe(hidden: torch.Tensor) -> torch.Tensor:
         """Answer with numbers of which the model's map can be told."""
-        if probes or hidden.shape[:-1] != labels.shape:
+        if probes or hidden.shape[:-1] != targets.shape:
             raise _OtherUse(_NOT_ONCE)
         if any(isinstance(p, DTensor) for p in head.parameters()):
             raise _OtherUse("its head's weights are not gathered where it computes")
@@ -184,10 +219,10 @@ def _tried(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> tu
         raise _OtherUse("its head is not called")
     logit_map = _fitted(probes[0], logits)
     vocabulary = logits.shape[-1]
-    inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), labels)
+    inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), targets)
     with replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
-    if answer.shape != (*labels.shape, 0):
+    if answer.shape != (*targets.shape, 0):
         raise _OtherUse("it does something else with its logits")
     return vocabulary, logit_map
 

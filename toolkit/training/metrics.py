@@ -33,7 +33,7 @@ from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.models.text_part import beside_line, untaught
 from toolkit.sharding.accumulation import host_memory_peak
-from toolkit.sharding.fsdp import mesh_shape, plan_of
+from toolkit.sharding.fsdp import Sharded
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
 from toolkit.training.faults import preemption, watchdog
@@ -41,7 +41,7 @@ from toolkit.training.faults.guards import Guards, guards_of
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
-from toolkit.training.step import EvalSets, evaluate
+from toolkit.training.step import EvalSets, Loss, evaluate, with_accuracy
 from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
 from toolkit.training.train_state import TrainState
@@ -276,24 +276,24 @@ class Metrics:
 
 
 def start_metrics(
-    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: TrainState
+    cfg: RunConfig, run: Run, folder: Path, sharded: Sharded, data: TrainingData, state: TrainState
 ) -> Metrics:
     """Print the lines that a run opens with; return its metrics from `state` on. From here on a
     signal waits for the loop (`stop_requested`). Collective.
     """
+    model, auto_line = sharded.model, sharded.auto_line
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
-    shards, auto_line = mesh_shape(run.world_size, cfg.sharding)[1], vars(model)["auto_line"]
-    if not packed_weights(model).keys().isdisjoint(plan_of(model).replicated):
-        shards = 1
+    whole = not packed_weights(model).keys().isdisjoint(sharded.plan.replicated)
+    dtypes = ledger_line(sharded, cfg.sharding, state_dtypes(state.required_optimizer))
     opening = [
         f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
         beside_line(model),
         *(coverage_lines(model) if has_adapters(model) else []),
-        quantise.describe(model, shards),
-        *unit_table(model, cfg.sharding).splitlines(),
-        f"dtypes     {ledger_line(model, cfg.sharding, state_dtypes(state.required_optimizer))}",
+        quantise.describe(model, 1 if whole else sharded.mesh.shards),
+        *unit_table(sharded, cfg.sharding).splitlines(),
+        f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",
         *data.lines(),
     ]
@@ -318,8 +318,8 @@ def start_metrics(
         flops_per_token=training_flops(model, cfg.data.sequence_length),
         logging_steps=cfg.train.logging_steps,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
-        trackers=_trackers(cfg, run, folder, model, data, state),
-        guards=guards_of(cfg, model, data, state),
+        trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
+        guards=guards_of(cfg, data, state),
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)
@@ -394,17 +394,23 @@ def _profiling(
 
 
 def _trackers(
-    cfg: RunConfig, run: Run, folder: Path, model: nn.Module, data: TrainingData, state: TrainState
+    cfg: RunConfig,
+    run: Run,
+    folder: Path,
+    data: TrainingData,
+    state: TrainState,
+    more: dict[str, Any],
 ) -> Trackers | None:
-    """Start the trackers of `metrics.report_to`, where there are steps to be done. Collective."""
+    """Start the trackers of `metrics.report_to`, where there are steps to be done; they are sent
+    the settings, and `more`. Collective.
+    """
     if not cfg.metrics.trackers() or state.step >= data.max_steps:
         return None
     settings = {
         name: value if isinstance(value, bool | int | float | str | None) else str(value)
         for name, value in flat(cfg).items()
     } | {
-        "dtypes": ledger_line(model, cfg.sharding, state_dtypes(state.required_optimizer)),
-        "parameters": count_values(model),
+        **more,
         "world_size": run.world_size,
         "global_batch": data.position.global_batch,
     }
@@ -421,15 +427,18 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0 and not preemption.stopping()
 
 
-def evaluate_metrics(model: nn.Module, sources: EvalSets) -> dict[str, float]:
+def evaluate_metrics(
+    sharded: Sharded, sources: EvalSets, loss: Loss = with_accuracy
+) -> dict[str, float]:
     """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`,
-    `eval_accuracy`, and where there are several sources `eval_NAME_loss` and so on of each.
+    `eval_accuracy` (a mean of each part of its loss), and where there are several sources
+    `eval_NAME_loss` and so on of each.
     Nothing where a signal ended it. Collective; waits for the device.
     """
     if preemption.stopping():
         return {}
     until_stop = {name: preemption.until_stop(batches) for name, batches in sources.items()}
-    total, found = evaluate(model, until_stop)
+    total, found = evaluate(sharded, until_stop, loss)
     if preemption.stopping():
         return {}
     named = {"eval": total}
@@ -438,7 +447,8 @@ def evaluate_metrics(model: nn.Module, sources: EvalSets) -> dict[str, float]:
     losses = {f"{name}_loss": float(one.loss) for name, one in named.items()}
     # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
     exp = {f"{name}_perplexity": float(one.loss.double().exp()) for name, one in named.items()}
-    return losses | exp | {f"{name}_accuracy": float(one.accuracy) for name, one in named.items()}
+    parts = ((name, one.parts) for name, one in named.items())
+    return losses | exp | {f"{n}_{part}": float(x) for n, own in parts for part, x in own.items()}
 
 
 def training_flops(model: nn.Module, sequence_length: int) -> float:

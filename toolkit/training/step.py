@@ -7,34 +7,37 @@ sum is meant: each contribution is multiplied by the number of ranks. A rank wit
 tokens contributes zero, not the NaN of an empty mean.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from toolkit import ranks
+from toolkit.data.samples.batch import Batch
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
-from toolkit.sharding.accumulation import accumulation_of
+from toolkit.mesh import View
+from toolkit.sharding.fsdp import Sharded
 from toolkit.training.faults import watchdog
-from toolkit.training.faults.spikes import spikes_of
-from toolkit.training.loss import loss_sum, supervised_tokens
+from toolkit.training.faults.spikes import Spikes
+from toolkit.training.loss import LossSum, causal_lm_loss
 from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 
-EvalSets = Mapping[str, Iterable[dict[str, torch.Tensor]]]  # source -> its batches
-Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+EvalSets = Mapping[str, Iterable[Batch]]  # source -> its batches
+Loss = Callable[[nn.Module, Batch], LossSum]
 
 
 @dataclass(frozen=True)
 class StepStats:
     """What a step did; 0-d tensors on the device, so that nothing waits for them."""
 
-    loss: torch.Tensor  # mean over the supervised tokens of the global batch, before the step
+    loss: torch.Tensor  # mean over the global batch (its supervised tokens), before the step
     grad_norm: torch.Tensor  # global gradient norm before clipping
     tokens: torch.Tensor  # supervised tokens of the global batch
     skipped: torch.Tensor  # bool: loss or gradient is not finite, or a spike: nothing was changed
@@ -42,65 +45,103 @@ class StepStats:
     spike: torch.Tensor | None = None  # bool: skipped for being far above the last; None: not asked
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: list[dict[str, torch.Tensor]],
-    *,
-    max_grad_norm: float = 1.0,
-    sync_each: bool = False,
-    loss: Loss = loss_sum,
-) -> StepStats:
-    """Run one optimizer step over `micro_batches`; the schedule is the caller's. Collective.
+class Update:
+    """One optimizer step over the micro-batches of all ranks, spelled out by a loop. Collective.
 
-    See [Note: token weighting], which costs one small all-reduce. What is gathered and reduced
-    between micro-batches is `sharding.accumulation`'s. A step whose loss or gradient is NaN or
-    infinite on any rank changes neither weights nor the optimizer's state, on all ranks; a fused
-    AdamW is told so on the device, before any other optimizer the host waits for it. So does a
-    spike, where `faults.spikes` watches the model.
+        update = Update(sharded, micro_batches)
+        for batch in update:
+            update.mean(loss(model, batch)).backward()
+        stats = update.step(optimizer)
+
+    See [Note: token weighting], which costs one small all-reduce at the start. What is gathered and
+    reduced between micro-batches is `sharding.accumulation`'s. TrainingError: no micro-batches.
 
     Args:
-        model: sharded by `apply_fsdp` (or plain, in one process), in training mode.
-        micro_batches: dicts on the device with `input_ids` and unshifted `labels` [B, T]; every
-            rank has as many.
-        max_grad_norm: gradients are clipped to this global norm; 0 does not clip.
-        sync_each: reduce gradients after every micro-batch, whatever `sharding.accumulation` is.
-        loss: (model, micro-batch) -> the sum over its supervised tokens of what is minimised, 0-d.
+        sharded: what `apply_fsdp` returned, its model in training mode.
+        micro_batches: on the device; every rank has as many.
+        counts: 0-d, by how much each micro-batch counts in the mean; None: by its targets.
     """
-    if not micro_batches:
-        raise TrainingError("train_step got no micro-batches; every rank needs at least one")
-    accumulation, count = accumulation_of(model), len(micro_batches)
-    world = dist.get_world_size() if accumulation is not None and dist.is_initialized() else 1
-    tokens = torch.stack([supervised_tokens(b["labels"]) for b in micro_batches]).sum()
-    if world > 1:
-        dist.all_reduce(tokens)
-    scale = world / tokens.clamp(min=1).float()
-    total = torch.zeros((), device=tokens.device)
-    for i, batch in enumerate(micro_batches):
-        watchdog.progress()
-        if accumulation is not None:
-            accumulation.begin(batch["labels"], i, count, sync_each)
-        with record_function(FORWARD):
-            contribution = loss(model, batch) * scale
-        with record_function(BACKWARD):
-            contribution.backward()
-        total += contribution.detach()
-    bad_here = ~torch.isfinite(total)
-    if world > 1:
-        _average_replicated(model, world)
-        dist.all_reduce(total)
-    with record_function(OPTIMIZER):
-        grad_norm = clip_gradients(model, max_grad_norm, tokens.device)
-        fine = torch.isfinite(total) & torch.isfinite(grad_norm)
-        spikes, spike = spikes_of(model), None
-        if spikes is not None:
-            spike = spikes.found(total / world, grad_norm)
-            fine &= ~spike
-        _step_if(fine, optimizer)
-        optimizer.zero_grad()
-    if accumulation is not None:
-        accumulation.end(total.device, count)
-    return StepStats(total / world, grad_norm, tokens, ~fine, bad_here, spike)
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        micro_batches: Sequence[Batch],
+        counts: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        if not micro_batches:
+            raise TrainingError("an update got no micro-batches; every rank needs at least one")
+        self._sharded, self._batches, self._ranks = sharded, micro_batches, sharded.mesh.loss
+        self._tokens = torch.stack([batch.count for batch in micro_batches]).sum()
+        if counts is None:
+            count = self._ranks.sum(self._tokens)
+        else:  # a double holds any number of tokens exactly
+            both = torch.stack([self._tokens.double(), torch.stack([*counts]).sum().double()])
+            tokens, count = self._ranks.sum(both)
+            self._tokens = tokens.long()
+        # FSDP averages over the ranks what is to be added up.
+        self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
+        self._total = torch.zeros((), device=count.device)
+        self._phase = ExitStack()  # of a micro-batch, as profiles show it
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Give the micro-batches, the units of the model set for each of them."""
+        for i, batch in enumerate(self._batches):
+            watchdog.progress()
+            self._sharded.accumulation.begin(batch.targets, i, len(self._batches))
+            with self._phase:
+                self._phase.enter_context(record_function(FORWARD))
+                yield batch
+
+    def mean(self, loss: LossSum) -> torch.Tensor:
+        """Return a micro-batch's part of the mean over the global batch, for its backward."""
+        part = loss.total * self._scale
+        self._total += part.detach()
+        self._phase.close()
+        self._phase.enter_context(record_function(BACKWARD))
+        return part
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float = 1.0,
+        spikes: Spikes | None = None,
+    ) -> StepStats:
+        """Clip the gradients to a global norm (0 does not) and let the optimizer step.
+
+        A step whose loss or gradient is NaN or infinite on any rank changes neither weights nor the
+        optimizer's state, on all ranks; nor does one that `spikes` finds. A fused AdamW is told so
+        on the device, before any other optimizer the host waits for it.
+        """
+        model, total, device = self._sharded.model, self._total, self._total.device
+        bad_here = ~torch.isfinite(total)
+        _average_replicated(model, self._ranks)
+        mean = self._ranks.sum(total) / self._ranks.size
+        with record_function(OPTIMIZER):
+            grad_norm = clip_gradients(model, max_grad_norm, device, self._ranks)
+            fine, spike = torch.isfinite(total) & torch.isfinite(grad_norm), None
+            if spikes is not None:
+                spike = spikes.found(mean, grad_norm)
+                fine &= ~spike
+            _step_if(fine, optimizer)
+            optimizer.zero_grad()
+        self._sharded.accumulation.end(device, len(self._batches))
+        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike)
+
+
+def train_step(
+    sharded: Sharded,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    *,
+    max_grad_norm: float = 1.0,
+    loss: Loss = causal_lm_loss,
+    spikes: Spikes | None = None,
+) -> StepStats:
+    """Run the `Update` over `micro_batches` that a recipe's loop spells out. Collective."""
+    update = Update(sharded, micro_batches)
+    for batch in update:
+        update.mean(loss(sharded.model, batch)).backward()
+    return update.step(optimizer, max_grad_norm, spikes)
 
 
 def _step_if(fine: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -116,9 +157,12 @@ def _step_if(fine: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def clip_gradients(model: nn.Module, max_norm: float, device: torch.device) -> torch.Tensor:
+def clip_gradients(
+    model: nn.Module, max_norm: float, device: torch.device, among: View
+) -> torch.Tensor:
     """Scale the gradients to a global norm of at most `max_norm` (0: not at all); return the norm
-    before, 0-d on `device`. Collective. Each rank's shards count once, replicated gradients once.
+    before, 0-d on `device`, the same `among` the ranks. Collective. Each rank's shards count once,
+    replicated gradients once.
     """
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch mixes neither two of them,
     for p in model.parameters():  # nor what is sharded and what is not
@@ -135,19 +179,19 @@ def clip_gradients(model: nn.Module, max_norm: float, device: torch.device) -> t
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if any(mesh is not None and mesh.ndim > 1 for mesh in by_mesh):
         # Each replica adds its shards up by itself; their sums may differ in the last bit.
-        dist.broadcast(total, 0)
+        among.same(total)
     if max_norm > 0:
         for part in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     return total
 
 
-def _average_replicated(model: nn.Module, world: int) -> None:
+def _average_replicated(model: nn.Module, among: View) -> None:
     """Average over the ranks the gradients of what FSDP does not shard, by one all-reduce: zero if
     a rank did not use it, none where no rank did: the hosts tell each other, and no device waits.
     """
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
-    if not parameters:
+    if not parameters or among.size == 1:
         return
     flags = ranks.any_of([p.grad is not None for p in parameters])
     used = [p for p, has_gradient in zip(parameters, flags, strict=True) if has_gradient]
@@ -155,9 +199,13 @@ def _average_replicated(model: nn.Module, world: int) -> None:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
     flat = torch.cat([g.float().flatten() for g in grads])
-    dist.all_reduce(flat)
-    for parameter, total in zip(used, flat.split([p.numel() for p in used]), strict=True):
-        parameter.grad = (total / world).view_as(parameter).to(parameter.dtype)
+    for parameter, total in zip(
+        used, among.sum(flat).split([p.numel() for p in used]), strict=True
+    ):
+        parameter.grad = (total / among.size).view_as(parameter).to(parameter.dtype)
+
+
+with_accuracy: Loss = partial(causal_lm_loss, accuracy=True)
 
 
 @dataclass(frozen=True)
@@ -165,43 +213,42 @@ class EvalStats:
     """What an evaluation found, 0-d tensors on the device; NaN without a supervised token."""
 
     loss: torch.Tensor  # mean over the supervised tokens of all ranks
-    accuracy: torch.Tensor  # share of them that the model ranks first
+    parts: dict[str, torch.Tensor]  # the means of what else the loss sums, by its name
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, sources: EvalSets) -> tuple[EvalStats, dict[str, EvalStats]]:
-    """Return loss and accuracy over the supervised tokens of all `sources`, and of each source.
+def evaluate(
+    sharded: Sharded, sources: EvalSets, loss: Loss = with_accuracy
+) -> tuple[EvalStats, dict[str, EvalStats]]:
+    """Return loss and its parts over the supervised tokens of all `sources`, and of each source.
     Collective.
 
     Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
-    Every rank brings the same names in the same order, and as many batches of each (pad with labels
-    of -100): FSDP gathers in each forward. TrainingError names the source that has none.
+    Every rank brings the same names in the same order, and as many batches of each (pad with
+    rows without a target): FSDP gathers in each forward. TrainingError names a source without any.
     """
     if not sources:
         raise TrainingError("evaluate got no batches: there is no source to evaluate on")
-    was_training = model.training
+    model, was_training = sharded.model, sharded.model.training
     model.eval()
     found: list[torch.Tensor] = []
+    names: list[str] = []
     try:
         for name, batches in sources.items():
-            sums = [_eval_sums(model, batch) for batch in batches]
-            if not sums:
+            losses = [loss(model, batch) for batch in batches]
+            if not losses:
                 raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
-            found.append(torch.stack(sums).sum(0))
+            names = [*losses[0].parts]
+            rows = ([one.total, *one.parts.values(), one.count] for one in losses)
+            # A double holds any count exactly.
+            found.append(torch.stack([torch.stack([x.double() for x in r]) for r in rows]).sum(0))
     finally:
         model.train(was_training)
         reshard(model)
-    each = torch.stack(found)  # [sources, 3]; a double holds any count exactly
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(each)
+    each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, loss, parts, count]
     means = torch.cat([each.sum(0)[None], each])
-    means = (means[:, :2] / means[:, 2:]).float()
-    total, *stats = [EvalStats(loss, accuracy) for loss, accuracy in means]
+    means = (means[:, :-1] / means[:, -1:]).float()
+    total, *stats = [
+        EvalStats(row[0], dict(zip(names, row[1:].unbind(), strict=True))) for row in means
+    ]
     return total, dict(zip(sources, stats, strict=True))
-
-
-def _eval_sums(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return [summed loss, correct tokens, supervised tokens] of a micro-batch, as doubles."""
-    correct = torch.zeros((), dtype=torch.int64, device=batch["labels"].device)
-    loss = loss_sum(model, batch, correct=correct)
-    return torch.stack([x.double() for x in (loss, correct, supervised_tokens(batch["labels"]))])

@@ -6,6 +6,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,10 +15,10 @@ import torch
 from torch.profiler import record_function
 
 from toolkit.data.order.position import Position, accumulation_for, eval_batches
+from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import (
     Chosen,
     EncodedRows,
-    MicroBatch,
     Samples,
     SampleShape,
     cut_rows,
@@ -26,13 +27,13 @@ from toolkit.data.samples.sequences import (
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
 
-Batches = Iterable[MicroBatch]
+Batches = Iterable[Batch]
 READING = "data"
 """What profiles call the wait for a step's micro-batches."""
 
 
 class Processes(Protocol):
-    """The processes of the run, as `training.launch.Run` has them."""
+    """The ranks that read different samples, as one of them sees them."""
 
     @property
     def device(self) -> torch.device: ...
@@ -42,6 +43,16 @@ class Processes(Protocol):
     def world_size(self) -> int: ...
     @property
     def loader(self) -> Callable[..., Any]: ...
+
+
+@dataclass(frozen=True)
+class Readers:
+    """`Processes` by the view `data` of a mesh."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    loader: Callable[..., Any]
 
 
 def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
@@ -101,7 +112,7 @@ class Feed(ABC):
 
     def steps(
         self, run: Processes, count: int, *, per_device_batch_size: int, workers: int = 0
-    ) -> Iterator[list[MicroBatch]]:
+    ) -> Iterator[list[Batch]]:
         """Give this rank's micro-batches of the next `count` steps, a list for each, from the
         position on, which `position.advance()` moves when a step is done.
 

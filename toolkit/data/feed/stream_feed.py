@@ -26,6 +26,7 @@ LANE_ROWS = 128  # of each source, at least: with fewer there are fewer lanes
 _DEALING = 2  # raise it when the same rows come in another order
 _PLACES = "places"
 _ERROR = "error"
+_BATCH = "batch"
 
 
 class StreamFeed(Feed):
@@ -131,14 +132,14 @@ class StreamFeed(Feed):
         at, rank, world = copy.copy(self.position), run.rank, run.world_size
         lanes, window = self.lanes, self.window
         mine = RankBatches(self.sources, self.shape, at, lanes, window, count, size, rank, world)
-        for batch in run.loader(mine, workers=workers):
-            if _ERROR in batch:
+        for read in run.loader(mine, workers=workers):
+            if _ERROR in read:
                 # A rank may be alone with what is wrong in its lanes: it must not wait for the
                 # others, which may be in a collective.
-                raise DataError(batch[_ERROR])
-            if _PLACES in batch:
-                self.position.after_step = json.loads(batch.pop(_PLACES))
-            yield batch
+                raise DataError(read[_ERROR])
+            if _PLACES in read:
+                self.position.after_step = json.loads(read[_PLACES])
+            yield read[_BATCH]
 
     def reading_lines(self) -> list[str]:
         lanes = self.position.stream or {}
@@ -238,7 +239,8 @@ class RankBatches(IterableDataset):
                 return
             for begin in range(0, len(items), size):
                 of = items[begin : begin + size]
-                made = self.shape.batch([self.shape.sample(item.pieces) for item in of])
+                samples = [self.shape.sample(item.pieces) for item in of]
+                made: dict[str, Any] = {_BATCH: self.shape.batch(samples)}
                 if begin + size >= len(items):
                     gave = {p % self.lanes for p in range(first, first + min(batch, self.lanes))}
                     places = {str(n): mine[n].state_dict() for n in sorted(gave & mine.keys())}

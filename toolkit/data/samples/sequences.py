@@ -17,20 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, default_collate
 
+from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.data.samples.packing import BinPlan, best_fit
 from toolkit.models.attention import document_borders
 
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
-IGNORED = -100  # label of a token that the loss leaves out, as in transformers
 MULTIPLE = 8  # padded lengths are multiples of this: fewer different shapes, and aligned ones
-
-SUPERVISED = "num_items_in_batch"
-"""How many tokens of a micro-batch are supervised, by transformers' name, where not all may be.
-The host knows it before the labels are on a device."""
 
 Packing = Literal["wrapped", "bfd", "none"]
 Sample = dict[str, torch.Tensor]
-MicroBatch = dict[str, Any]  # tensors; of the borders of documents, two whole numbers
 Piece = tuple[np.ndarray, np.ndarray]  # token ids and labels of a row, or of a part of one
 Chosen = range | np.ndarray | None  # numbers of the windows or rows that are used; None: all
 
@@ -64,31 +59,29 @@ class SampleShape:
             sample["position_ids"] = torch.from_numpy(positions)
         return sample
 
-    def batch(self, samples: list[Sample]) -> MicroBatch:
-        """Return samples as a micro-batch of int64 [samples, T], with `SUPERVISED` where not all
-        may be.
+    def batch(self, samples: list[Sample]) -> Batch:
+        """Return samples as a micro-batch of [samples, T], with `n_targets` where not all positions
+        may have a target.
 
         Rows are padded on the right, with an `attention_mask`: T is the longest length rounded up
         to a multiple of 8, but not beyond `sequence_length`, which may be all the positions that a
         model has.
         """
-        batch: MicroBatch
+        columns: dict[str, Any]
         if self.packing == "none":
             longest = max(len(s["input_ids"]) for s in samples)
             width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
             fill = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
             samples = [s | {"attention_mask": torch.ones_like(s["labels"])} for s in samples]
-            batch = {}
+            columns = {}
             for name, value in fill.items():
                 rows = [F.pad(s[name], (0, width - len(s[name])), value=value) for s in samples]
-                batch[name] = torch.stack(rows)
+                columns[name] = torch.stack(rows)
         else:
-            batch = default_collate(samples)
+            columns = default_collate(samples)
             if self.borders:
-                batch |= document_borders(batch)
-        if self.packing != "wrapped":
-            batch[SUPERVISED] = int((batch["labels"][:, 1:] != IGNORED).sum())
-        return batch
+                columns |= document_borders(columns)
+        return Batch.of(**columns, count=self.packing != "wrapped")
 
     def __str__(self) -> str:
         if self.packing == "wrapped":

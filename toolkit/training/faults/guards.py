@@ -5,15 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from toolkit import ranks
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.training.faults import spikes
 from toolkit.training.faults.bad_steps import BadSteps
 from toolkit.training.faults.integrity import Integrity
-from toolkit.training.faults.spikes import Spikes
+from toolkit.training.faults.spikes import SPIKES, Spikes
 from toolkit.training.train_state import TrainState
 
 _NANO = 10**9
@@ -27,6 +24,7 @@ class Guards:
     integrity: Integrity | None = None
     waited: Callable[[], float] | None = None  # seconds that this rank has waited for data so far
     state: TrainState | None = None
+    spikes: Spikes | None = None  # the steps that an `Update` leaves out
 
     def __post_init__(self) -> None:
         self._before = 0.0 if self.waited is None else self.waited()
@@ -66,19 +64,19 @@ class Guards:
         if self.integrity is not None:
             self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
         self.bad_steps.check_values(step)
-        if self.state is not None and (watched := spikes.spikes_of(self.state.model)) is not None:
-            self.state.extra[spikes.KEY] = watched.state_dict()
+        if self.state is not None and self.spikes is not None:
+            self.state.extra[SPIKES] = self.spikes.state_dict()
 
 
-def guards_of(cfg: RunConfig, model: nn.Module, data: TrainingData, state: TrainState) -> Guards:
-    """Return what watches a run from `state` on; have its optimizer and model watched."""
-    train, feed = cfg.train, data.feed
+def guards_of(cfg: RunConfig, data: TrainingData, state: TrainState) -> Guards:
+    """Return what watches a run from `state` on."""
+    train, feed, spikes = cfg.train, data.feed, None
     if train.skip_spikes is None:
-        state.extra.pop(spikes.KEY, None)  # of a start that had them; they grow stale
+        state.extra.pop(SPIKES, None)  # of a start that had them; they grow stale
     else:
-        kept, device = state.extra.get(spikes.KEY, {}), data.run.device
-        spikes.watch(model, Spikes(train.skip_spikes, device, kept))
+        kept, device = state.extra.get(SPIKES, {}), data.run.device
+        spikes = Spikes(train.skip_spikes, device, kept)
     every = train.logging_steps if train.check_steps is None else train.check_steps
     integrity = Integrity(state, every) if every else None
     bad_steps = BadSteps(train.max_bad_steps, data.samples_of, state)
-    return Guards(bad_steps, integrity, lambda: feed.waited, state)
+    return Guards(bad_steps, integrity, lambda: feed.waited, state, spikes)

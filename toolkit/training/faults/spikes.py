@@ -13,9 +13,8 @@ bit; nobody waits. The window is part of a checkpoint.
 from typing import Any
 
 import torch
-from torch import nn
 
-KEY = "spikes"  # where `TrainState.extra` keeps the window
+SPIKES = "spikes"  # where `TrainState.extra` keeps the window
 _NORMAL = 1.4826  # standard deviations of normal values in a median absolute deviation
 _WINDOW = 128  # steps, about as many as a level takes to become the normal one
 _LEAST = ((0.01,), (0.1,))  # of the median of losses, and of norms: the least deviation taken
@@ -68,13 +67,3 @@ class Spikes:
         """Return the window as JSON values, which hold a float32 exactly. Waits for the device."""
         rows = [row[row.isfinite()].tolist() for row in self._values.cpu()]
         return {"loss": rows[0], "grad_norm": rows[1]}
-
-
-def spikes_of(model: nn.Module) -> Spikes | None:
-    """Return what `watch` left on `model`; None where no spike is skipped."""
-    return vars(model).get(KEY)
-
-
-def watch(model: nn.Module, spikes: Spikes) -> None:
-    """Have `train_step` skip the spikes of `model`."""
-    vars(model)[KEY] = spikes

@@ -1,0 +1,110 @@
+"""What the toolkit does with a sharded model and a `Batch`, for tests that hold a model and dicts.
+
+A dict is a batch as transformers has it: `labels` at their own tokens, beside what a forward takes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.config.settings import ShardingConfig
+from toolkit.data.samples.batch import IGNORED, Batch
+from toolkit.mesh import Mesh, View, init_mesh
+from toolkit.sharding import fsdp
+from toolkit.sharding.accumulation import Accumulation
+from toolkit.sharding.fsdp import Sharded
+from toolkit.sharding.units import UnitPlan
+from toolkit.training import step
+from toolkit.training.loss import LossSum, causal_lm_loss
+
+__all__ = ["apply_fsdp", "init_mesh", "sharded_of"]
+COUNT = "num_items_in_batch"  # of a dict: as `Batch.n_targets`
+
+
+class Idle:
+    """Stands for `Accumulation` where a model is not sharded."""
+
+    begin = end = staticmethod(lambda *_: None)
+
+
+def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: ShardingConfig, **more: Any) -> Sharded:
+    """Shard `model`, of which `sharded_of` then knows."""
+    made = fsdp.apply_fsdp(model, mesh, cfg, **more)
+    vars(model)["of_tests"] = made
+    return made
+
+
+def sharded_of(model: nn.Module) -> Sharded:
+    """Return what `apply_fsdp` made of a model; of a plain one, or one that others sharded, what
+    stands for it.
+    """
+    if "of_tests" not in vars(model):
+        by_others = hasattr(model, "unshard")
+        mesh = alone()
+        if by_others and dist.is_initialized():
+            mesh = alone(View(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
+        idle: Any = Accumulation(model, ShardingConfig()) if by_others else Idle()
+        return Sharded(model, mesh, UnitPlan((), (), (), None), idle)
+    return vars(model)["of_tests"]
+
+
+def alone(view: View = View()) -> Mesh:  # noqa: B008
+    """Return the mesh of one process, or of a view, that shards nothing."""
+    return Mesh(None, {}, data=view, loss=view)  # type: ignore[arg-type]
+
+
+def as_batch(batch: Mapping[str, Any] | Batch) -> Batch:
+    """Return a dict as the batch that a run would read."""
+    if isinstance(batch, Batch):
+        return batch
+    inputs = {k: v for k, v in batch.items() if k not in ("labels", COUNT)}
+    made = Batch.of(batch["labels"], **inputs)
+    return Batch(made.inputs, made.targets, batch.get(COUNT))
+
+
+def columns(batch: Batch) -> dict[str, Any]:
+    """Return a batch as a dict."""
+    labels = torch.full_like(batch.targets, IGNORED)
+    labels[:, 1:] = batch.targets[:, :-1]
+    count = {} if batch.n_targets is None else {COUNT: batch.n_targets}
+    return {**batch.inputs, "labels": labels, **count}
+
+
+def loss_sum(model: nn.Module, batch: Mapping[str, Any] | Batch, **how: Any) -> torch.Tensor:
+    """Return the summed loss of a batch."""
+    return causal_lm_loss(model, as_batch(batch), **how).total
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Any,
+    micro_batches: Sequence[Any],
+    *,
+    loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor] | None = None,
+    **how: Any,
+) -> step.StepStats:
+    """Run one step on batches as dicts; `loss` gets them as dicts and returns a sum."""
+
+    def own(module: nn.Module, batch: Batch) -> LossSum:
+        assert loss is not None
+        return LossSum(loss(module, columns(batch)), batch.count)
+
+    more = how if loss is None else {**how, "loss": own}
+    batches = [as_batch(batch) for batch in micro_batches]
+    return step.train_step(sharded_of(model), optimizer, batches, **more)
+
+
+def evaluate(
+    model: nn.Module, sources: Mapping[str, Iterable[Any]]
+) -> tuple[step.EvalStats, dict[str, step.EvalStats]]:
+    """Evaluate on batches as dicts."""
+    as_batches = {name: [as_batch(b) for b in batches] for name, batches in sources.items()}
+    return step.evaluate(sharded_of(model), as_batches)
+
+
+def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of unshifted labels are predicted."""
+    return Batch.of(labels).count

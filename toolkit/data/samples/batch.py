@@ -1,0 +1,49 @@
+"""A micro-batch of a rank: what goes into a model, and what each position is to predict."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+IGNORED = -100  # label of a token that the loss leaves out, as in transformers
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of token ids, and the token that follows each position."""
+
+    inputs: dict[str, Any]
+    """What the model's forward takes: `input_ids` [B, T] and other tensors by name; of the borders
+    of documents two whole numbers."""
+    targets: torch.Tensor
+    """int64 [B, T]: the token that each position is to predict; `IGNORED`, as at the end of every
+    row: none."""
+    n_targets: int | None = None
+    """How many positions have a target, where some others than the last of a row may have none: the
+    host knows it before `targets` are on a device."""
+
+    @classmethod
+    def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
+        """Return the batch of `labels` [B, T] as transformers has them, each at its own token;
+        `count`: with `n_targets`.
+        """
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return cls(inputs, targets, int((targets != IGNORED).sum()) if count else None)
+
+    @property
+    def count(self) -> torch.Tensor:
+        """The positions with a target, 0-d int64 on the device."""
+        return (self.targets != IGNORED).sum()
+
+    def to(self, device: torch.device | str, **how: Any) -> "Batch":
+        """Return the batch on `device`, as `Tensor.to` moves a tensor."""
+        return self._each(lambda tensor: tensor.to(device, **how))
+
+    def pin_memory(self, device: Any = None) -> "Batch":
+        """Return the batch in page-locked memory; for PyTorch's `DataLoader`."""
+        return self._each(lambda tensor: tensor.pin_memory(device))
+
+    def _each(self, fn: Any) -> "Batch":
+        inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
+        return replace(self, inputs=inputs, targets=fn(self.targets))
